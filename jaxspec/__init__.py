@@ -1,24 +1,23 @@
 """Hybrid LLMs in JAX with zero-bubble asynchronous speculative decoding."""
 
-from jaxspec.async_errors import (
+from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.api.beam_search import BeamSearchParams
+from jaxspec.api.llm import LLM, generate
+from jaxspec.engine.async_stream import AsyncStream
+from jaxspec.engine.errors import (
     DrainingError,
     EngineDeadError,
     QueueFullError,
     QueueTimeoutError,
     ServiceError,
 )
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.async_stream import AsyncStream
-from jaxspec.beam_search import BeamSearchParams
 from jaxspec.inspection import Inspection, inspect
-from jaxspec.kept_llm import generate
-from jaxspec.llm import LLM
-from jaxspec.logprobs import Logprob
-from jaxspec.outputs import CompletionOutput, RequestOutput, Stream, TextDelta
-from jaxspec.prompts import TextPrompt, TokensPrompt
-from jaxspec.request import RequestMetrics
-from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.speculation import SpeculativeConfig
+from jaxspec.options import SpeculativeConfig
+from jaxspec.requests.logprobs import Logprob
+from jaxspec.requests.outputs import CompletionOutput, RequestOutput, Stream, TextDelta
+from jaxspec.requests.prompts import TextPrompt, TokensPrompt
+from jaxspec.requests.request import RequestMetrics
+from jaxspec.requests.sampling_params import RequestOutputKind, SamplingParams
 
 __all__ = [
     "LLM",

@@ -1,4 +1,4 @@
-"""`python -m jaxspec "def fibonacci(n):"`, or a command: `jaxspec.commands` knows which."""
+"""Entry point of `python -m jaxspec`: runs a command, or completes prompts."""
 
 import os
 import sys
@@ -10,20 +10,21 @@ from jaxspec import commands
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
-    Returns its exit status: 0; 1 if the model failed on a prompt or is refused, or a replay
-    differs; 2 after an error that the user can mend; 130 after Ctrl-C and 141 when nobody reads the
-    output any more, as shells count.
+    Returns:
+        The exit status: 0; 1 if a request failed, the model is refused or a replay differs; 2 for
+        an error that the user can fix; 130 after Ctrl-C and 141 after the reader of a pipe closed
+        it, as in shells.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         status = commands.run_command(words)
-        sys.stdout.flush()  # a closed pipe shows here, not when Python ends
+        sys.stdout.flush()  # a closed pipe fails here, not at interpreter exit
         return status
     except KeyboardInterrupt:
-        print(file=sys.stderr)  # the shell's next line starts below the text
+        print(file=sys.stderr)  # the shell prompt starts on a new line
         return 130
     except BrokenPipeError:
-        # Python flushes standard output once more when it ends.
+        # Python flushes standard output again at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError) as error:

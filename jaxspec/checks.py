@@ -1,4 +1,4 @@
-"""What a value from outside must be, asked in one place; and how an error shows it, in short."""
+"""Validation of values from users, and their short representation in error messages."""
 
 import itertools
 import math
@@ -15,10 +15,10 @@ _MAX_PATH_CHARACTERS = 4096
 
 
 def shown(value: Any, length: int = 80) -> str:
-    """`value` as Python writes it, cut to `length` characters; even a huge one costs little."""
+    """Return the repr of `value`, cut to `length` characters; huge values cost little."""
     try:
         text = _written(value, length, depth=3)
-    except Exception:  # a value of the caller's own type may do anything when it is written
+    except Exception:  # the __repr__ of a user-defined type may raise anything
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
@@ -45,21 +45,21 @@ def _written(value: Any, length: int, depth: int) -> str:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is an integer of Python's or NumPy's; True and False are none."""
+    """Return whether `value` is a Python or NumPy integer; booleans are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def are_integers(values: Iterable[Any]) -> bool:
-    """Whether each of them `is_integer`; quick, for a prompt may have many thousands."""
+    """Return whether all values satisfy `is_integer`; fast, because prompts may be long."""
     kinds = set(map(type, values))
     return all(issubclass(kind, Integral) and not issubclass(kind, bool) for kind in kinds)
 
 
 def integer(name: str, value: Any, least: int, most: int = INT64_MAX, hint: str = "") -> int:
-    """`value` as Python's int.
+    """Return `value` as a Python int.
 
     Raises:
-        ValueError: it is no integer from `least` to `most`; the message ends with `hint`.
+        ValueError: it is not an integer from `least` to `most`; the message ends with `hint`.
     """
     if not is_integer(value) or int(value) < least:
         raise ValueError(
@@ -71,10 +71,10 @@ def integer(name: str, value: Any, least: int, most: int = INT64_MAX, hint: str 
 
 
 def seed_bits(name: str, value: Any) -> int:
-    """A seed as Python's int.
+    """Return a seed as a Python int.
 
     Raises:
-        ValueError: it is no integer from -2**63 to 2**64 - 1.
+        ValueError: it is not an integer from -2**63 to 2**64 - 1.
     """
     if not is_integer(value) or not -(2**63) <= int(value) < 2**64:
         raise ValueError(f"{name} must be an integer that fits in 64 bits, got {shown(value)}.")
@@ -82,20 +82,20 @@ def seed_bits(name: str, value: Any) -> int:
 
 
 def real(value: Any) -> float:
-    """`value` as Python's float; NaN, which lies in no range, for what is no number."""
+    """Return `value` as a Python float, or NaN, which is in no range, if it is not a number."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return math.nan
     try:
         return float(value)
     except OverflowError:
-        return math.inf  # of which sign, no range asks
+        return math.inf  # outside every range, so the sign does not matter
 
 
 def boolean(name: str, value: Any) -> bool:
-    """`value` as Python's bool.
+    """Return `value` as a Python bool.
 
     Raises:
-        ValueError: it is neither True nor False.
+        ValueError: it is neither a Python nor a NumPy bool.
     """
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, got {shown(value)}.")
@@ -103,9 +103,9 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def items(values: Any, most: int) -> list[Any] | None:
-    """The first `most + 1` of an ordered collection or an iterator, which may be endless.
+    """Return the first `most + 1` items of an ordered collection or a possibly endless iterator.
 
-    None: it is neither, as a text, a mapping and a set.
+    Returns None for other values, including strings, mappings and sets.
     """
     if isinstance(values, str | bytes | bytearray | Mapping | Set):
         return None
@@ -117,17 +117,17 @@ def items(values: Any, most: int) -> list[Any] | None:
 
 
 def text(name: str, value: Any) -> str:
-    """`value`, if it is a text that is not empty; a ValueError for all else."""
+    """Return `value`; raise ValueError unless it is a non-empty string."""
     if not isinstance(value, str) or not value:
         raise ValueError(f"{name} must be a text that is not empty, got {shown(value)}.")
     return value
 
 
 def path(name: str, value: Any) -> str | Path:
-    """`value`, if a file system can look it up.
+    """Return `value` if it is a valid path; the file need not exist.
 
     Raises:
-        ValueError: it is no text or Path, is empty, too long, or has characters no path may have.
+        ValueError: it is not a string or Path, is empty or too long, or has invalid characters.
     """
     if not isinstance(value, str | Path):
         raise ValueError(f"{name} must be a text or a Path, got {shown(value)}.")

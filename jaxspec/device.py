@@ -1,4 +1,4 @@
-"""The device that programs run on."""
+"""The device that programs run on, or are traced for."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ import jax
 
 
 class StandIn(NamedTuple):
-    """What tracing asks of a device, which another process has."""
+    """The properties of a device in another process that tracing depends on."""
 
     platform: str
     device_kind: str
@@ -14,7 +14,7 @@ class StandIn(NamedTuple):
 
     @staticmethod
     def of(there: Any) -> "StandIn":
-        """What stands in for a device of this process."""
+        """Make a stand-in for a device of this process."""
         capability = getattr(there, "compute_capability", None)
         return StandIn(there.platform, there.device_kind, capability)
 
@@ -23,7 +23,7 @@ _stand_in: StandIn | None = None
 
 
 def default_device() -> Any:
-    """The device that programs run on by default, or what stands in for it where none runs."""
+    """Return the default device, or its stand-in if this process only traces."""
     if _stand_in is not None:
         return _stand_in
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
@@ -33,6 +33,6 @@ def default_device() -> Any:
 
 
 def trace_for(there: StandIn) -> None:
-    """From now on this process traces programs for `there`, and can run none of them."""
+    """Trace programs for `there` from now on; this process can no longer run them."""
     global _stand_in
     _stand_in = there

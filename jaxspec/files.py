@@ -1,9 +1,10 @@
-"""Files of a checkpoint, which anybody may have written: opened and read within bounds."""
+"""Reading of untrusted checkpoint files within bounds, and folders for caches and state."""
 
 import collections
 import json
 import os
 import stat
+import sys
 import tempfile
 from io import FileIO
 from pathlib import Path
@@ -12,17 +13,18 @@ from typing import Any
 from jaxspec.checks import shown
 
 MAX_JSON_BYTES = 2**24
-"""The longest JSON text that is read: some ten times that of the largest published models."""
+"""Largest JSON file that is read, about ten times the largest of published models."""
 
 
 def open_file(path: Path) -> FileIO:
-    """The regular file at `path`, or that a link there names, to be read without a buffer.
+    """Open the regular file at `path`, following links, for unbuffered reading.
 
-    A named pipe would wait for a writer for ever, and a device may have no end.
+    Other files are refused: a named pipe could wait for a writer forever, and a device could be
+    endless.
 
     Raises:
-        FileNotFoundError: there is no file, or the link leads to none.
-        ValueError: it may not be opened, or is no regular file.
+        FileNotFoundError: there is no file, or only a dangling link.
+        ValueError: the file can't be opened or is not a regular file.
     """
     try:
         file = FileIO(path, opener=_without_waiting)
@@ -31,7 +33,7 @@ def open_file(path: Path) -> FileIO:
         raise FileNotFoundError(
             f"{path} must be a file, and {state}. Download it again."
         ) from error
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+    except (OSError, ValueError) as error:  # ValueError for a zero byte in the name
         reason = getattr(error, "strerror", None) or error
         raise ValueError(
             f"{path} must be a file that can be read, but opening it failed: {reason}. Check its "
@@ -51,12 +53,12 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def fill(file: FileIO, buffer: memoryview, start: int = 0) -> None:
-    """Read the file's bytes from `start` on until `buffer` is full.
+    """Fill `buffer` with the bytes of the file from offset `start` on.
 
-    Several threads may do so at once: where the file itself stands plays no part.
+    Several threads may read the same file, because the file position is not used.
 
     Raises:
-        ValueError: the file ends before, or the disk fails.
+        ValueError: the file is too short, or reading fails.
     """
     done = 0
     while done < len(buffer):
@@ -76,19 +78,22 @@ def fill(file: FileIO, buffer: memoryview, start: int = 0) -> None:
 
 
 def writable_folder(name: str, purpose: str, mode: int = 0o777) -> Path:
-    """The folder that files shall lie in, made with `mode` if only its last part is missing.
+    """Return the folder `name` after a test write; create it with `mode` if its parent exists.
 
-    `purpose`: what an error begins with, such as "Hidden states are saved to".
+    Args:
+        name: Path of the folder, in which `~` is expanded.
+        purpose: Beginning of the error message, such as "Hidden states are saved to".
+        mode: Permissions of a new folder.
 
     Raises:
-        ValueError: it can't be made, is a file, or no file can be written there.
+        ValueError: it can't be created, is a file, or is not writable.
     """
     folder = Path(name).expanduser().absolute()
     try:
         folder.mkdir(mode, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except (OSError, RuntimeError) as error:  # RuntimeError: no such user's home
+    except (OSError, RuntimeError) as error:  # RuntimeError for a user without a home
         reason = getattr(error, "strerror", None) or error
         raise ValueError(
             f"{purpose} a folder in which files can be written, and {shown(name)} is none: "
@@ -98,11 +103,11 @@ def writable_folder(name: str, purpose: str, mode: int = 0o777) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file at `path`.
+    """Read the JSON object in the file at `path`.
 
     Raises:
-        FileNotFoundError: as `open_file`.
-        ValueError: as `open_file` and `parse_json`, or the file is longer than `MAX_JSON_BYTES`.
+        FileNotFoundError: as in `open_file`.
+        ValueError: as in `open_file` and `parse_json`, or the file exceeds `MAX_JSON_BYTES`.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -117,11 +122,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(content: bytes | bytearray, source: str) -> dict[str, Any]:
-    """The JSON object that `content`, of the `source`, is in UTF-8.
+    """Parse a JSON object in UTF-8; `source` names it in errors.
 
     Raises:
-        ValueError: it is not JSON or no object, an object gives a name twice, or objects and lists
-            are nested more deeply than Python can follow.
+        ValueError: `content` is not a JSON object, an object has a duplicate name, or the nesting
+            exceeds Python's recursion limit.
     """
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=_object)
@@ -143,7 +148,35 @@ def parse_json(content: bytes | bytearray, source: str) -> dict[str, Any]:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
-    if len(content) < len(pairs):  # readers differ in which of the two they take
+    if len(content) < len(pairs):  # JSON readers differ in which duplicate they use
         ((name, count),) = collections.Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"an object has the name {shown(name)} {count} times")
     return content
+
+
+def cache_folder() -> Path:
+    """Return the user's folder for files that can be regenerated.
+
+    Raises:
+        RuntimeError: the user has no home, or the folder has no absolute path.
+    """
+    return _folder("XDG_CACHE_HOME", ".cache", "Library/Caches")
+
+
+def state_folder() -> Path:
+    """Return the user's folder for records of past runs.
+
+    Raises:
+        RuntimeError: as in `cache_folder`.
+    """
+    return _folder("XDG_STATE_HOME", ".local/state", "Library/Logs")
+
+
+def _folder(variable: str, usual: str, on_macos: str) -> Path:
+    if sys.platform == "darwin":
+        base = Path.home() / on_macos
+    else:
+        base = Path(os.environ.get(variable) or Path.home() / usual)
+    if not base.is_absolute():
+        raise RuntimeError(f"The user's folder has no absolute path: {str(base)!r:.300}.")
+    return base / "jaxspec"

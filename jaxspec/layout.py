@@ -1,6 +1,9 @@
-"""PackedLayout: named fields end to end in one int32 array, as host and device exchange them.
+"""PackedLayout: named fields packed into one int32 array, for transfers between host and device.
 
-No JAX here: the methods take NumPy arrays, JAX arrays and tracers alike.
+Imports no JAX: the methods accept NumPy arrays, JAX arrays and tracers.
+
+    fields  a: []   b: ["drafts"]   c: [2], float32      with 3 drafts per row
+    array   [a, b0, b1, b2, c0, c1]                      int32; c has the bits of its float32 values
 """
 
 import dataclasses
@@ -15,20 +18,27 @@ _INT32 = np.dtype(np.int32)
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One named part of a packed array."""
+    """Named part of a packed array."""
 
     name: str
     meaning: str
     _: dataclasses.KW_ONLY
-    dtype: type[np.int32] | type[np.float32] = np.int32  # float32 is kept by its bits
-    shape: tuple[int | str, ...] = ()  # "drafts" stands for K, "emits" for 1 + K
+    dtype: type[np.int32] | type[np.float32] = np.int32  # float32 values are stored by their bits
+    shape: tuple[int | str, ...] = ()  # "drafts" means K (num_drafts), "emits" 1 + K
 
 
 class PackedLayout:
-    """Named fields laid end to end along the last axis of one int32 array."""
+    """Layout of named fields along the last axis of an int32 array.
+
+    Attributes:
+        fields: The fields by name, in order.
+        shapes: Their shapes by name, with numbers in place of "drafts" and "emits".
+        slices: Their slices of the last axis, by name.
+        size: Length of the last axis.
+    """
 
     def __init__(self, fields: Iterable[Field], num_drafts: int = 0):
-        """Lay out `fields` in the order given, for `num_drafts` drafts a row."""
+        """Pack `fields` in the given order, for `num_drafts` drafts per row."""
         sizes = {"drafts": num_drafts, "emits": 1 + num_drafts}
         self.fields = {field.name: field for field in fields}
         self.shapes: dict[str, tuple[int, ...]] = {
@@ -44,20 +54,20 @@ class PackedLayout:
         self.size = start
 
     def read(self, array: Any, name: str) -> Any:
-        """The field `name` of `array [..., size]`, a view of shape `[..., *shape]`."""
+        """Return the field `name` of `array [..., size]`, with shape `[..., *shape]`."""
         bits = array[..., self.slices[name]].reshape((*array.shape[:-1], *self.shapes[name]))
         return _as_dtype(bits, self._dtypes[name])
 
     def unpack(self, array: Any) -> dict[str, Any]:
-        """Every field of `array [..., size]` by name, as `read` gives it."""
+        """Return every field of `array [..., size]` by name, as in `read`."""
         return {name: self.read(array, name) for name in self.fields}
 
     def bits(self, name: str, value: Any) -> Any:
-        """`value [..., *shape]` of the field `name` as it is packed, int32 `[..., width]`.
+        """Return `value [..., *shape]` of the field `name` as packed: int32 `[..., width]`.
 
         Raises:
             KeyError: there is no such field.
-            ValueError: `value` has another dtype or another shape than the field.
+            ValueError: `value` differs in dtype or shape from the field.
         """
         dtype, shape = self._dtypes[name], self.shapes[name]
         lead = value.shape[: value.ndim - len(shape)]

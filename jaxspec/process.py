@@ -1,15 +1,11 @@
-"""Forked children: JAX does not work in them, so they get an error in place of a hang."""
+"""Process checks: JAX hangs in forked children, so they get an error instead."""
 
 import functools
 import os
 
 
 def check_process(owner: int) -> None:
-    """Refuse to run JAX in a forked child of the process `owner`, where it would hang.
-
-    Raises:
-        RuntimeError: this is another process.
-    """
+    """Raise RuntimeError unless this is the process with id `owner`, where JAX has its threads."""
     if os.getpid() != owner:
         raise RuntimeError(
             f"An LLM works only in the process that made it, {owner}, and this is {os.getpid()}, "
@@ -20,5 +16,5 @@ def check_process(owner: int) -> None:
 
 @functools.cache
 def first_process() -> int:
-    """The process in which the first LLM was made, by which JAX has threads."""
+    """Return the id of the process that created the first LLM, where JAX has its threads."""
     return os.getpid()

@@ -1,36 +1,36 @@
-"""The two parts of a step's tokens, as ops take them: decode rectangle and prompt chunks.
+"""The two parts of a step's tokens as ops take them: decode rectangle and prompt chunks.
 
-Index arrays are int32. Padding may hold anything: it is computed, and changes nothing.
+Index arrays are int32. Padding entries are arbitrary; ops compute them without side effects.
 """
 
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-NO_SLOT = -1  # the keys and values of this token are written nowhere
+NO_SLOT = -1  # KV slot of a token whose keys and values are discarded
 
 
 @flax.struct.dataclass
 class DecodeRegion:
-    """The rectangle of `rows x width` tokens that decode: the last token of a row, then its drafts.
+    """The rectangle of `rows x width` decode tokens: each row's last token, then its drafts.
 
-    A row is live if its slot is positive and it has tokens; any other row is padding.
+    A row is live if it has tokens and its slot is in `1..num_slots - 1`; other rows are padding.
     """
 
-    slots: Int[Array, " rows"]  # request slot in every pool; 0 is the null slot
-    num_computed: Int[Array, " rows"]  # tokens whose keys, values and states the pools hold
-    query_len: Int[Array, " rows"]  # real tokens of the row, 0..width
-    state_offset: Int[Array, " rows"]  # drafts accepted last: the true candidate
-    ring_length: Int[Array, " rows"]  # tokens of the ring that the slot's state lacks
+    slots: Int[Array, " rows"]  # state slot in every pool; 0 is the null slot
+    num_computed: Int[Array, " rows"]  # tokens whose keys, values and states are in the pools
+    query_len: Int[Array, " rows"]  # real tokens per row, 0..width
+    state_offset: Int[Array, " rows"]  # drafts accepted last, the index of the valid state
+    ring_length: Int[Array, " rows"]  # ring tokens not yet folded into the slot's state
 
     def is_live(self, num_slots: int) -> Bool[Array, " rows"]:
-        """Rows that a pool of `num_slots` slots is read and written for."""
+        """Return which rows ops read and write in a pool of `num_slots` slots."""
         return is_live(self.slots, self.query_len, num_slots)
 
 
 @flax.struct.dataclass
 class PrefillRegion:
-    """A flat stretch of tokens: chunks of at most `seqs` prompts, one after the other.
+    """A flat sequence of tokens: chunks of at most `seqs` prompts, one after the other.
 
     Chunk `s` is `query_start[s]:query_start[s + 1]`; tokens from `query_start[-1]` on are padding.
     """
@@ -42,21 +42,21 @@ class PrefillRegion:
 
     @property
     def query_len(self) -> Int[Array, " seqs"]:
-        """Tokens of each chunk."""
+        """Tokens per chunk."""
         return self.query_start[1:] - self.query_start[:-1]
 
     def is_live(self, num_slots: int) -> Bool[Array, " seqs"]:
-        """Chunks that a pool of `num_slots` slots is read and written for."""
+        """Return which chunks ops read and write in a pool of `num_slots` slots."""
         return is_live(self.slots, self.query_len, num_slots)
 
 
 def is_live(
     slots: Int[Array, "..."], query_len: Int[Array, "..."], num_slots: int
 ) -> Bool[Array, "..."]:
-    """The rule behind the regions' `is_live`; a kernel calls it on the indices of its one row."""
+    """The rule of the regions' `is_live`; kernels call it on the indices of a single row."""
     return (slots > 0) & (slots < num_slots) & (query_len > 0)
 
 
 def real_tokens(query_len: Int[Array, " rows"], width: int) -> Bool[Array, "rows width"]:
-    """Which tokens of a rectangle are real: the first `query_len` of each row."""
+    """Mask of a rectangle's real tokens: the first `query_len` of each row."""
     return jnp.arange(width, dtype=jnp.int32)[None, :] < query_len[:, None]

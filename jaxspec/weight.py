@@ -1,7 +1,7 @@
-"""How weights are held: a layer keeps them, and every product takes them whole.
+"""Representations of weight matrices, which layers own and pass to every matmul whole.
 
-An op may choose its kernel by `type(weight)`, as it does by the number of rows. The choice is made
-while a program is traced, so the program has the weight's arrays alone.
+An op may select its kernel by `type(weight)`, as it does by the number of rows. This happens while
+a program is traced, so the compiled program has only the weight's arrays as inputs.
 """
 
 import flax.struct
@@ -12,100 +12,97 @@ from jaxtyping import Array, Float, Int
 
 @flax.struct.dataclass
 class Dense:
-    """One matrix in the dtype of the activations.
+    """A matrix in the dtype of the activations.
 
-    Published matrices are `[outer, inner]`; this is the transpose, as `x @ array` wants it.
+    Stored as `[inner, outer]` for `x @ array`, the transpose of the checkpoint's layout.
     """
 
     array: Float[Array, "inner outer"]
 
     @property
     def inner(self) -> int:
-        """Features that a product sums over."""
+        """Size of the contracted axis."""
         return self.array.shape[0]
 
     @property
     def outer(self) -> int:
-        """Columns of the product."""
+        """Number of output columns."""
         return self.array.shape[1]
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of the matrix."""
         return self.array.dtype
 
     def columns(self, ids: Int[Array, " ids"]) -> "Dense":
-        """A weight of these columns alone, copied; each of `ids` (int32) must be in range."""
+        """Copy the columns `ids` (int32, all in range) to a new weight."""
         return Dense(self.array[:, ids])
 
 
 @flax.struct.dataclass
 class Float8:
-    """One matrix in float8_e4m3fn: half the bytes of 16 bits, and 3 bits behind the point.
+    """A matrix in float8_e4m3fn: half the bytes of bfloat16, with 3 mantissa bits.
 
-    It is `[outer, inner]`, as tensor cores want bytes. The scale is a power of two, and one for all
-    entries: those down to an 8,000th of the largest keep all their bits, whatever their column.
+    Stored as `[outer, inner]`, the 8-bit layout of tensor cores. One power of two scales the whole
+    matrix; entries down to 1/8192 of the largest keep all mantissa bits.
     """
 
     array: Float[Array, "outer inner"]
-    scale: Float[Array, ""]  # the weight is `scale * array`, transposed
+    scale: Float[Array, ""]  # the weight is `(scale * array).T`
 
     @staticmethod
     def of(weight: Dense) -> "Float8":
-        """The nearest to `weight`, copied; of one that is not finite it may be NaN everywhere."""
+        """Round `weight` to 8 bits, in a copy; all entries may be NaN if one is not finite."""
         return Float8(*_float8_of(weight.array))
 
     @property
     def inner(self) -> int:
-        """Features that a product sums over."""
+        """Size of the contracted axis."""
         return self.array.shape[1]
 
     @property
     def outer(self) -> int:
-        """Columns of the product."""
+        """Number of output columns."""
         return self.array.shape[0]
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of the matrix."""
         return self.array.dtype
 
     def columns(self, ids: Int[Array, " ids"]) -> "Float8":
-        """A weight of these columns alone, copied; each of `ids` (int32) must be in range."""
+        """Copy the columns `ids` (int32, all in range) to a new weight."""
         return Float8(self.array[ids], self.scale)
 
     def dense(self) -> Dense:
-        """The weight in float32."""
+        """Return the weight in float32."""
         return Dense(self.scale * self.array.T.astype(jnp.float32))
 
 
 @flax.struct.dataclass
 class DenseExperts:
-    """One matrix for each expert of a layer, in the dtype of the activations.
+    """One matrix per expert of a layer, in the dtype of the activations.
 
-    They are `[outer, inner]`, as published: the kernels read them so, and nothing is transposed.
+    Stored as `[outer, inner]`, the checkpoint's layout, which the kernels read without a transpose.
     """
 
     array: Float[Array, "experts outer inner"]
 
     @property
     def num_experts(self) -> int:
-        """Experts, those that every token has among them."""
+        """Number of experts, including the slices of a shared expert."""
         return self.array.shape[0]
 
     @property
     def inner(self) -> int:
-        """Features that a product sums over."""
+        """Size of the contracted axis."""
         return self.array.shape[2]
 
     @property
     def outer(self) -> int:
-        """Columns of the product."""
+        """Number of output columns."""
         return self.array.shape[1]
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of the matrices."""
         return self.array.dtype
 
 
@@ -115,10 +112,10 @@ Weight = Dense | Float8
 def to_float8(
     array: Float[Array, "..."], axis: int | None = None
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """`array` in float8_e4m3fn, and its scale: a power of two, for all of it or along `axis`.
+    """Return `array` in float8_e4m3fn and its scale, a power of two, per array or along `axis`.
 
-    The largest number becomes one from 128 to 256; the format ends at 448. What is not finite
-    becomes NaN, and so may what has the same scale.
+    The largest number is scaled to 128 to 256; the format's maximum is 448. A number that is not
+    finite becomes NaN, and all numbers with the same scale may do so.
     """
     numbers = array.astype(jnp.float32)
     _, exponent = jnp.frexp(jnp.max(jnp.abs(numbers), axis, keepdims=axis is not None))
@@ -126,7 +123,7 @@ def to_float8(
     return (numbers / scale).astype(jnp.float8_e4m3fn), scale
 
 
-@jax.jit  # one kernel each for the scale and the bytes: nothing of the array's size in between
+@jax.jit  # one kernel each for scale and bytes, without temporaries of the array's size
 def _float8_of(array):
     transposed, scale = to_float8(array.T)
     return transposed, scale

@@ -2,11 +2,10 @@
 
 import collections
 import ctypes
+import functools
 import gc
 import importlib.util
-import json
 import os
-import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -15,11 +14,12 @@ from types import SimpleNamespace
 import hypothesis
 import jax
 import pytest
-from safetensors.numpy import load_file, save_file
+from shortened import write_shortened
 
-from jaxspec.loading import EMBEDDED_MODEL
-from jaxspec.options import EngineConfig
+from jaxspec.api.loading import EMBEDDED_MODEL
+from jaxspec.options.engine_options import EngineConfig
 from jaxspec.pallas import dispatch
+from jaxspec.runner import model_runner
 from jaxspec.runner.programs import program_cache
 from jaxspec.runner.programs.compilation_cache import enable_compilation_cache
 
@@ -50,6 +50,7 @@ hypothesis.settings.register_profile("same", database=None, deadline=None, deran
 hypothesis.settings.register_profile("search", database=None, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
+GIB = 2**30
 NOT_HERE = pytest.StashKey[collections.Counter]()  # why, and how many tests
 
 
@@ -142,27 +143,24 @@ def programs_compile_on_demand():
         return made(model, {"background_compilation": False} | dict(options))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxspec.llm_engine.EngineConfig", SimpleNamespace(of=of))
+        patch.setattr("jaxspec.api.llm_engine.EngineConfig", SimpleNamespace(of=of))
         yield
 
 
 @pytest.fixture(scope="session")
 def short_model(tmp_path_factory):
-    """The embedded model's lower half, for tests that ask neither for its text nor for good drafts.
+    """Two of the embedded model's layers, for tests that ask neither for text nor for good drafts.
 
-    It takes two thirds of the time. It writes near-words; few of its drafts stand.
+    It writes near-words; few of its drafts are accepted.
     """
-    folder = tmp_path_factory.mktemp("models") / "short"
-    shutil.copytree(EMBEDDED_MODEL, folder)
-    config = json.loads((folder / "config.json").read_text())
-    count = config["num_hidden_layers"] // 2
-    kept = {"num_hidden_layers": count, "layer_types": config["layer_types"][:count]}
-    (folder / "config.json").write_text(json.dumps(config | kept))
-    upper = tuple(f"model.layers.{i}." for i in range(count, config["num_hidden_layers"]))
-    held = load_file(EMBEDDED_MODEL / "model.safetensors")
-    lower = {name: held[name] for name in held if not name.startswith(upper)}
-    save_file(lower, folder / "model.safetensors")
-    return folder
+    return write_shortened(EMBEDDED_MODEL, (0, 3), tmp_path_factory.mktemp("models") / "short")
+
+
+@pytest.fixture
+def fresh_programs(monkeypatch):
+    """Trace programs anew, for functions that are replaced, and keep those of other tests."""
+    anew = functools.lru_cache(model_runner.jitted_step.__wrapped__)
+    monkeypatch.setattr(model_runner, "jitted_step", anew)
 
 
 @pytest.fixture
@@ -177,21 +175,43 @@ def device_with(monkeypatch):
     return patch
 
 
+@pytest.fixture(scope="session")
+def limits():
+    """What the process may grow to before the next module cleans up."""
+    return SimpleNamespace(resident=2 * GIB, num_maps=30_000)
+
+
 @pytest.fixture(autouse=True, scope="module")
-def freed_memory_goes_back():
-    """glibc keeps what compiling has freed in pieces: 13 GB a process, of which 4 were in use."""
+def freed_memory_goes_back(limits):
+    """glibc keeps what compiling has freed in pieces: 13 GB a process, of which 4 were in use.
+
+    Collecting takes seconds in a process with many programs, so it is for growth alone.
+    """
     yield
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        gc.collect()
+    if sys.platform != "linux" or _resident() < limits.resident:
+        return
+    gc.collect()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
+    limits.resident = _resident() + GIB
 
 
-@pytest.fixture(autouse=True)
-def programs_do_not_pile_up():
+def _resident():
+    """Bytes of the process's memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_do_not_pile_up(limits):
     """XLA maps some dozen pieces of memory a program; beyond Linux's 65,530 a process aborts."""
     yield
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+    if _num_maps() > limits.num_maps:
         jax.clear_caches()  # what is needed again comes from disk
         gc.collect()
+        limits.num_maps = max(30_000, _num_maps() + 5_000)  # engines may hold the others
+
+
+def _num_maps():
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0

@@ -50,7 +50,7 @@ def test_a_command_gets_the_words_behind_its_name_and_all_else_is_a_prompt(monke
         seen.append(words)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxspec.replay.main", said)
+    monkeypatch.setattr("jaxspec.commands.replay.main", said)
     monkeypatch.setattr("jaxspec.commands.complete.main", said)
     for words in (["replay", "a"], ["--", "replay"], ["replays"], []):
         assert main(words) == 130
@@ -67,7 +67,7 @@ def test_the_version_is_told(capsys):
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("complete", ["jaxspec.server", "jaxspec.replay", "fastapi"]),
+        ("complete", ["jaxspec.server", "jaxspec.commands.replay", "fastapi"]),
         ("chat", ["fastapi", "pydantic", "uvicorn"]),
     ],
 )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.user_folders import cache_folder, state_folder
+from jaxspec.files import cache_folder, state_folder
 
 
 def test_they_lie_where_the_system_keeps_such_files(monkeypatch):

@@ -24,7 +24,7 @@ from benchmarks.acceptance.models import (
 )
 from jaxspec import RequestMetrics, SamplingParams
 from jaxspec.pallas import dispatch
-from jaxspec.request import Request
+from jaxspec.requests.request import Request
 from jaxspec.runner.step import jitted_step
 from jaxspec.sampling import Use, gumbel_noise
 

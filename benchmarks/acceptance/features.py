@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.acceptance.tokenizer import word
 from jaxspec import RequestOutput, SamplingParams
-from jaxspec.outputs import CompletionOutput
+from jaxspec.requests.outputs import CompletionOutput
 
 BAD = 60, 61, 62
 STOPS = tuple(range(100, 400, 3))  # ids, of which a random model draws one now and then

@@ -35,13 +35,13 @@ from flax import nnx
 
 from benchmarks.measure import record
 from jaxspec import LLM, RequestMetrics, SamplingParams
+from jaxspec.api.loading import EMBEDDED_MODEL
 from jaxspec.cache import CacheOptions, PoolSizes, Snapshot, allocate
-from jaxspec.loading import EMBEDDED_MODEL
 from jaxspec.models import load_model
 from jaxspec.models.base import ModelInputs
-from jaxspec.outputs import Sample
 from jaxspec.regions import NO_SLOT, DecodeRegion, PrefillRegion
-from jaxspec.request import Request
+from jaxspec.requests.outputs import Sample
+from jaxspec.requests.request import Request
 from jaxspec.sampling import Use, gumbel_noise
 
 DRAFTS = 3

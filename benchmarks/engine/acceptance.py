@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.measure import record
 from jaxspec import LLM, RequestMetrics, SamplingParams
-from jaxspec.loading import EMBEDDED_MODEL
+from jaxspec.api.loading import EMBEDDED_MODEL
 
 _DRAWN = {"method": "mtp", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
 # What is drafted with. Methods that need another checkpoint are missing: none fits this model.

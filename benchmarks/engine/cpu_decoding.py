@@ -30,7 +30,7 @@ import jax
 from benchmarks.measure import record
 from benchmarks.report import tables
 from jaxspec import LLM, RequestMetrics, SamplingParams
-from jaxspec.loading import EMBEDDED_MODEL
+from jaxspec.api.loading import EMBEDDED_MODEL
 
 NUM_DRAFTS = (0, 3)
 

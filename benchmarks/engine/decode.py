@@ -33,8 +33,8 @@ from benchmarks.measure import floor, power
 from benchmarks.measure.kernel_times import kernel_times
 from benchmarks.measure.model_shapes import SHAPES
 from jaxspec import LLM, RequestMetrics
-from jaxspec.config import StateConfig
 from jaxspec.models import parse_config
+from jaxspec.plan.step_shapes import StateConfig
 
 HOST = ("plan", "dispatch", "collect")  # what its time goes to, but for waiting
 PROFILED = 8  # steps, enqueued back to back

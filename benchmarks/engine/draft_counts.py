@@ -27,8 +27,8 @@ from benchmarks.measure import record
 from benchmarks.measure.model_shapes import SHAPES
 from jaxspec import LLM, RequestMetrics
 from jaxspec.pallas import dispatch
-from jaxspec.sampler import GREEDY
-from jaxspec.scheduler.draft_count import DraftCount
+from jaxspec.requests.sampling_features import GREEDY
+from jaxspec.scheduler.adaptive_drafts import AdaptiveDrafts
 
 AUTO = "auto"
 Rates = list[float]
@@ -46,12 +46,12 @@ class Case:
     drafts: int | str | None  # "auto" chooses among all; None: the engine has no drafter
 
 
-class FixedCount(DraftCount):
+class FixedCount(AdaptiveDrafts):
     """One number of drafts, whatever it costs."""
 
     count: int
 
-    def choose(self, num_rows, num_steps, most, sampler=GREEDY) -> int:
+    def choose(self, num_rows, num_steps, most, features=GREEDY) -> int:
         return self.count
 
 
@@ -73,11 +73,13 @@ def make_llm(args: argparse.Namespace, folder: Path, rates: Rates | None) -> LLM
     )
 
 
-def choosers(llm: LLM, drafts: Sequence[int | str | None]) -> dict[int | str | None, DraftCount]:
+def choosers(
+    llm: LLM, drafts: Sequence[int | str | None]
+) -> dict[int | str | None, AdaptiveDrafts]:
     """What picks the number of drafts, by the word for it."""
     scheduler, found = llm.session.scheduler, {}
     for word in drafts:
-        kind = FixedCount if isinstance(word, int) else DraftCount
+        kind = FixedCount if isinstance(word, int) else AdaptiveDrafts
         found[word] = kind(scheduler.shapes, scheduler.step_seconds.decode)
         found[word].count = word
     return found
@@ -90,7 +92,7 @@ def measure(llm: LLM, args: argparse.Namespace, rows: int, drafts: Sequence[Any]
     ways, runs = choosers(llm, drafts), {word: list[Figures]() for word in drafts}
     for repeat in range(args.repeats + 1):
         for word, chooser in ways.items():
-            llm.session.scheduler.draft_count = chooser
+            llm.session.scheduler.adaptive_drafts = chooser
             served = serve(llm, work, at_once=rows)
             first = serve(llm, work.one_token_each(), at_once=rows)
             milliseconds = 1000 * (served.seconds - first.seconds) / (args.tokens - 1)

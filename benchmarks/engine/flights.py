@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.engine import dummy_llm
 from benchmarks.engine.dummy_llm import complete
 from benchmarks.measure import record
-from jaxspec.replay import replay
+from jaxspec.commands.replay import replay
 
 PROMPT, TOKENS = 512, 256
 RECORDERS = ("off", "full")

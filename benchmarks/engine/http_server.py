@@ -18,7 +18,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.measure.host_times import HostWatch
-from jaxspec.async_llm import AsyncLLM
+from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.run import serve
 

@@ -28,8 +28,8 @@ from benchmarks.engine import dummy_llm
 from benchmarks.engine.dummy_llm import Figures, complete, num_pages, random_prompts, spread
 from benchmarks.report import prefill_tables
 from jaxspec import LLM, RequestMetrics
-from jaxspec.engine import StepTimes
-from jaxspec.outputs import Sample
+from jaxspec.engine.engine import StepTimes
+from jaxspec.requests.outputs import Sample
 
 KINDS = ("first-token", "throughput", "mixed")
 
@@ -155,7 +155,7 @@ def waits(steps: Sequence[StepTimes]) -> dict[bool, list[float]]:
     """Seconds between collected steps, by whether the latter had a chunk of a prompt."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for before, step in itertools.pairwise(steps):
-        has_chunk = step.program.prefill_tokens > 0
+        has_chunk = step.num_prompt_tokens > 0
         seconds[has_chunk].append(step.collect_end - before.collect_end)
     return seconds
 

@@ -24,8 +24,8 @@ from benchmarks.engine.dummy_llm import Figures, complete, spread
 from benchmarks.engine.prefix_engines import Results, Texts, engine
 from benchmarks.measure.model_shapes import SHAPES
 from jaxspec import LLM, RequestMetrics
-from jaxspec.outputs import Sample
-from jaxspec.request import Finish
+from jaxspec.requests.outputs import Sample
+from jaxspec.requests.request import Finish
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,17 @@ from benchmarks.engine import dummy_llm
 from benchmarks.engine.dummy_llm import Figures
 from benchmarks.measure.kernel_times import kernel_times
 from jaxspec import LLM
-from jaxspec.cache import HOLDERS
-from jaxspec.outputs import Sample
-from jaxspec.plan import EXPORT, RESTORE, Export, Program, StepPlan, pack_export, plan_layout
+from jaxspec.cache import MEMORY_LABELS
+from jaxspec.plan.plan import (
+    EXPORT,
+    RESTORE,
+    Program,
+    StateExport,
+    StepPlan,
+    pack_export,
+    plan_layout,
+)
+from jaxspec.requests.outputs import Sample
 
 PROFILED = 64  # calls
 MAX_PLANS = 16  # different ones
@@ -63,7 +71,7 @@ def _plan(llm: LLM, program: Program, samples: Sequence[Sample], index: int) -> 
     last = llm.shapes.num_pages - 1
     pages = 1 + index % last, last - index % last
     if program == EXPORT:
-        return pack_export(Export(request.row, checkpoint, *pages))
+        return pack_export(StateExport(request.row, checkpoint, *pages))
     packed = llm._runner._empty_plan(program)
     fields = plan_layout(program, llm.shapes).unpack(packed)
     names = "source_slots", "target_slots", "source_pages", "target_pages"
@@ -75,7 +83,7 @@ def _plan(llm: LLM, program: Program, samples: Sequence[Sample], index: int) -> 
 def _bytes_moved(llm: LLM, program: Program) -> float:
     """The least: a state and a page, read and written, and the ring that an export folds in."""
     held, shapes = llm.metrics()["memory_bytes"], llm.shapes
-    page = sum(held.get(name, 0) for name, each in HOLDERS.items() if each.per[0] == "pages")
+    page = sum(held.get(name, 0) for name, each in MEMORY_LABELS.items() if each.per[0] == "pages")
     state = held.get("checkpoints", 0) / (1 + shapes.num_checkpoints)
     ring = held.get("ring", 0) / shapes.num_slots if program == EXPORT else 0
     return 2 * (state + page / shapes.num_pages) + ring

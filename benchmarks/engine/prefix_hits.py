@@ -18,8 +18,8 @@ from benchmarks.engine.prefix_engines import (
     small_engine,
 )
 from jaxspec import LLM
-from jaxspec.options import OPTIONS
-from jaxspec.scheduler.prefix_cache import MIN_UNCACHED
+from jaxspec.options.engine_options import OPTIONS
+from jaxspec.prefix.cache import MIN_UNCACHED
 
 HOST_TIER = "kv_offloading_size"
 

@@ -36,7 +36,7 @@ from benchmarks.measure import record
 from benchmarks.report import prefill_tables
 from jaxspec import LLM
 from jaxspec.pallas import dispatch
-from jaxspec.sampler import SAMPLERS
+from jaxspec.requests.sampling_features import SAMPLERS
 
 STARTS = ("cold", "autotuned", "warm")
 DURATIONS = {

@@ -44,12 +44,13 @@ from benchmarks.engine.dummy_llm import RATES, Figures
 from benchmarks.measure import floor, record
 from benchmarks.measure.model_shapes import SHAPES
 from jaxspec import LLM, RequestMetrics
-from jaxspec.config import StateConfig
-from jaxspec.engine import StepTimes
+from jaxspec.engine.engine import StepTimes
 from jaxspec.models import dtype_of, parse_config
-from jaxspec.outputs import Sample
 from jaxspec.pallas import dispatch
-from jaxspec.request import Finish
+from jaxspec.plan.plan import Program
+from jaxspec.plan.step_shapes import StateConfig
+from jaxspec.requests.outputs import Sample
+from jaxspec.requests.request import Finish
 
 ALL = "all"
 
@@ -218,14 +219,15 @@ def shares_of_time(steps: Sequence[StepTimes]) -> dict[str, float]:
 def amounts(served: Served, steps: Sequence[StepTimes]) -> Figures:
     """Rows and prompt tokens: what programs had room for, what they were given, what was needed."""
     # A verify gives one token more than drafts that stand; the first token is the prompt's.
+    computed = [step for step in steps if isinstance(step.program, Program)]
     real = sum(each.num_tokens - 1 - each.num_accepted_tokens for each in served.metrics)
     return {
-        "steps": sum(step.program.num_steps for step in steps),
+        "steps": sum(step.program.num_steps for step in computed),
         "dispatches": len(steps),
-        "rows_computed": sum(s.program.decode_rows * s.program.num_steps for s in steps),
-        "rows_planned": sum(step.num_decodes * step.program.num_steps for step in steps),
+        "rows_computed": sum(s.program.decode_rows * s.program.num_steps for s in computed),
+        "rows_planned": sum(step.num_decodes * step.program.num_steps for step in computed),
         "rows_real": real,
-        "prompt_tokens_computed": sum(step.program.prefill_tokens for step in steps),
+        "prompt_tokens_computed": sum(step.program.prefill_tokens for step in computed),
         "prompt_tokens_real": sum(len(sample.request.prompt) for sample in served.samples),
     }
 
@@ -240,6 +242,8 @@ def floor_seconds(case: Case, work: Work, steps: Iterable[StepTimes], copy: floa
     )
     seconds = 0.0
     for step in steps:
+        if not isinstance(step.program, Program):
+            continue
         rows, prompt_tokens = step.num_decodes, step.num_prompt_tokens
         moved = floor.step_bytes(
             config,

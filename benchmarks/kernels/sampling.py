@@ -34,7 +34,15 @@ import numpy as np
 from benchmarks.kernels.run import chain, samples
 from benchmarks.measure import record
 from jaxspec.proposers.ngram import look_up
-from jaxspec.sampler import BIAS, FULL, MIN_P, PENALTIES, SAMPLED, TOP_K, Sampler
+from jaxspec.requests.sampling_features import (
+    BIAS,
+    FULL,
+    MIN_P,
+    PENALTIES,
+    SAMPLED,
+    TOP_K,
+    SamplingFeatures,
+)
 from jaxspec.sampling import SamplingInputs, draw
 from jaxspec.sampling.logprobs import pack_logprobs
 from jaxspec.sampling.processors import process_logits
@@ -50,7 +58,7 @@ TOLERANCE = 1e-5  # of top-p's mass: float32 sums round
 class Draw(NamedTuple):
     """What all rows of a draw ask for; the columns of `SAMPLING_FIELDS` by their names."""
 
-    sampler: Sampler
+    features: SamplingFeatures
     columns: dict[str, float]
 
 
@@ -61,12 +69,12 @@ DRAWS = {
     "top-p 0.95": Draw(FULL, {"top_p": 0.95}),
     "top-k 1,000": Draw(FULL, {"top_k": 1000}),
     "top-k 1,000, top-p 0.95": Draw(FULL, {"top_k": 1000, "top_p": 0.95}),
-    "min-p 0.05": Draw(SAMPLED | Sampler.of(MIN_P), {"min_p": 0.05}),
+    "min-p 0.05": Draw(SAMPLED | SamplingFeatures.of(MIN_P), {"min_p": 0.05}),
     "penalties": Draw(
-        SAMPLED | Sampler.of(PENALTIES),
+        SAMPLED | SamplingFeatures.of(PENALTIES),
         {"presence_penalty": 0.5, "frequency_penalty": 0.1, "repetition_penalty": 1.1},
     ),
-    "a bias": Draw(SAMPLED | Sampler.of(BIAS), {}),
+    "a bias": Draw(SAMPLED | SamplingFeatures.of(BIAS), {}),
 }
 
 COLUMNS = {"temperature": 0.8, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "min_len": 0}
@@ -99,7 +107,7 @@ def inputs_of(draw: Draw, rows: int, vocab: int) -> SamplingInputs:
     slots = jnp.arange(1, count + 1, dtype=jnp.int32)
     columns |= {"seed": slots, "slot": slots, "table_slot": slots}
     columns["stop_ids"] = jnp.zeros((count, 0), jnp.int32)
-    tables = SamplingTables.empty(count + 1, vocab, 8192).of(draw.sampler)
+    tables = SamplingTables.empty(count + 1, vocab, 8192).of(draw.features)
     tokens = jax.random.randint(jax.random.key(0), (count, PLACES), 0, vocab, jnp.int32)
     return SamplingInputs(columns, tables, tokens).repeat(PLACES)
 
@@ -114,10 +122,10 @@ def check(name: str, logits: jax.Array) -> None:
     if not {"top_k", "top_p"} & set(draw.columns):
         return  # it forbids nothing, or by another rule
     rows, vocab = logits.shape
-    run = jax.jit(process_logits, static_argnames="sampler")
+    run = jax.jit(process_logits, static_argnames="features")
     arguments = inputs_of(draw, rows, vocab), jnp.zeros(rows, jnp.int32)
-    scaled = np.asarray(run(logits, *arguments, sampler=SAMPLED))
-    kept = np.isfinite(np.asarray(run(logits, *arguments, sampler=draw.sampler)))
+    scaled = np.asarray(run(logits, *arguments, features=SAMPLED))
+    kept = np.isfinite(np.asarray(run(logits, *arguments, features=draw.features)))
     top_k, top_p = draw.columns.get("top_k", vocab), draw.columns.get("top_p", 1.0)
     for row, is_kept in zip(scaled, kept, strict=True):
         order = np.argsort(-row, kind="stable")[:top_k]
@@ -155,7 +163,7 @@ def draws(rows: int, vocab: int, kind: str) -> list[dict]:
     for name, asked in DRAWS.items():
         pools = make_pools(make, 4 * rows * vocab)
         check(name, pools[0])
-        run = functools.partial(draw, sampler=asked.sampler)
+        run = functools.partial(draw, features=asked.features)
         seconds = seconds_of(run, pools, inputs_of(asked, rows, vocab), jnp.arange(rows))
         about = {"stage": "draw", "rows": rows, "vocab": vocab, "logits": kind, "asks": name}
         results.append(about | {"us": round(1e6 * seconds, 1)})

@@ -27,7 +27,7 @@ from benchmarks.measure import record
 from benchmarks.measure.kernel_times import kernel_times
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.selection import LastKept, best_noisy, best_noisy_reference, sums_above
-from jaxspec.sampler import (
+from jaxspec.requests.sampling_features import (
     BIAS,
     FULL,
     LOGPROBS,
@@ -36,7 +36,7 @@ from jaxspec.sampler import (
     TEMPERATURE,
     TOP_K,
     TOP_K_TOP_P,
-    Sampler,
+    SamplingFeatures,
 )
 from jaxspec.sampling import SamplingInputs, Use, draw, gumbel_noise
 from jaxspec.sampling.logprobs import pack_logprobs
@@ -44,7 +44,7 @@ from jaxspec.sampling.noise import row_keys
 from jaxspec.sampling.processors import process_logits
 from jaxspec.sampling.tables import SamplingTables
 
-EVERYTHING = Sampler.of(BIAS, PENALTIES, TEMPERATURE, MIN_P, TOP_K_TOP_P, LOGPROBS)
+EVERYTHING = SamplingFeatures.of(BIAS, PENALTIES, TEMPERATURE, MIN_P, TOP_K_TOP_P, LOGPROBS)
 FEW, MANY, SAMPLES = 2, 12, 5
 SHOWN = 14  # kernels of a profile
 
@@ -147,12 +147,12 @@ def greedy(logits, offset):
     return jnp.argmax(made(logits, offset), axis=1)
 
 
-@functools.partial(jax.jit, static_argnames=("sampler", "places"))
-def drawn(logits, offset, inputs, positions, *, sampler, places=PLACES):
-    """Tokens, and logprobs where the sampler reports them."""
+@functools.partial(jax.jit, static_argnames=("features", "places"))
+def drawn(logits, offset, inputs, positions, *, features, places=PLACES):
+    """Tokens, and logprobs where the features report them."""
     logits = made(logits, offset)
-    tokens = draw(logits, inputs.repeat(places), positions, sampler=sampler)
-    return (tokens, pack_logprobs(logits, tokens)) if LOGPROBS in sampler else tokens
+    tokens = draw(logits, inputs.repeat(places), positions, features=features)
+    return (tokens, pack_logprobs(logits, tokens)) if LOGPROBS in features else tokens
 
 
 def programs(found: Measurements, rows: int, vocab: int, kind: str) -> None:
@@ -166,12 +166,12 @@ def programs(found: Measurements, rows: int, vocab: int, kind: str) -> None:
     tables = SamplingTables.empty(rows // PLACES + 1, vocab, 8192)
     for name in ("nothing", "temperature", "Qwen's default"):
         inputs = inputs_of(ASKED[name], rows, vocab, None)
-        run = functools.partial(drawn, sampler=TOP_K)
+        run = functools.partial(drawn, features=TOP_K)
         about = {"program": "top_k", "logits": kind, "asks": name}
         found.add(run, logits, offset, inputs, positions, profile=kind == "flat", **about)
     for name, columns in ASKED.items():
         inputs = inputs_of(columns, rows, vocab, tables)
-        run = functools.partial(drawn, sampler=EVERYTHING)
+        run = functools.partial(drawn, features=EVERYTHING)
         about = {"program": "everything", "logits": kind, "asks": name}
         found.add(run, logits, offset, inputs, positions, profile=kind == "flat", **about)
 
@@ -208,10 +208,10 @@ def checks(found: Measurements, rows: int, vocab: int) -> None:
     operands = row_keys(seeds, seeds, Use.TARGET), seeds % 8 > 0, LastKept.none(rows), every
     kernel, reference = (jax.jit(f)(logits, *operands) for f in (best_noisy, best_noisy_reference))
     inputs = inputs_of({"temperature": 1.0, "top_p": 0.5}, rows, vocab, None).repeat(PLACES)
-    masked = jax.jit(functools.partial(process_logits, sampler=FULL))(logits, inputs, seeds)
+    masked = jax.jit(functools.partial(process_logits, features=FULL))(logits, inputs, seeds)
     keys = row_keys(inputs.seed, seeds, Use.TARGET)
     wanted = jax.jit(best_noisy)(masked, keys, every, LastKept.none(rows), every)
-    drawn = jax.jit(functools.partial(draw, sampler=FULL))(logits, inputs, seeds)
+    drawn = jax.jit(functools.partial(draw, features=FULL))(logits, inputs, seeds)
     result = {
         "check": rows,
         "kernel_as_reference": int((kernel == reference).sum()),

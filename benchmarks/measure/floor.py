@@ -12,7 +12,6 @@ chip.
 import math
 from typing import NamedTuple
 
-from jaxspec.config import StateConfig
 from jaxspec.models.config import (
     DENSE,
     FULL_ATTENTION,
@@ -31,6 +30,7 @@ from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.models.layers.short_conv import ShortConvConfig
 from jaxspec.pallas.moe.route import Routing
 from jaxspec.pallas.recurrent.replay import default_window
+from jaxspec.plan.step_shapes import StateConfig
 
 MATMUL_FLOPS = 790e12  # a second: what large bfloat16 products reach on an H200
 ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}

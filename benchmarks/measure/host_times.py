@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.engine import Engine, StepTimes
+from jaxspec.engine.engine import Engine, StepTimes
 
 STAGES = "plan", "dispatch", "wait", "collect", "between"
 Seconds = dict[str, list[float]]

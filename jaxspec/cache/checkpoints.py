@@ -1,14 +1,15 @@
-"""Checkpoints: states of rows that are kept beside the pools, for requests with the same prefix.
+"""Checkpoints: cached states of rows, stored beside the pools for requests with the same prefix.
 
-Keys and values need none: they lie in pages, which requests share. What lies by slot is overwritten
-by the row's next token. So a spec that keeps something by slot says how a row's share of its pool
-is copied into a checkpoint, and from there into the slot of another row. A checkpoint belongs to a
-position, and its ring is folded in: a row that begins on it has nothing to replay.
+Keys and values need none: their pages are shared by requests. Data stored by slot is overwritten by
+the row's next token, so a `BySlot` defines how a row's part of the pool is copied to a checkpoint,
+and from there to the slot of another row. A checkpoint belongs to one position, and its replay ring
+is folded in: a row that starts from it has nothing to replay.
 """
 
+import abc
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import flax.struct
 from jaxtyping import Array, Int
@@ -18,63 +19,69 @@ from jaxspec.regions import DecodeRegion
 
 
 @flax.struct.dataclass
-class Kept:
-    """A row whose state is kept, and where."""
+class SavedState:
+    """A row whose state is saved, and the checkpoint that receives it."""
 
-    rows: DecodeRegion  # one row: where its state stands
-    target: Int[Array, " 1"]  # the checkpoint's slot; 0 is null
+    rows: DecodeRegion  # one row, which locates its state
+    target: Int[Array, " 1"]  # slot of the checkpoint; 0 is null
 
 
-@runtime_checkable
-class BySlot(Protocol):
-    """A `CacheSpec` that keeps something by slot. Slot 0 of the checkpoints is null, too."""
+class BySlot(CacheSpec):
+    """Spec of a pool with data stored by slot. Slot 0 of the checkpoints is null, too."""
 
+    @abc.abstractmethod
     def allocate_checkpoints(self, sizes: PoolSizes) -> Any:
-        """`sizes.num_slots` checkpoints, all zeros: arrays `[layers, checkpoints, ...]`."""
-        ...
+        """Return `sizes.num_slots` checkpoints, all zeros: arrays `[layers, checkpoints, ...]`."""
 
-    def taps_of(self, part: str) -> int | None:
-        """The taps of the convolution whose inputs this array of a checkpoint has.
+    @abc.abstractmethod
+    def export(self, pool: Any, checkpoints: Any, saved: SavedState, states: Any) -> Any:
+        """Return the checkpoints with the row's part of the pool written to one of them.
 
-        They lie along its third axis, in a ring by their position. None: it has no inputs. `part`:
-        the array's name in the pytree, or the last word of the spec's, if it is one array.
+        Args:
+            pool: Pool of this spec.
+            checkpoints: Checkpoints of this spec.
+            saved: The row, and the checkpoint to write.
+            states: The row's recurrent states, as returned by `Model.states`; None if the layers
+                have no recurrent states.
         """
-        ...
 
-    def export(self, pool: Any, checkpoints: Any, kept: Kept, states: Any) -> Any:
-        """The checkpoints with the row's share of the pool in one of them.
-
-        `states`: the row's recurrent states as `Model.states` gives them; None: the spec's layers
-        have none.
-        """
-        ...
-
+    @abc.abstractmethod
     def restore(
         self, pool: Any, checkpoints: Any, sources: Int[Array, " n"], slots: Int[Array, " n"]
     ) -> Any:
-        """The pool with each of `slots` as its checkpoint says; 0 is padding."""
-        ...
+        """Return the pool with checkpoint `sources[i]` in slot `slots[i]`; slot 0 is padding."""
+
+    def taps_of(self, part: str) -> int | None:
+        """Return the taps of the convolution whose inputs are stored in an array of a checkpoint.
+
+        The inputs are a ring along the third axis: the input at position p is in row p modulo the
+        ring's length. None means that the array contains no such inputs.
+
+        Args:
+            part: Name of the array in the pytree; for a single array, the last part of the spec's
+                name.
+        """
+        return None
 
 
-def by_slot(specs: Iterable[CacheSpec]) -> list[Any]:
-    """Those of the specs that keep something by slot."""
+def by_slot(specs: Iterable[CacheSpec]) -> list[BySlot]:
+    """Return the specs with data stored by slot."""
     return [spec for spec in specs if isinstance(spec, BySlot)]
 
 
 def unknown(specs: Iterable[CacheSpec]) -> list[str]:
-    """The names of specs that neither lie in pages nor say how a state of theirs is kept."""
-    return [spec.name for spec in specs if not (isinstance(spec, BySlot) or _lies_in_pages(spec))]
-
-
-def _lies_in_pages(spec: CacheSpec) -> bool:
-    """Whether it says so, or where its pages are (`cache.copies`)."""
-    return getattr(spec, "by_page", False) or getattr(spec, "page_axis", None) is not None
+    """Return the names of specs that are neither stored in pages nor a `BySlot`."""
+    return [
+        spec.name
+        for spec in specs
+        if not (spec.by_page or spec.page_axis is not None or isinstance(spec, BySlot))
+    ]
 
 
 def allocate_checkpoints(specs: Iterable[CacheSpec], sizes: PoolSizes, count: int) -> Pools:
-    """`count` checkpoints and the null one, by the specs' names; for 0 there are no arrays.
+    """Return `count` checkpoints and the null one by the specs' names; no arrays if `count` is 0.
 
-    `sizes`: of the pools.
+    `sizes` are those of the pools.
     """
     if count == 0:
         return {}
@@ -83,12 +90,12 @@ def allocate_checkpoints(specs: Iterable[CacheSpec], sizes: PoolSizes, count: in
 
 
 def export(
-    specs: Sequence[CacheSpec], pools: Pools, checkpoints: Pools, kept: Kept, states: Pools
+    specs: Sequence[CacheSpec], pools: Pools, checkpoints: Pools, saved: SavedState, states: Pools
 ) -> Pools:
-    """The checkpoints with the row in one of them; `states` by the specs' names."""
+    """Return the checkpoints with the row saved in one of them; `states` by the specs' names."""
     return {
         spec.name: spec.export(
-            pools[spec.name], checkpoints[spec.name], kept, states.get(spec.name)
+            pools[spec.name], checkpoints[spec.name], saved, states.get(spec.name)
         )
         for spec in by_slot(specs)
     }
@@ -101,7 +108,7 @@ def restore(
     sources: Int[Array, " n"],
     slots: Int[Array, " n"],
 ) -> Pools:
-    """The pools with each of `slots` as its checkpoint says."""
+    """Return the pools with checkpoint `sources[i]` in slot `slots[i]`; slot 0 is padding."""
     if not checkpoints:
         return pools
     restored = {

@@ -1,8 +1,9 @@
-"""Copies of pages and checkpoints out of the pools and back: for the host's memory, and for travel.
+"""Copies of pages and checkpoints out of the pools and back, for host memory and migration.
 
-A pool whose spec has a `page_axis` is an array, or a pytree of arrays, with pages along that axis
-and the tokens of a page along the next one. A copy has pages along its first axis, so that the
-pages of a piece are rows of it. The checkpoints of a `BySlot` have layers first, and then slots.
+If a spec has a `page_axis`, its pool is an array, or a pytree of arrays, with pages along that axis
+and the tokens of a page along the next one. A copy has pages along its first axis, so each page of
+a block is contiguous. Checkpoints of a `BySlot` have layers along the first axis, and slots along
+the second.
 """
 
 from collections.abc import Iterable
@@ -13,26 +14,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxspec.cache.checkpoints import BySlot, by_slot
-from jaxspec.cache.specs import CacheSpec, Pools
-
-
-def page_axis(spec: CacheSpec) -> int | None:
-    """The axis of pages in the spec's pool; None: it does not say, or has none."""
-    return getattr(spec, "page_axis", None)
+from jaxspec.cache.specs import CacheSpec, Pools, write_at
 
 
 def paged(specs: Iterable[CacheSpec]) -> list[Any]:
-    """Those of the specs whose pages can be copied out."""
-    return [spec for spec in specs if page_axis(spec) is not None]
+    """Return the specs whose pages can be copied out."""
+    return [spec for spec in specs if spec.page_axis is not None]
 
 
 def uncopied(specs: Iterable[CacheSpec]) -> list[str]:
-    """The names of specs that say neither where their pages are nor how a slot is kept."""
-    return [s.name for s in specs if page_axis(s) is None and not isinstance(s, BySlot)]
+    """Return the names of specs without a `page_axis` that are not a `BySlot` either."""
+    return [s.name for s in specs if s.page_axis is None and not isinstance(s, BySlot)]
 
 
 def read_pages(specs: Iterable[CacheSpec], pools: Pools, pages: Int[Array, " n"]) -> Pools:
-    """Copies of `pages` of every pool that has some: `[n, ...]` arrays by the specs' names."""
+    """Return copies of `pages` of each paged pool: `[n, ...]` arrays by the specs' names."""
 
     def read(array: Array, axis: int) -> Array:
         return jnp.moveaxis(array[(slice(None),) * axis + (pages,)], axis, 0)
@@ -50,15 +46,13 @@ def write_pages(
     sources: Int[Array, " m"],
     targets: Int[Array, " m"],
 ) -> Pools:
-    """The pools with page `sources[i]` of `copies` (`read_pages`) in page `targets[i]`; 0: nowhere.
+    """Return the pools with page `sources[i]` of `copies` (`read_pages`) in page `targets[i]`.
 
-    Targets do not repeat, but for 0.
+    Targets are distinct. A target of 0 is padding.
     """
 
     def write(array: Array, values: Array, axis: int) -> Array:
-        where = jnp.where(targets > 0, targets, array.shape[axis])
-        values = jnp.moveaxis(values[sources], 0, axis)
-        return array.at[(slice(None),) * axis + (where,)].set(values, mode="drop")
+        return write_at(array, axis, targets, jnp.moveaxis(values[sources], 0, axis))
 
     return pools | {
         spec.name: jax.tree.map(
@@ -69,7 +63,7 @@ def write_pages(
 
 
 def read_checkpoint(specs: Iterable[CacheSpec], checkpoints: Pools, slot: Int[Array, ""]) -> Pools:
-    """A copy of one checkpoint of every `BySlot`: `[layers, ...]` arrays by the specs' names."""
+    """Return a copy of one checkpoint of each `BySlot`: `[layers, ...]` arrays by their names."""
     return {
         spec.name: jax.tree.map(lambda x: x[:, slot], checkpoints[spec.name])
         for spec in by_slot(specs)
@@ -79,13 +73,10 @@ def read_checkpoint(specs: Iterable[CacheSpec], checkpoints: Pools, slot: Int[Ar
 def write_checkpoint(
     specs: Iterable[CacheSpec], checkpoints: Pools, copies: Pools, slot: Int[Array, ""]
 ) -> Pools:
-    """The checkpoints with `copies` (`read_checkpoint`) in a slot; 0: nowhere."""
-
-    def write(array: Array, values: Array) -> Array:
-        where = jnp.where(slot > 0, slot, array.shape[1])
-        return array.at[:, where].set(values, mode="drop")
-
+    """Return the checkpoints with `copies` (`read_checkpoint`) in a slot; slot 0 is padding."""
     return checkpoints | {
-        spec.name: jax.tree.map(write, checkpoints[spec.name], copies[spec.name])
+        spec.name: jax.tree.map(
+            lambda x, y: write_at(x, 1, slot, y), checkpoints[spec.name], copies[spec.name]
+        )
         for spec in by_slot(specs)
     }

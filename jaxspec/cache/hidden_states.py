@@ -1,54 +1,44 @@
-"""HiddenStates: the residual stream of every computed token, in the pages of its request."""
+"""HiddenStates: the residual stream of each computed token, in the pages of its request."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.cache.specs import Holder, Moves, PoolSizes
+from jaxspec.cache.specs import CacheSpec, MemoryLabel, Moves, PoolSizes, write_at
 
 States = Float[Array, "pages page_size features"]
 
 
-@dataclasses.dataclass(frozen=True)
-class HiddenStates:
-    """What a token has at some layers, side by side: `[pages, page_size, features]`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HiddenStates(CacheSpec):
+    """Residual stream at some layers, concatenated: `[pages, page_size, features]`.
 
-    Requests that share pages share the states of their tokens. A request's newest token is not
-    computed yet, so it has none; behind it lies junk.
+    Requests that share pages share the states of their tokens. A request's newest token has no
+    state, because it is not computed yet; its row and all rows after it are undefined.
     """
 
-    features: int
-    dtype: jnp.dtype
     name: str = "hidden_states"
     layers: int = 1
-    by_page: ClassVar = True
-    page_axis: ClassVar = 0
-    labels: ClassVar = {"hidden_states": Holder("hidden states", ("pages",))}
+    features: int
+    dtype: jnp.dtype
+    page_axis = 0
+    labels = {"hidden_states": MemoryLabel("hidden states", ("pages",))}
 
     def allocate(self, sizes: PoolSizes) -> States:
-        """Empty pages."""
         return jnp.zeros((sizes.num_pages, sizes.page_size, self.features), self.dtype)
 
     def copy(self, pool: States, moves: Moves) -> States:
-        """Whole pages."""
-        targets = jnp.where(moves.target_pages > 0, moves.target_pages, pool.shape[0])
-        return pool.at[targets].set(pool[moves.source_pages], mode="drop")
-
-    def holders(self, pool: States) -> dict[str, States]:
-        """The one array."""
-        return {self.name: pool}
-
-    def partition(self) -> dict[str, int]:
-        """Nothing: the residual stream is whole on every device of a mesh."""
-        return {}
+        return write_at(pool, 0, moves.target_pages, pool[moves.source_pages])
 
     @staticmethod
     def write(
         pool: States, kv_slots: Int[Array, " tokens"], states: Float[Array, "tokens features"]
     ) -> States:
-        """The pool with `states` at `kv_slots` (int32, page * page_size + offset; -1: nowhere)."""
+        """Return the pool with `states` written at `kv_slots`.
+
+        A KV slot is page * page_size + offset, int32; -1 is padding.
+        """
         num_pages, page_size, features = pool.shape
         rows = pool.reshape(num_pages * page_size, features)
         where = jnp.where(kv_slots < 0, rows.shape[0], kv_slots)

@@ -1,15 +1,15 @@
-"""The portable form of what an engine keeps of a request: NumPy arrays without its sizes in them.
+"""The portable form of a request's pools: NumPy arrays independent of the engine's sizes.
 
-Engines differ in page sizes, in the slots that they have, in how many drafts they verify, and in
-how their states survive a verify. None of that is in the arrays:
+Engines differ in page size, number of slots, number of drafts and state policy. None of these
+affects the arrays:
 
     by token     `[tokens, ...]`: keys and values `[tokens, layers, 2, heads, head_dim]`, token ids,
-                 hidden states; page i of a request has tokens `i * page_size` and following
+                 hidden states; page i of a request contains tokens from `i * page_size` on
     by slot      recurrent states `[layers, heads, value_dim, key_dim]` with the ring folded in;
-                 convolution inputs `[layers, taps - 1, channels]` of the positions in front of the
-                 first token that is not computed, oldest first, zeros in front of the first token
+                 convolution inputs `[layers, taps - 1, channels]` of the positions before the
+                 first token that is not computed, oldest first, zeros before the first token
 
-Their names are those of the specs, with the part behind a slash where a pool has several.
+The names are those of the specs, with the part after a slash if a pool has several arrays.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.cache.checkpoints import by_slot
+from jaxspec.cache.checkpoints import BySlot, by_slot
 from jaxspec.cache.copies import paged
 from jaxspec.cache.specs import CacheSpec, Pools, PoolSizes
 
@@ -29,7 +29,13 @@ Arrays = Mapping[str, np.ndarray]
 def token_arrays(
     specs: Iterable[CacheSpec], pages: Pools, num_tokens: int
 ) -> dict[str, np.ndarray]:
-    """The first `num_tokens` tokens of a request, whose `pages` (`read_pages`) are in order."""
+    """Return the arrays by token of a request's first `num_tokens` tokens.
+
+    Args:
+        specs: Specs of the engine that computed the tokens.
+        pages: Copies of the request's pages in order, as returned by `read_pages`.
+        num_tokens: Number of tokens; the last page may contain more rows.
+    """
     arrays = {}
     for spec in paged(specs):
         for name, leaf in _named(spec.name, pages[spec.name]):
@@ -42,12 +48,12 @@ def token_arrays(
 def pages_of(
     specs: Iterable[CacheSpec], arrays: Arrays, num_tokens: int, sizes: PoolSizes
 ) -> Pools:
-    """The `num_tokens` tokens in pages of `sizes.page_size` tokens, as `write_pages` takes them.
+    """Return the tokens in pages of `sizes.page_size` tokens, as `copies` of `write_pages`.
 
-    Behind the last token are zeros.
+    The rows after the last token are zeros.
 
     Raises:
-        ValueError: an array is missing, or is not what an engine of these specs keeps of a token.
+        ValueError: an array is missing, or its shape or dtype differs from that of these specs.
     """
     pools = {}
     for spec in paged(specs):
@@ -70,7 +76,10 @@ def pages_of(
 def state_arrays(
     specs: Iterable[CacheSpec], checkpoint: Pools, position: int
 ) -> dict[str, np.ndarray]:
-    """A checkpoint (`read_checkpoint`) behind so many tokens."""
+    """Return the arrays by slot of a checkpoint (`read_checkpoint`).
+
+    `position` is the length of the checkpoint's prefix.
+    """
     arrays = {}
     for spec in by_slot(specs):
         for name, leaf in _named(spec.name, checkpoint[spec.name]):
@@ -82,16 +91,16 @@ def state_arrays(
 def checkpoint_of(
     specs: Iterable[CacheSpec], arrays: Arrays, position: int, sizes: PoolSizes
 ) -> Pools:
-    """The checkpoint behind so many tokens, as `write_checkpoint` takes it.
+    """Return the checkpoint of the first `position` tokens, as `copies` of `write_checkpoint`.
 
     Raises:
-        ValueError: an array is missing, or is not what an engine of these specs keeps of a state.
+        ValueError: an array is missing, or its shape or dtype differs from that of these specs.
     """
     one, pools = dataclasses.replace(sizes, num_slots=1), {}
     for spec in by_slot(specs):
         like = jax.eval_shape(lambda spec=spec: spec.allocate_checkpoints(one))
 
-        def kept(name: str, leaf: Any, spec: Any = spec) -> np.ndarray:
+        def as_stored(name: str, leaf: Any, spec: BySlot = spec) -> np.ndarray:
             layers, _, *shape = leaf.shape
             taps = spec.taps_of(_part(name))
             if taps is None:
@@ -101,18 +110,21 @@ def checkpoint_of(
             ring[:, _rows(position, taps, shape[0])] = given
             return ring
 
-        leaves = [kept(name, leaf) for name, leaf in _named(spec.name, like)]
+        leaves = [as_stored(name, leaf) for name, leaf in _named(spec.name, like)]
         pools[spec.name] = jax.tree.unflatten(jax.tree.structure(like), leaves)
     return pools
 
 
 def _rows(position: int, taps: int, ring: int) -> np.ndarray:
-    """The rows of a ring with the inputs in front of a position, oldest first (`conv_update`)."""
+    """Return the rows of a ring with the inputs before a position, oldest first (`conv_update`).
+
+    With 4 taps and a ring of 6 rows, the inputs before position 8 are in rows 5, 0 and 1.
+    """
     return (position - np.arange(taps - 1, 0, -1)) % ring
 
 
 def names(specs: Iterable[CacheSpec]) -> set[str]:
-    """The names of the arrays that these specs give."""
+    """Return the names of all arrays in the portable form of these specs."""
     specs, sizes = tuple(specs), PoolSizes(num_pages=1, page_size=1, num_slots=1, width=1)
     pools = jax.eval_shape(lambda: {s.name: s.allocate(sizes) for s in paged(specs)})
     pools |= jax.eval_shape(lambda: {s.name: s.allocate_checkpoints(sizes) for s in by_slot(specs)})
@@ -120,7 +132,7 @@ def names(specs: Iterable[CacheSpec]) -> set[str]:
 
 
 def _named(pool: str, tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a pool with their names; a pool that is one array has its own."""
+    """Return the leaves of a pool with their names; a pool of one array has the pool's name."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [
         (pool + "".join(f"/{getattr(k, 'name', getattr(k, 'key', k))}" for k in path), leaf)
@@ -133,7 +145,6 @@ def _part(name: str) -> str:
 
 
 def _checked(arrays: Arrays, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """The array of that name, if it has the shape and dtype."""
     array = arrays.get(name)
     if array is None:
         raise ValueError(f"A kept request must have the array {name!r}, and it has {list(arrays)}.")

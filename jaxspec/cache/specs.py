@@ -1,13 +1,15 @@
-"""The protocol of a pool: who allocates it, copies inside it, counts it, and where a mesh cuts it.
+"""`CacheSpec`, the description of one pool, and operations on all pools of an engine.
 
-A new kind of state is one more file here with a `CacheSpec`, which the mixers that keep it name.
-`Model.cache_specs` gives those of the trunk and of the draft head together. The engine treats all
-kinds alike and never looks inside a pool; the layers that own it do.
+A new kind of state is a further module here with a subclass of `CacheSpec`, returned by
+`cache_specs` of the mixers that use it. `Model.cache_specs` merges those of the trunk and the draft
+head. The engine treats all kinds alike and never looks inside a pool; only the layers that own it
+do.
 """
 
+import abc
 import dataclasses
-from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import flax.struct
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ Pools = dict[str, Any]  # by `CacheSpec.name`; a mixer returns `pools | {self.po
 
 @dataclasses.dataclass(frozen=True)
 class PoolSizes:
-    """How much an engine keeps. The null page and the null slot are counted in."""
+    """Sizes of an engine's pools. The null page and the null slot are included."""
 
     num_pages: int
     page_size: int  # tokens
@@ -30,7 +32,7 @@ class PoolSizes:
 
 @dataclasses.dataclass(frozen=True)
 class CacheOptions:
-    """What the user chose; `Model.cache_specs` puts it into each spec."""
+    """The user's choices, which `Model.cache_specs` puts into each spec."""
 
     dtype: jnp.dtype  # the model's
     kv_dtype: jnp.dtype
@@ -40,10 +42,10 @@ class CacheOptions:
 
 @flax.struct.dataclass
 class Moves:
-    """Copies inside the pools: whole slots, and whole pages.
+    """Copies of whole slots and whole pages inside the pools.
 
-    They run after all earlier plans and before the next one, so a source holds what was planned for
-    it. A target of 0, the null slot or page, is padding. Targets do not repeat.
+    They run after all earlier plans and before the next one, so a source is read as the earlier
+    plans left it. A target of 0, the null slot or page, is padding. Targets are distinct.
     """
 
     source_slots: Int[Array, " slots"]
@@ -52,55 +54,59 @@ class Moves:
     target_pages: Int[Array, " pages"]
 
 
-class Holder(NamedTuple):
-    """How people are told of a part of a pool."""
+class MemoryLabel(NamedTuple):
+    """Description of a part of a pool in memory reports."""
 
     words: str
-    per: tuple[str, ...]  # what it has one of for each of; the first is "pages" or "slots"
+    per: tuple[str, ...]  # its bytes are proportional to these; the first is "pages" or "slots"
 
 
-class CacheSpec(Protocol):
-    """One pool, as sizes: frozen and hashable, because programs are compiled for it.
+@dataclasses.dataclass(frozen=True)
+class CacheSpec(abc.ABC):
+    """Description of one pool; frozen and hashable, because programs are compiled for it.
 
-    A pool is an array or a pytree of arrays that never move; a step writes them in place, for they
-    are donated. Each further leaf costs about 4 us a step. Slot 0 and page 0 are null: padding may
-    point there, and nothing reads what it leaves.
+    A pool is an array or a pytree of arrays. Steps donate the arrays and write them in place. Each
+    further leaf costs about 4 us per step. Slot 0 and page 0 are null: padding may write there,
+    and nothing reads them.
+
+    The spec of a pool stored in pages sets `page_axis`, or `by_page` if the pages are not along one
+    axis; then they cannot be copied to the host. The spec of a pool stored by slot extends
+    `BySlot`. Prefixes are cached only if each spec does one of these.
     """
 
-    @property
-    def name(self) -> str:
-        """The pool's key in `Pools`."""
-        ...
+    name: str  # the pool's key in `Pools`
+    layers: int  # number of layers that share the pool
 
-    @property
-    def layers(self) -> int:
-        """Layers that share the pool: its first axis."""
-        ...
+    by_page: ClassVar[bool] = False  # True if all data is in pages
+    page_axis: ClassVar[int | None] = None  # of pages in each array; the next axis is their tokens
+    labels: ClassVar[Mapping[str, MemoryLabel]] = {}  # of `holders`, without a namespace
 
+    @abc.abstractmethod
     def allocate(self, sizes: PoolSizes) -> Any:
-        """The pool, all zeros. `jax.eval_shape` of it tells the bytes without holding them."""
-        ...
+        """Return the pool, all zeros; it is also evaluated for shapes alone, to count bytes."""
 
+    @abc.abstractmethod
     def copy(self, pool: Any, moves: Moves) -> Any:
-        """The pool with each target holding what its source holds."""
-        ...
+        """Return the pool with each source copied to its target."""
 
     def holders(self, pool: Any) -> dict[str, Any]:
-        """The pool's parts by the names under which their bytes are reported (`HOLDERS`)."""
-        ...
-
-    def partition(self) -> dict[str, int]:
-        """The axis of each of `holders` that has the heads: where a mesh of devices would cut."""
-        ...
+        """Return the pool's parts by the names under which their bytes are reported."""
+        return {self.name: pool}
 
 
-def merged(specs: Iterable[Any]) -> tuple[CacheSpec, ...]:
-    """One `CacheSpec` for each name among `specs`, with the layers of all that have it.
+def write_at(array: Array, axis: int, indices: Int[Array, "..."], values: Array) -> Array:
+    """Return the array with `values` at distinct `indices` along an axis; index 0 is skipped."""
+    where = jnp.where(indices > 0, indices, array.shape[axis])  # beyond the end, so dropped
+    return array.at[(slice(None),) * axis + (where,)].set(values, mode="drop")
+
+
+def merged(specs: Iterable[CacheSpec]) -> tuple[CacheSpec, ...]:
+    """Return one spec per name in `specs`, with the layers of all specs of that name.
 
     Raises:
         ValueError: two specs of one name differ in more than their layers.
     """
-    by_name: dict[str, Any] = {}
+    by_name: dict[str, CacheSpec] = {}
     for spec in specs:
         known = by_name.setdefault(spec.name, dataclasses.replace(spec, layers=0))
         if dataclasses.replace(spec, layers=known.layers) != known:
@@ -113,17 +119,17 @@ def merged(specs: Iterable[Any]) -> tuple[CacheSpec, ...]:
 
 
 def allocate(specs: Iterable[CacheSpec], sizes: PoolSizes) -> Pools:
-    """Every spec's pool, all zeros."""
+    """Return the pools of all specs, all zeros."""
     return {spec.name: spec.allocate(sizes) for spec in specs}
 
 
 def copy(specs: Iterable[CacheSpec], pools: Pools, moves: Moves) -> Pools:
-    """The pools after `moves`."""
+    """Return the pools after `moves`."""
     return pools | {spec.name: spec.copy(pools[spec.name], moves) for spec in specs}
 
 
 def holders(specs: Iterable[CacheSpec], pools: Pools) -> dict[str, Any]:
-    """The parts of all pools, by the names under which their bytes are reported."""
+    """Return the parts of all pools by the names under which their bytes are reported."""
     parts: dict[str, Any] = {}
     for spec in specs:
         parts |= spec.holders(pools[spec.name])

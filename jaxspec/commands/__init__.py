@@ -1,6 +1,6 @@
-"""Commands: `python -m jaxspec COMMAND ...`. A module each, which is imported when it is asked for.
+"""Commands of `python -m jaxspec COMMAND ...`, one module each, imported only when it runs.
 
-What names no command is prompts to complete.
+Without a command name, the arguments are prompts to complete.
 """
 
 import importlib
@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """A command: what runs it, what it does, and what it needs."""
+    """Entry point, help text and dependencies of a command."""
 
     main: str
-    """Module and function, which takes the words behind the name and returns the exit status."""
-    help: str  # one line
-    extra: str | None = None  # of the package, which brings what it imports
+    """`module:function`; the function takes the arguments and returns the exit status."""
+    help: str  # one line, for --help
+    extra: str | None = None  # package extra with its dependencies
 
 
 COMMANDS = {
@@ -29,18 +29,18 @@ COMMANDS = {
     "inspect": Command(
         "jaxspec.commands.inspect:main", "say what a model is and needs, and whether it runs here"
     ),
-    "replay": Command("jaxspec.replay:main", "run again what a flight recorder wrote"),
+    "replay": Command("jaxspec.commands.replay:main", "run again what a flight recorder wrote"),
 }
-"""The commands by the first word, in the order of the help."""
+"""Commands by name, in the order of the help."""
 _COMPLETE = Command("jaxspec.commands.complete:main", "complete prompts")
 
 
 def run_command(words: Sequence[str]) -> int:
-    """Run a command line; its exit status.
+    """Run a command line and return its exit status.
 
     Raises:
-        ValueError: the command needs an extra that is not installed; and as the command.
-        OSError: as the command.
+        ValueError: the command needs an extra that is not installed, or the command raised it.
+        OSError: the command raised it.
     """
     name = words[0] if words else ""
     command, rest = (COMMANDS[name], words[1:]) if name in COMMANDS else (_COMPLETE, words)
@@ -58,5 +58,5 @@ def run_command(words: Sequence[str]) -> int:
 
 
 def listing() -> str:
-    """The commands for people, a line each."""
+    """Return the help text of all commands, one line per command."""
     return "\n".join(f"  {name:<9}{command.help}" for name, command in COMMANDS.items())

@@ -1,37 +1,36 @@
-"""Answer: one answer of a model in a terminal, as it comes, and its figures."""
+"""One streamed answer in a terminal: its text, chat message and stats."""
 
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxspec.async_stream import AsyncStream
 from jaxspec.commands.figures import summary
-from jaxspec.outputs import TextDelta
-from jaxspec.painted_text import Piece as PaintedPiece
-from jaxspec.painted_text import TokenPieces, ansi, ansi_legend
-from jaxspec.request import RequestMetrics
-from jaxspec.server.parsers import Dialect, Piece, starts_in_reasoning
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.engine.async_stream import AsyncStream
+from jaxspec.requests.outputs import TextDelta
+from jaxspec.requests.request import RequestMetrics
+from jaxspec.text.parsers import Dialect, Piece, starts_in_reasoning
+from jaxspec.text.tokenizer import Tokenizer
+from jaxspec.viz.colored_tokens import Piece as PaintedPiece
+from jaxspec.viz.colored_tokens import TokenPieces, ansi, ansi_legend
 
 Look = Callable[[TextDelta, Sequence[Piece]], str]
-"""What is printed of a delta, whose text has these parts."""
+"""Returns the text to print for a delta, given the parsed pieces of its text."""
 _DIM, _RESET = "\x1b[2m", "\x1b[0m"
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """The figures of an answer that is whole."""
+    """Stats of a complete answer."""
 
     metrics: RequestMetrics
     num_tokens: int
     seconds: float
     num_prompt_tokens: int
-    num_cached_tokens: int  # of those
+    num_cached_tokens: int  # prompt tokens in the cached prefix
     finish_reason: str | None = "stop"
 
     def __str__(self) -> str:
-        """One line."""
         first = f"{1000 * (self.metrics.ttft or 0.0):.0f} ms to the first token"
         cached = f"{self.num_cached_tokens} of {self.num_prompt_tokens} prompt tokens cached"
         is_cut = ", cut at its length" if self.finish_reason == "length" else ""
@@ -40,10 +39,10 @@ class Turn:
 
 
 class Answer:
-    """Takes the pieces of a stream; knows what to print, what the message is, and its figures."""
+    """Collects the deltas of a stream: text to print, chat message and stats."""
 
     def __init__(self, stream: AsyncStream, dialect: Dialect, look: Look):
-        """Begin; `dialect` tells reasoning from content."""
+        """Start without tokens; `dialect` parses reasoning and content."""
         self._stream, self._look = stream, look
         begins = dialect.thinks and starts_in_reasoning(stream.prompt or "")
         self._parser = dialect(starts_in_reasoning=begins)
@@ -54,7 +53,7 @@ class Answer:
         self._metrics = RequestMetrics()
 
     def push(self, delta: TextDelta) -> str:
-        """What to print of a delta."""
+        """Add a delta and return the text to print."""
         self._num_tokens += len(delta.token_ids)
         self._draft_positions += delta.draft_positions
         self._finish_reason = delta.finish_reason
@@ -66,7 +65,7 @@ class Answer:
 
     @property
     def message(self) -> dict[str, Any] | None:
-        """The message as far as it came; None if no token has come."""
+        """The assistant's message so far; None before the first token."""
         if not self._num_tokens:
             return None
         self._kept(self._parser.flush())
@@ -77,7 +76,7 @@ class Answer:
 
     @property
     def turn(self) -> Turn:
-        """The figures, once the stream has ended."""
+        """The stats; complete after the stream has ended."""
         return Turn(
             metrics=self._metrics,
             num_tokens=self._num_tokens,
@@ -89,7 +88,7 @@ class Answer:
 
     @property
     def legend(self) -> str:
-        """How many of the tokens came from whom, on one line for a terminal."""
+        """Legend with token counts by draft position, as one line for a terminal."""
         return ansi_legend(self._draft_positions)
 
     def _kept(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
@@ -99,12 +98,12 @@ class Answer:
 
 
 def plain(delta: TextDelta, pieces: Sequence[Piece]) -> str:
-    """The text as the model wrote it."""
+    """Return the text unchanged (a `Look`)."""
     return delta.text
 
 
 def by_draft(tokenizer: Tokenizer) -> Look:
-    """Each token in the colour of who gave it."""
+    """Return a `Look` that colors each token by its draft position."""
     tokens = TokenPieces(tokenizer)
 
     def shown(delta: TextDelta, pieces: Sequence[Piece]) -> str:
@@ -115,7 +114,7 @@ def by_draft(tokenizer: Tokenizer) -> Look:
 
 
 def by_part() -> Look:
-    """Reasoning dim, and an empty line between it and the content."""
+    """Return a `Look` that dims reasoning and puts an empty line before the content."""
     before = ""
 
     def shown(delta: TextDelta, pieces: Sequence[Piece]) -> str:
@@ -123,7 +122,7 @@ def by_part() -> Look:
         told = []
         for piece in pieces:
             gap = "\n\n" if before == "reasoning" and piece.kind == "content" else ""
-            text = ansi([PaintedPiece(piece.text, 0)])  # without control characters
+            text = ansi([PaintedPiece(piece.text, 0)])  # escapes control characters
             told.append(gap + (dim(text) if piece.kind == "reasoning" else text))
             before = piece.kind
         return "".join(told)
@@ -132,5 +131,4 @@ def by_part() -> Look:
 
 
 def dim(text: str) -> str:
-    """Text of less weight, in a terminal."""
     return f"{_DIM}{text}{_RESET}"

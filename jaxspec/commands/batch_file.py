@@ -1,6 +1,6 @@
-"""Batch files: requests in OpenAI's batch form, a JSON object on each line, and their answers.
+"""OpenAI batch files: one JSON request per line in, one JSON answer per line out.
 
-https://platform.openai.com/docs/guides/batch, which `vllm run-batch` takes too.
+Format: https://platform.openai.com/docs/guides/batch, also read by `vllm run-batch`.
 """
 
 import json
@@ -9,19 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxspec.arguments import text_of
 from jaxspec.checks import shown
+from jaxspec.options.arguments import text_of
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""What a request may ask."""
-_MAX_TOLD = 5  # wrong lines that an error names
+"""Routes that a request may name."""
+_MAX_TOLD = 5  # maximum number of wrong lines listed in an error
 _EXAMPLE = (
     '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "import"}}'
 )
 
 
 class BatchRequest(NamedTuple):
-    """One line."""
+    """A request: one line of the input file."""
 
     custom_id: str
     url: str  # one of `URLS`
@@ -29,19 +29,19 @@ class BatchRequest(NamedTuple):
 
 
 class BatchAnswer(NamedTuple):
-    """What the server answers."""
+    """The server's answer to a request."""
 
-    status: int  # HTTP's
+    status: int  # HTTP status
     request_id: str
-    body: dict[str, Any]  # the answer's, or the error object
+    body: dict[str, Any]  # the answer or the error object
 
 
 def read_batch(path: Path) -> list[BatchRequest]:
-    """The requests of a file, in order; blank lines are passed over. `-` is standard input.
+    """Return the requests of a file in order, skipping blank lines. `-` is standard input.
 
     Raises:
-        ValueError: it can't be read, holds no request, or a line is none. The error tells which
-            lines, and why.
+        ValueError: the file can't be read, holds no request, or has invalid lines, which the
+            message lists with the reasons.
     """
     found, wrong, first_lines = list[BatchRequest](), list[str](), dict[str, int]()
     for number, line in enumerate(text_of("requests file", path).split("\n"), 1):
@@ -71,7 +71,7 @@ def read_batch(path: Path) -> list[BatchRequest]:
 
 
 def answer_line(request: BatchRequest, answer: BatchAnswer) -> str:
-    """The line of an answer, without its end: OpenAI's form."""
+    """Format an answer as a line of OpenAI's batch output, without the newline."""
     told = {
         "id": f"batch_req_{uuid.uuid4().hex}",
         "custom_id": request.custom_id,
@@ -86,7 +86,7 @@ def answer_line(request: BatchRequest, answer: BatchAnswer) -> str:
 
 
 def _request(line: str) -> BatchRequest:
-    """The request of a line; a ValueError without an end says why it is none."""
+    """Parse a line. ValueErrors have no final period, since `read_batch` joins them."""
     try:
         told = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""`python -m jaxspec bench latency | throughput`: how fast a model runs here, in vLLM's words."""
+"""`python -m jaxspec bench latency | throughput`: benchmarks with vLLM's metric names."""
 
 import argparse
 import itertools
@@ -13,7 +13,11 @@ from typing import Any
 import numpy as np
 
 from jaxspec import device
-from jaxspec.arguments import (
+from jaxspec.api.llm import LLM
+from jaxspec.checks import integer
+from jaxspec.commands.figures import acceptance, failure
+from jaxspec.flight.about import version_of
+from jaxspec.options.arguments import (
     FEW,
     CommandParser,
     add_engine_options,
@@ -24,31 +28,27 @@ from jaxspec.arguments import (
     engine_options,
     prompts_in,
 )
-from jaxspec.checks import integer
-from jaxspec.commands.figures import acceptance, failure
-from jaxspec.flight.about import version_of
-from jaxspec.llm import LLM
-from jaxspec.outputs import RequestOutput
-from jaxspec.prompts import Prompt
-from jaxspec.request import RequestMetrics
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.requests.outputs import RequestOutput
+from jaxspec.requests.prompts import Prompt
+from jaxspec.requests.request import RequestMetrics
+from jaxspec.requests.sampling_params import SamplingParams
 
 Figures = dict[str, Any]
-Texts = list[str] | None  # prompts; None: random token ids
+Texts = list[str] | None  # prompts; None means random token ids
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
 _EPILOG = "exit status: 0 done; 1 the model failed on a prompt; 2 an error in what was asked for"
 
 
 def main(words: Sequence[str]) -> int:
-    """Measure, print the figures and write them; 1 if the model gave NaN, else 0."""
+    """Measure, print and write the results; return 1 if the model produced NaN, else 0."""
     args = parser().parse_args(words)
     for name in ("batch_size", "num_iters", "num_prompts", "input_len", "output_len"):
         if hasattr(args, name):
             integer(f"--{name.replace('_', '-')}", getattr(args, name), 1)
     defaults = {
         "max_model_len": args.input_len + args.output_len,
-        "background_compilation": False,  # nothing else runs while steps are timed
-        "enable_prefix_caching": False,  # else a repeat would find its prompts computed
+        "background_compilation": False,  # no compilation while steps are timed
+        "enable_prefix_caching": False,  # each repeat must compute its prompts again
         **({"max_num_seqs": args.batch_size} if "batch_size" in args else {}),
     }
     options = engine_options(args, **defaults)
@@ -68,7 +68,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What reads the command line; after an error it ends the process with status 2."""
+    """Return the command's parser; on an error it exits with status 2."""
     made = CommandParser(
         prog="python -m jaxspec bench",
         description="Measure a model on this machine, without a server. Each kind has --help.",
@@ -109,7 +109,7 @@ def _add_number(kind: Any, name: str, default: int, help: str) -> None:
 
 
 def _add_shared(kind: Any) -> None:
-    """What both kinds understand."""
+    """Add the options of both benchmarks."""
     _add_number(kind, "input-len", 128, "tokens of a prompt")
     _add_number(kind, "output-len", 128, "tokens that each prompt gets, whatever they are")
     kind.add_argument(
@@ -157,7 +157,7 @@ def _latency(llm: LLM, args: argparse.Namespace, texts: Texts) -> Figures:
 
 def _throughput(llm: LLM, args: argparse.Namespace, texts: Texts) -> Figures:
     prompts, params = _prompts(llm, args, texts, args.num_prompts), _params(args)
-    _generate(llm, prompts[: llm.shapes.max_num_seqs], params)  # compiles, and finds all warm
+    _generate(llm, prompts[: llm.shapes.max_num_seqs], params)  # compiles and warms up
     seconds, outputs = _generate(llm, prompts, params)
     num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
     num_total = num_output + sum(len(output.prompt_token_ids) for output in outputs)
@@ -179,10 +179,10 @@ def _throughput(llm: LLM, args: argparse.Namespace, texts: Texts) -> Figures:
 def _generate(
     llm: LLM, prompts: Sequence[Prompt], params: SamplingParams
 ) -> tuple[float, list[RequestOutput]]:
-    """Seconds, and what came.
+    """Generate all outputs; return the seconds taken and the outputs.
 
     Raises:
-        FloatingPointError: the model gave NaN.
+        FloatingPointError: the model produced NaN logits.
     """
     begin = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -211,7 +211,7 @@ def _params(args: argparse.Namespace) -> SamplingParams:
 
 
 def _of_requests(outputs: Sequence[RequestOutput], args: argparse.Namespace) -> Figures:
-    """What requests waited for, and how drafts fared; printed, too."""
+    """Print and return the median latencies and the acceptance of drafts."""
     ttft = statistics.median(output.metrics.ttft or 0.0 for output in outputs)
     tpot = statistics.median(output.metrics.tpot or 0.0 for output in outputs)
     line = f"Medians: {1000 * ttft:.2f} ms to the first token, {1000 * tpot:.2f} ms per token"
@@ -235,7 +235,7 @@ def _of_requests(outputs: Sequence[RequestOutput], args: argparse.Namespace) -> 
 
 
 def _machine(llm: LLM) -> Figures:
-    """What was measured, and on what."""
+    """Return the model, settings, device and versions that were measured."""
     return {
         "model": llm.model_name,
         "max_num_seqs": llm.shapes.max_num_seqs,

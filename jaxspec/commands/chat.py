@@ -9,7 +9,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from jaxspec.arguments import (
+from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.commands.conversation import Conversation
+from jaxspec.engine.errors import ServiceError
+from jaxspec.options.arguments import (
     FEW,
     CommandParser,
     add_color,
@@ -19,10 +22,7 @@ from jaxspec.arguments import (
     add_speculation,
     engine_options,
 )
-from jaxspec.async_errors import ServiceError
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.commands.conversation import Conversation
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams
 
 _WORDS = """\
   /reset         forget the messages
@@ -35,12 +35,12 @@ Ctrl-C stops an answer; what has come of it stays."""
 _LLM_DEFAULTS = {
     "max_num_seqs": 1,
     "enable_prefix_caching": True,
-    "background_compilation": False,  # all its requests are of one kind
+    "background_compilation": False,  # all requests share their sampling features
 }
 
 
 def main(words: Sequence[str]) -> int:
-    """Talk until the input ends; 1 if the model failed on an answer, else 0."""
+    """Chat until the input ends; return 1 if the model failed on an answer, else 0."""
     args = parser().parse_args(words)
     options = engine_options(args, **_LLM_DEFAULTS)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -60,7 +60,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What reads the command line; after an error it ends the process with status 2."""
+    """Return the command's parser; on an error it exits with status 2."""
     made = CommandParser(
         prog="python -m jaxspec chat",
         usage="python -m jaxspec chat [options] [MODEL]",
@@ -96,14 +96,14 @@ _DEFAULTS = {"temperature": "the checkpoint's own", "seed": "another one for eac
 
 
 def _params(args: argparse.Namespace, own: SamplingParams) -> SamplingParams:
-    """The checkpoint's own parameters, but for what was asked for."""
+    """Return the checkpoint's default parameters, overridden by the given arguments."""
     given = {name: value for name in _DEFAULTS if (value := getattr(args, name)) is not None}
     return dataclasses.replace(own, **given, max_tokens=args.max_tokens)
 
 
 @contextlib.contextmanager
 def _loaded(runner: asyncio.Runner, options: dict) -> Iterator[AsyncLLM]:
-    """An AsyncLLM, closed in the end."""
+    """Load an AsyncLLM and close it on exit."""
     llm = AsyncLLM(**options)
     try:
         yield llm
@@ -112,9 +112,9 @@ def _loaded(runner: asyncio.Runner, options: dict) -> Iterator[AsyncLLM]:
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:
-    """What is typed, line by line; at a terminal Ctrl-C drops a line that is not whole."""
+    """Yield input lines; at a terminal Ctrl-C discards an unfinished line."""
     if is_terminal:
-        with contextlib.suppress(ImportError):  # where it is, lines can be edited
+        with contextlib.suppress(ImportError):  # importing it enables line editing
             importlib.import_module("readline")
     while True:
         try:
@@ -128,7 +128,7 @@ def _lines(is_terminal: bool) -> Iterator[str]:
 
 
 def _talk(runner: asyncio.Runner, conversation: Conversation, is_terminal: bool) -> int:
-    """Answer each line, and do what it says if it is no message."""
+    """Answer each line, or run its slash command; return the exit status."""
     status = 0
     for line in _lines(is_terminal):
         word, _, rest = line.strip().partition(" ")
@@ -141,7 +141,7 @@ def _talk(runner: asyncio.Runner, conversation: Conversation, is_terminal: bool)
                 is_sound = runner.run(conversation.answer(line.strip()[word.startswith("//") :]))
                 status = status if is_sound else 1
         except KeyboardInterrupt:
-            if not is_terminal:  # else the answer has been stopped, and the next line may come
+            if not is_terminal:  # at a terminal, only the answer is stopped
                 raise
         except ServiceError as error:
             print(f"jaxspec: {error}", file=sys.stderr)
@@ -152,10 +152,10 @@ def _talk(runner: asyncio.Runner, conversation: Conversation, is_terminal: bool)
 
 
 def _obey(conversation: Conversation, word: str, rest: str) -> None:
-    """Do what a line with a slash says.
+    """Run a slash command.
 
     Raises:
-        ValueError: there is no such word, or it needs a file.
+        ValueError: the command is unknown, or lacks its file.
         OSError: the file can't be written.
     """
 

@@ -1,4 +1,4 @@
-"""`python -m jaxspec "def fibonacci(n):"`: streamed text, then one line of figures."""
+"""`python -m jaxspec "def fibonacci(n):"`: complete prompts, then print a line of stats."""
 
 import argparse
 import json
@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec import commands
-from jaxspec.arguments import (
+from jaxspec.api.llm import LLM
+from jaxspec.commands.figures import failure, summary
+from jaxspec.flight.about import version_of
+from jaxspec.options.arguments import (
     ENGINE_OPTIONS,
     CommandParser,
     add_color,
@@ -18,13 +21,10 @@ from jaxspec.arguments import (
     engine_options,
     prompts_in,
 )
-from jaxspec.commands.figures import failure, summary
-from jaxspec.flight.about import version_of
-from jaxspec.llm import LLM
-from jaxspec.outputs import RequestOutput, TextDelta
-from jaxspec.painted_text import PaintedText, TokenPieces, ansi, ansi_legend
-from jaxspec.request import RequestMetrics
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.requests.outputs import RequestOutput, TextDelta
+from jaxspec.requests.request import RequestMetrics
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.viz.colored_tokens import ColoredText, TokenPieces, ansi, ansi_legend
 
 _EXAMPLES = """\
 examples:
@@ -38,7 +38,7 @@ exit status: 0 done; 1 the model failed on a prompt; 2 an error in what was aske
 
 
 def main(words: Sequence[str]) -> int:
-    """Complete the prompts of a command line; 1 if the model failed on one of them, else 0."""
+    """Complete the prompts; return 1 if the model failed on one of them, else 0."""
     failed, total = _run(parser().parse_args(words))
     if failed:
         print(failure(failed, total), file=sys.stderr)
@@ -46,7 +46,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What reads the command line; after an error it ends the process with status 2."""
+    """Return the command's parser; on an error it exits with status 2."""
     made = CommandParser(
         prog="python -m jaxspec",
         usage="python -m jaxspec [options] PROMPT ...\n       python -m jaxspec COMMAND ...",
@@ -88,7 +88,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    """How tokens are chosen, and how many."""
     parser.add_argument(
         "--max-tokens",
         type=int,
@@ -113,10 +112,10 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def _prompts_of(args: argparse.Namespace) -> list[str]:
-    """The prompts typed, then those of the file.
+    """Return the prompts of the command line, then those of the file.
 
     Raises:
-        ValueError: there is none, or the file can't be read.
+        ValueError: there are no prompts, or the file can't be read.
     """
     path = args.prompts_file
     prompts = [*args.prompts, *(prompts_in(path) if path is not None else ())]
@@ -128,7 +127,7 @@ def _prompts_of(args: argparse.Namespace) -> list[str]:
 
 
 def _run(args: argparse.Namespace) -> tuple[int, int]:
-    """Complete the prompts; how many the model failed on, and how many there were."""
+    """Complete the prompts; return the number that failed and the total."""
     prompts = _prompts_of(args)
     if args.json and args.color:
         raise ValueError("--color is for text, and --json prints none. Drop one of the two.")
@@ -137,10 +136,10 @@ def _run(args: argparse.Namespace) -> tuple[int, int]:
     )
     options: dict[str, Any] = engine_options(args) | {
         "max_num_seqs": min(len(prompts), 8),
-        "background_compilation": False,  # all its requests are of one kind
+        "background_compilation": False,  # all requests share their sampling features
     }
     if len(prompts) == 1:
-        options["enable_prefix_caching"] = False  # nobody comes who would begin alike
+        options["enable_prefix_caching"] = False  # no later request can share the prefix
     llm = LLM(**options)
     if args.verbose:
         print(f"The device holds\n{llm.memory_map()}", file=sys.stderr)
@@ -152,7 +151,7 @@ def _run(args: argparse.Namespace) -> tuple[int, int]:
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams, *, color: bool) -> str | None:
-    """Print a completion as it comes; why it ended."""
+    """Print a completion as it is generated; return its finish reason."""
     stream = llm.stream(prompt, params)  # compiles before it returns
     print(prompt, end="", flush=True)
     started, num_tokens, reason = time.perf_counter(), 0, None
@@ -171,7 +170,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, *, color: bool) -> st
 
 
 def _painted(pieces: TokenPieces, delta: TextDelta) -> str:
-    """What a delta adds to a text in colours."""
+    """Return the text that a delta adds, colored by draft position."""
     new = pieces.push(delta.token_ids, delta.draft_positions)
     return ansi(new + pieces.flush() if delta.finish_reason else new)
 
@@ -179,16 +178,16 @@ def _painted(pieces: TokenPieces, delta: TextDelta) -> str:
 def _batch(
     llm: LLM, prompts: list[str], params: SamplingParams, *, as_json: bool, color: bool
 ) -> list[str | None]:
-    """Print all completions when they are done; why each ended."""
+    """Print all completions once they are done; return their finish reasons."""
     outputs = llm.generate(prompts, params)
-    # The engine's own times, which leave out what compiling took.
+    # The engine's times exclude compilation.
     parts = ("plan_time", "dispatch_time", "wait_time", "collect_time")
     seconds = sum(llm.metrics()[part] for part in parts)
     for output in outputs:
         if as_json:
             print(json.dumps(_as_dict(output)))
         elif color:
-            print(f"{PaintedText.of(output, llm.tokenizer)}\n{'-' * 60}")
+            print(f"{ColoredText.of(output, llm.tokenizer)}\n{'-' * 60}")
         else:
             print(f"{output.prompt}{output.outputs[0].text}\n{'-' * 60}")
     if not as_json:

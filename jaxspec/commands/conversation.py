@@ -1,4 +1,4 @@
-"""Conversation: messages that a model answers in a terminal, and the figures of its answers."""
+"""A chat conversation in a terminal, with stats of the answers."""
 
 import asyncio
 import contextlib
@@ -7,16 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxspec.async_llm import AsyncLLM
+from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.commands.answer import Answer, Look, Turn, by_draft, by_part, dim, plain
 from jaxspec.commands.figures import failure, summary
-from jaxspec.request import RequestMetrics
-from jaxspec.sampling_params import SamplingParams
-from jaxspec.server.parsers import parser_for
+from jaxspec.requests.request import RequestMetrics
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.text.parsers import parser_for
 
 
 class Conversation:
-    """Messages, oldest first, in OpenAI's form; the template of each turn is given all of them."""
+    """Messages in OpenAI's form, oldest first; every turn renders all of them."""
 
     def __init__(
         self,
@@ -27,28 +27,28 @@ class Conversation:
         color: bool = False,
         is_terminal: bool = False,
     ):
-        """Begin one without messages, but for `system`, which says what the model is to be.
+        """Start without messages, except for the system prompt `system`.
 
-        `color`: paint each token by who gave it. `is_terminal`: print reasoning dim, and control
-        characters of the model's as what they are.
+        `color`: color each token by its draft position. `is_terminal`: dim the reasoning and escape
+        control characters of the model.
         """
         self._llm, self._color, self._is_terminal = llm, color, is_terminal
         self._dialect = parser_for(llm.tokenizer.chat_template if llm.tokenizer else None)
         self._params = params.clone()
         if self._dialect.thinks:
-            self._params.skip_special_tokens = False  # the reasoning's tags may be such
+            self._params.skip_special_tokens = False  # reasoning tags may be special tokens
         self.system = system
         self._messages: list[dict[str, Any]] = []
         self._turns: list[Turn] = []
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """All of them, the system's first."""
+        """All messages, the system prompt first."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self._messages]
 
     def reset(self) -> None:
-        """Forget the messages, but for the system's."""
+        """Drop all messages except the system prompt."""
         self._messages.clear()
 
     def save(self, path: Path) -> None:
@@ -62,7 +62,7 @@ class Conversation:
 
     @property
     def stats(self) -> str:
-        """The figures of all answers together, in a line."""
+        """Total stats of all answers, in one line."""
         if not self._turns:
             return "[no answers yet]"
         prompts, cached, seconds, tokens = (
@@ -76,13 +76,16 @@ class Conversation:
         )
 
     async def answer(self, text: str) -> bool:
-        """Print the answer to a message as it comes, then its figures; False: the model gave NaN.
+        """Print the answer to a message as it is generated, then its stats.
 
-        If the task is cancelled or an error comes, what has come stays as the answer; if nothing
-        has, the message is forgotten.
+        If the task is cancelled or fails, the partial answer is kept; without any token, the
+        message is dropped instead.
+
+        Returns:
+            False if the model produced NaN logits.
 
         Raises:
-            ValueError: the template refuses the messages, or they have become too long.
+            ValueError: the template refuses the messages, or the prompt is too long.
             ServiceError: the engine has failed.
         """
         self._messages.append({"role": "user", "content": text})

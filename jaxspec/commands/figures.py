@@ -1,10 +1,10 @@
-"""Figures: what commands say of a text that is done, in a line."""
+"""One-line summaries of generated text for the commands."""
 
-from jaxspec.request import RequestMetrics
+from jaxspec.requests.request import RequestMetrics
 
 
 def summary(metrics: RequestMetrics, num_tokens: int, seconds: float) -> str:
-    """One line: tokens, tokens a verify step, acceptance by position, milliseconds a token."""
+    """Format one line: tokens, ms per token, tokens per verify step, acceptance by position."""
     if not num_tokens:
         return "0 tokens"
     line = f"{num_tokens} tokens, {1000 * seconds / num_tokens:.2f} ms per token"
@@ -17,13 +17,13 @@ def summary(metrics: RequestMetrics, num_tokens: int, seconds: float) -> str:
 
 
 def acceptance(metrics: RequestMetrics) -> str:
-    """The share of verifies in which the first draft stood, the second, and so on."""
+    """Format the share of verify steps that accepted the first draft, the second, and so on."""
     rates = (count / metrics.num_drafts for count in metrics.accepted_per_position)
     return " ".join(f"{rate:.2f}" for rate in rates)
 
 
 def failure(failed: int, total: int) -> str:
-    """What is said of a model that gave NaN to `failed` of `total` prompts."""
+    """Return the error message for NaN logits in `failed` of `total` prompts."""
     which = f" for {failed} of {total} prompts" if total > 1 else ""
     return (
         f"jaxspec: the model gave no finite logits (scores of the next token){which}, so the text "

@@ -1,9 +1,10 @@
-"""`python -m jaxspec inspect MODEL`: what a model is, what it takes, and whether it runs here."""
+"""`python -m jaxspec inspect MODEL`: report a model's structure, memory needs and support."""
 
 import argparse
 from collections.abc import Sequence
 
-from jaxspec.arguments import (
+from jaxspec.inspection import inspect
+from jaxspec.options.arguments import (
     ENGINE_OPTIONS,
     CommandParser,
     add_engine_options,
@@ -11,18 +12,17 @@ from jaxspec.arguments import (
     add_speculation,
     engine_options,
 )
-from jaxspec.inspection import inspect
 
 
 def main(words: Sequence[str]) -> int:
-    """Report on the model of a command line; 1 if it is refused, else 0."""
+    """Print the report; return 1 if the model is refused, else 0."""
     found = inspect(**engine_options(parser().parse_args(words)))
     print(found)
     return 1 if found.refused else 0
 
 
 def parser() -> argparse.ArgumentParser:
-    """What reads the command line; after an error it ends the process with status 2."""
+    """Return the command's parser; on an error it exits with status 2."""
     made = CommandParser(
         prog="python -m jaxspec inspect",
         usage="python -m jaxspec inspect [options] [MODEL]",

@@ -1,7 +1,7 @@
-"""`python -m jaxspec run`: a file of requests in, a file of answers out, by the server's own code.
+"""`python -m jaxspec run`: answer a file of requests with the server's code, without a socket.
 
-There is no socket: the server's app (`server.app`) is called in this process. So a request has the
-same fields, checks and answers here as there.
+The server's ASGI app (`server.app`) is called in this process, so requests have the same fields,
+validation and answers as over HTTP.
 """
 
 import argparse
@@ -18,7 +18,9 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from jaxspec.arguments import (
+from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.commands.batch_file import BatchAnswer, BatchRequest, answer_line, read_batch
+from jaxspec.options.arguments import (
     FEW,
     STANDARD,
     CommandParser,
@@ -29,14 +31,12 @@ from jaxspec.arguments import (
     begin_output,
     engine_options,
 )
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.commands.batch_file import BatchAnswer, BatchRequest, answer_line, read_batch
 from jaxspec.server.app import make_app
 from jaxspec.server.options import ServerOptions
 
 _LOG = logging.getLogger(__name__)
 _AT_ONCE = 1024
-"""Requests that are before the engine at a time; of more, prompts and answers would fill memory."""
+"""Maximum number of unanswered requests; bounds the host memory of prompts and answers."""
 _EPILOG = """\
 A line asks as OpenAI's batch files do, and as `vllm run-batch` takes it:
   {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "import"}}
@@ -47,17 +47,17 @@ exit status: 0 done; 1 a request was refused or failed; 2 an error in what was a
 
 
 def main(words: Sequence[str]) -> int:
-    """Answer all requests; 1 if one of them got an error, else 0."""
+    """Answer all requests; return 1 if any of them got an error, else 0."""
     args = parser().parse_args(words)
     requests = read_batch(args.input_file)
     options = ServerOptions(served_model_name=tuple(args.served_model_name))
-    engine = engine_options(args, background_compilation=False)  # all requests are there
+    engine = engine_options(args, background_compilation=False)  # no requests arrive later
     with _opened(args) as file, asyncio.Runner() as runner:
         return runner.run(_answer_all(engine, options, requests, file))
 
 
 def parser() -> argparse.ArgumentParser:
-    """What reads the command line; after an error it ends the process with status 2."""
+    """Return the command's parser; on an error it exits with status 2."""
     made = CommandParser(
         prog="python -m jaxspec run",
         usage="python -m jaxspec run [options] [MODEL]",
@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _opened(args: argparse.Namespace) -> Iterator[TextIO]:
-    """The file of answers, empty."""
+    """Open the answers file, emptied, or standard output."""
     path = args.output_file
     if path == STANDARD:
         yield sys.stdout
@@ -139,14 +139,14 @@ async def _answer_all(
 
 
 def _is_seen(file: TextIO) -> bool:
-    """Whether a bar can be drawn without answers between its lines."""
+    """Return whether a progress bar would not be interrupted by printed answers."""
     return sys.stderr.isatty() and not file.isatty()
 
 
 async def _answers(
     app: Any, requests: Sequence[BatchRequest]
 ) -> AsyncGenerator[tuple[BatchRequest, BatchAnswer], None]:
-    """Each request with its answer, in order; those behind it are answered meanwhile."""
+    """Yield each request with its answer in order, running up to `_AT_ONCE` concurrently."""
     running = collections.deque[asyncio.Task[BatchAnswer]]()
     try:
         num_begun = 0
@@ -164,7 +164,7 @@ async def _answers(
 
 
 async def _post(app: Any, request: BatchRequest) -> BatchAnswer:
-    """Ask the app, as a server would for a client that waits until the answer is whole."""
+    """Call the app as a server would for a client that waits for the complete answer."""
     unread, is_answered = [request.body], asyncio.Event()
     status, headers, parts = 500, dict[bytes, bytes](), list[bytes]()
 
@@ -201,12 +201,12 @@ async def _post(app: Any, request: BatchRequest) -> BatchAnswer:
     except Exception:
         if not is_answered.is_set():
             raise
-        _LOG.exception("The request %r failed.", request.custom_id)  # the answer says no more
+        _LOG.exception("The request %r failed.", request.custom_id)  # the answer holds no details
     request_id = headers.get(b"x-request-id", b"").decode()
     return BatchAnswer(status, request_id, json.loads(b"".join(parts)))
 
 
 def _num_tokens(answer: BatchAnswer) -> int:
-    """Tokens that an answer has, whichever API it is of."""
+    """Return the number of generated tokens in an answer of any API."""
     usage = answer.body.get("usage") or {}
     return usage.get("completion_tokens", usage.get("output_tokens", 0))

@@ -1,6 +1,6 @@
-"""Flight: what an engine was told and what it answered, step by step, so that it can run again.
+"""Flight: the recorded plans and outputs of an engine, step by step, for a replay.
 
-A step is a pure function, so plans are all that a repetition needs beside the checkpoint.
+A step is a pure function, so plans are all that a replay needs in addition to the checkpoint.
 """
 
 import dataclasses
@@ -8,31 +8,31 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxspec.config import StepShapes
-from jaxspec.plan import Program
+from jaxspec.plan.plan import AnyProgram
+from jaxspec.plan.step_shapes import StepShapes
 
 Start = Literal["empty", "idle", "copy"]
-"""What the first plan finds: a new state, one in which no row goes on, or the flight's copy."""
+"""State before the first plan: new, without rows that continue, or the flight's copy."""
 
 
 @dataclasses.dataclass
 class Step:
     """One dispatch."""
 
-    program: Program
+    program: AnyProgram
     packed: np.ndarray  # int32, `plan_layout(program, shapes)`
     output: np.ndarray | None = None  # int32 `[steps, rows, output_layout(K).size]`
-    """None: it was in flight at the end, or failed."""
+    """None if the dispatch failed, or was in flight at the end."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Flight:
-    """The plans since `start`, in order."""
+    """Plans since `start`, in order, with their outputs."""
 
-    about: dict[str, Any]  # the model, its options, versions and device, as JSON has them
+    about: dict[str, Any]  # model, options, versions and device, in JSON's types
     shapes: StepShapes
     start: Start
     steps: list[Step]
     state: list[np.ndarray] | None = None  # leaves of the `EngineState`, if `start` is "copy"
-    failure: str | None = None  # the error that ended it
-    hashed: bool = False  # token ids are made up
+    failure: str | None = None  # error that ended the recording
+    hashed: bool = False  # True if token ids are replaced by made-up ones

@@ -1,4 +1,4 @@
-"""What a flight says of the engine that it was recorded on."""
+"""Description of the recorded engine in a flight, and the checks that a replay makes of it."""
 
 import dataclasses
 import hashlib
@@ -10,23 +10,23 @@ from typing import Any
 from jaxspec import device
 from jaxspec.checks import shown
 from jaxspec.gguf import is_gguf
-from jaxspec.options import EngineConfig
-from jaxspec.speculation import SpeculativeConfig
+from jaxspec.options import SpeculativeConfig
+from jaxspec.options.engine_options import EngineConfig
 
-_HEAD = 2**20  # bytes of each file that a checkpoint is told by: its header, and some weights
+_HEAD = 2**20  # bytes of each file that are hashed: its header, and some weights
 
 OWN = (
     *("compilation_cache", "show_progress", "flight_recorder", "flight_folder"),
     *("tokenizer", "skip_tokenizer_init", "generation_config"),
     *("kv_offloading_folder", "kv_offloading_folder_size"),
 )
-"""Options that no step depends on: a flight has none, and brings none in."""
+"""Options that no step depends on: they are neither recorded nor replayed."""
 
 
 def about(config: EngineConfig, folder: Path, vocab_size: int) -> dict[str, Any]:
-    """What a replay needs beside plans, in JSON's types.
+    """Return what a replay needs in addition to plans, in JSON's types.
 
-    `config`: with everything resolved that the device decided; `folder`: of the checkpoint.
+    `config` has every option resolved that the device decides; `folder` is that of the checkpoint.
     """
     options = dataclasses.asdict(dataclasses.replace(config, speculative_config=None))
     options["speculative_config"] = _recorded(config.speculative_config)
@@ -48,23 +48,23 @@ def about(config: EngineConfig, folder: Path, vocab_size: int) -> dict[str, Any]
 
 
 def _place(model: str | Path) -> str:
-    """The whole path of a folder or a GGUF file, or a hub id."""
+    """Return the absolute path of a folder or a GGUF file, or the hub id."""
     folder = Path(model).expanduser()
     return str(folder.resolve() if is_here(folder) else model)
 
 
 def is_here(model: str | Path) -> bool:
-    """Whether it is the path of a checkpoint: a folder, or a GGUF file."""
+    """Return whether `model` is the path of a folder or of a GGUF file."""
     return Path(model).is_dir() or is_gguf(Path(model))
 
 
 def _recorded(speculation: Any) -> Any:
-    """As `asdict`, but a proposer of the user's own is told by the name of its class."""
+    """Return the options as by `asdict`, with only the class name of a custom proposer."""
     if not isinstance(speculation, SpeculativeConfig):
         return speculation
     if speculation.method != "custom":
         fields = dataclasses.asdict(speculation)
-        if fields["options"].get("model") is not None:  # a drafter's
+        if fields["options"].get("model") is not None:  # drafter's checkpoint
             fields["options"]["model"] = _place(fields["options"]["model"])
         return fields
     fields = {
@@ -74,10 +74,10 @@ def _recorded(speculation: Any) -> Any:
 
 
 def check_speculation(recorded: Any) -> None:
-    """Refuse to replay what would bring code in, or a checkpoint that does not lie here.
+    """Refuse to replay a custom proposer, or a drafter whose checkpoint is not on this machine.
 
     Raises:
-        ValueError: the drafts were a user's own, or a drafter's that does not lie here.
+        ValueError: the method is "custom", or the path of the drafter's checkpoint does not exist.
     """
     if not isinstance(recorded, dict):
         return
@@ -97,24 +97,23 @@ def check_speculation(recorded: Any) -> None:
 
 
 def version_of(package: str) -> str | None:
-    """The version of a package that is installed; None: it is not."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return version(package)
-    except PackageNotFoundError:  # it runs from its sources
+    except PackageNotFoundError:  # runs from its sources
         return None
 
 
 def digest_of(folder: Path) -> str:
-    """What tells a checkpoint from others: config.json, and the sizes and heads of its weights.
+    """Return a digest of a checkpoint: of config.json, and of sizes and heads of the weight files.
 
-    `folder` may be a GGUF file, whose head has what config.json would say.
-
-    Not all of the weights: reading them would take as long as loading them.
+    A head is the first megabyte. `folder` may be a GGUF file, whose header has the information of
+    config.json. Hashing all weights would take as long as loading them.
     """
     digest = hashlib.sha256()
     files = [folder, folder / "config.json", *folder.glob("*.safetensors")]
     for path in sorted(path for path in files if path.is_file()):
-        name = "" if path == folder else path.name  # a GGUF file may have any
+        name = "" if path == folder else path.name  # a GGUF file may have any name
         digest.update(f"{name}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             digest.update(file.read(_HEAD))

@@ -1,12 +1,13 @@
-"""A flight as a file: plans and outputs of every step, packed end to end and compressed.
+"""Flight files: plans and outputs of every step, concatenated and compressed.
 
 The file is a NumPy archive (`.npz`) without pickles: a header in JSON, the plans, the outputs, and
-the leaves of the device's state if the flight starts from a copy. It may come from anybody, so
-`read` believes nothing of it: sizes, programs and indices are checked before a device sees them.
+the leaves of the device's state if the flight starts from a copy. Files are untrusted: `read`
+checks sizes, programs and indices before they reach a device.
 """
 
 import dataclasses
 import json
+import math
 import os
 import re
 import tempfile
@@ -19,32 +20,32 @@ import ml_dtypes  # noqa: F401  registers the 16-bit and 8-bit floats with NumPy
 import numpy as np
 
 from jaxspec.checks import shown
-from jaxspec.config import StepShapes
 from jaxspec.flight import Flight, Step
-from jaxspec.flight.pieces import bounds_of_copy
-from jaxspec.plan import (
-    EXPORT,
-    PIECES,
-    RESTORE,
-    TABLES,
+from jaxspec.flight.blocks import bounds_of_copy
+from jaxspec.plan.plan import (
     WITHOUT_STEPS,
+    AnyProgram,
+    CopyBlock,
+    ExportState,
     Program,
+    WriteTables,
     output_layout,
     plan_layout,
 )
-from jaxspec.row import row_layout
-from jaxspec.sampler import Sampler
+from jaxspec.plan.row import row_layout
+from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.requests.sampling_features import SamplingFeatures
 from jaxspec.sampling.processors import PROCESSORS
 
-FORMAT = 3  # of the file; readers refuse others
-MAX_BYTES = 2**36  # of what a file holds when it is unpacked; a copy of the state is most of it
+FORMAT = 4  # file format; `read` refuses others
+MAX_BYTES = 2**36  # limit for an unpacked file; a copy of the state is most of it
 _MAX_HEADER_BYTES = 2**20
-_MAX_UNPACKED_BYTES = 2**30  # of what is compressed: plans and outputs, of which few are kept
+_MAX_UNPACKED_BYTES = 2**30  # limit for compressed members: plans and outputs, which are small
 _MEMBER = re.compile(r"(header|steps|has_output|plans|outputs|leaf_\d{1,4})\.npy")
 
 
 def write(path: Path, flight: Flight) -> None:
-    """Write `flight` in one piece; only the user can read the file.
+    """Write `flight` atomically; only the user can read the file.
 
     Raises:
         OSError: it can't be written.
@@ -55,7 +56,7 @@ def write(path: Path, flight: Flight) -> None:
         "format": FORMAT,
         **{name: getattr(flight, name) for name in ("about", "start", "failure", "hashed")},
         "shapes": dataclasses.asdict(flight.shapes),
-        "programs": [dataclasses.asdict(program) for program in programs],
+        "programs": [_entry(program) for program in programs],
         "leaves": [[leaf.dtype.name, leaf.shape] for leaf in flight.state or ()],
     }
     arrays = {
@@ -67,7 +68,7 @@ def write(path: Path, flight: Flight) -> None:
     }
     for index, leaf in enumerate(flight.state or ()):
         arrays[f"leaf_{index}"] = np.frombuffer(leaf.tobytes(), np.uint8)
-    # A state hardly shrinks, and compressing gigabytes takes minutes.
+    # A state is hardly compressible, and compressing gigabytes takes minutes.
     save = np.savez_compressed if flight.state is None else np.savez
     handle, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # mode 0600
     new = Path(name)
@@ -80,11 +81,11 @@ def write(path: Path, flight: Flight) -> None:
 
 
 def read(path: Path) -> Flight:
-    """The flight in a file.
+    """Read the flight in a file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no whole flight, of another format, or holds what no engine would plan.
+        ValueError: the file is incomplete, has another format, or holds an impossible plan.
     """
     if not path.is_file():
         raise FileNotFoundError(
@@ -98,7 +99,7 @@ def read(path: Path) -> Flight:
         if header["format"] != FORMAT:
             raise ValueError(f"its format is {header['format']}, and this version reads {FORMAT}")
         return _flight(header, arrays)
-    except Exception as error:  # a damaged archive fails in whatever way its bytes lead to
+    except Exception as error:  # a damaged archive can raise anything
         why = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise ValueError(
             f"A flight must be a whole file as a flight recorder wrote it, and {path} is not "
@@ -106,14 +107,8 @@ def read(path: Path) -> Flight:
         ) from error
 
 
-# Writing.
-
-
 def _end_to_end(arrays: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int32), *(array.ravel() for array in arrays)])
-
-
-# Reading.
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
@@ -144,15 +139,15 @@ def _flight(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Flight:
         arrays["plans"], [plan_layout(p, shapes).size for p in programs], arrays["steps"]
     )
     row_size = output_layout(shapes.num_drafts).size
-    output_sizes = [p.num_steps * _num_output_rows(p, shapes) * row_size for p in programs]
+    output_sizes = [math.prod(_output_shape(p, shapes)) * row_size for p in programs]
     told = arrays["has_output"].astype(bool)
     outputs = iter(_split(arrays["outputs"], output_sizes, arrays["steps"][told]))
     steps = []
     for index, packed, has_output in zip(arrays["steps"], plans, told, strict=True):
         program = programs[index]
         _check_plan(program, packed, shapes, about["vocab_size"])
-        rows = program.num_steps, _num_output_rows(program, shapes), row_size
-        output = next(outputs).reshape(rows) if has_output else None
+        shape = *_output_shape(program, shapes), row_size
+        output = next(outputs).reshape(shape) if has_output else None
         steps.append(Step(program, packed, output))
     state = None
     if header["start"] == "copy":
@@ -188,30 +183,40 @@ def _about(entries: dict[str, Any]) -> dict[str, Any]:
     return entries
 
 
-def _program(entry: dict[str, Any], shapes: StepShapes) -> Program:
-    sampler = Sampler.of(*entry["sampler"][0])
+def _entry(program: AnyProgram) -> dict[str, Any]:
+    return {"kind": type(program).__name__, **dataclasses.asdict(program)}
+
+
+def _program(entry: dict[str, Any], shapes: StepShapes) -> AnyProgram:
+    if entry["kind"] != Program.__name__:
+        for program in WITHOUT_STEPS:
+            if entry == _entry(program):
+                return program
+        raise ValueError(f"it has the program {entry!r:.100}")
+    features = SamplingFeatures.of(*entry["features"][0])
     names = "decode_rows", "prefill_tokens", "num_steps", "num_drafts"
     sizes = {name: entry[name] for name in names}
-    program = Program(sampler=sampler, checkpoint=entry.get("checkpoint", "none"), **sizes)
-    if not set(sampler.processors) <= PROCESSORS.keys() or any(
+    program = Program(features=features, **sizes)
+    if not set(features.processors) <= PROCESSORS.keys() or any(
         type(n) is not int for n in sizes.values()
     ):
         raise ValueError(f"it has the program {program}")
-    if program not in WITHOUT_STEPS and (
-        program.checkpoint != "none"
-        or program.shape not in shapes.compiled()
-        or program.num_steps not in shapes.num_steps(program.prefill_tokens)
+    if program.shape not in shapes.compiled() or program.num_steps not in shapes.num_steps(
+        program.prefill_tokens
     ):
         raise ValueError(f"its shapes have no program of {tuple(sizes.values())}")
     return program
 
 
-def _num_output_rows(program: Program, shapes: StepShapes) -> int:
-    return program.decode_rows + shapes.prefill_seqs(program.prefill_tokens)
+def _output_shape(program: AnyProgram, shapes: StepShapes) -> tuple[int, int]:
+    if not isinstance(program, Program):
+        return 0, 0
+    rows = program.decode_rows + shapes.prefill_seqs(program.prefill_tokens)
+    return program.num_steps, rows
 
 
 def _split(flat: np.ndarray, sizes: list[int], which: np.ndarray) -> list[np.ndarray]:
-    """The pieces of `flat`, of which the i-th has `sizes[which[i]]` entries."""
+    """Split `flat` into arrays, the i-th of which has `sizes[which[i]]` entries."""
     if which.ndim != 1 or flat.ndim != 1 or flat.dtype != np.int32:
         raise ValueError("an array has another rank or dtype")
     if len(which) and not 0 <= which.min() <= which.max() < len(sizes):
@@ -222,26 +227,31 @@ def _split(flat: np.ndarray, sizes: list[int], which: np.ndarray) -> list[np.nda
     return np.split(flat, ends[:-1]) if len(which) else []
 
 
-def _check_plan(program: Program, packed: np.ndarray, shapes: StepShapes, vocab_size: int) -> None:
-    """Refuse an index that lies outside of what it points into."""
+def _check_plan(
+    program: AnyProgram, packed: np.ndarray, shapes: StepShapes, vocab_size: int
+) -> None:
+    """Raise ValueError if an index of the plan is out of range."""
     fields = plan_layout(program, shapes).unpack(packed)
-    if program == TABLES:
+    if isinstance(program, WriteTables):
         ids = dict.fromkeys(("bias_ids", "bad_words", "more_stop_ids"), (-1, vocab_size - 1))
         _check_bounds("tables", fields, ids | {"slot": (0, shapes.num_slots - 1)})
         return
     last_row, last_slot = shapes.max_num_seqs - 1, shapes.num_slots - 1
     last_page = shapes.num_pages - 1
-    if program in (EXPORT, *PIECES):
+    if isinstance(program, ExportState | CopyBlock):
         _check_bounds("a plan that copies a prefix", fields, bounds_of_copy(program, shapes))
         return
+    is_step = isinstance(program, Program)
+    num_decode, num_prompt_tokens = program.shape[:2] if is_step else (0, 0)
+    num_sources = last_slot if is_step or not program.restores else shapes.num_checkpoints
     bounds = {
         "prev_positions": (-1, last_row),
         "new_row_index": (-1, last_row),
-        "num_decode": (0, program.decode_rows),
+        "num_decode": (0, num_decode),
         "append_indices": (0, shapes.pages_per_seq - 1),
-        "prefill_lens": (0, program.prefill_tokens),
+        "prefill_lens": (0, num_prompt_tokens),
         **dict.fromkeys(("append_slots", "target_slots"), (0, last_slot)),
-        "source_slots": (0, shapes.num_checkpoints if program == RESTORE else last_slot),
+        "source_slots": (0, num_sources),
         **dict.fromkeys(("append_pages", "source_pages", "target_pages"), (0, last_page)),
         "target_tables": (0, last_page),
         "prefill_tokens": (0, vocab_size - 1),
@@ -250,7 +260,7 @@ def _check_plan(program: Program, packed: np.ndarray, shapes: StepShapes, vocab_
         **dict.fromkeys(("path_from", "path_match"), (0, shapes.max_model_len)),
     }
     _check_bounds("a plan", fields, {name: bounds[name] for name in bounds.keys() & fields.keys()})
-    if fields["prefill_lens"].sum() > program.prefill_tokens:
+    if fields["prefill_lens"].sum() > num_prompt_tokens:
         raise ValueError("the chunks of a plan are longer than its program")
     if fields["num_decode"] + np.count_nonzero(fields["prefill_lens"]) > shapes.max_num_seqs:
         raise ValueError("a plan has more rows than its engine")
@@ -262,7 +272,7 @@ def _check_plan(program: Program, packed: np.ndarray, shapes: StepShapes, vocab_
 
 
 def _check_state(leaves: list[np.ndarray], shapes: StepShapes, vocab_size: int) -> None:
-    """Refuse rows and page tables, the first leaves, that point anywhere else than into pools."""
+    """Raise ValueError if rows or page tables, the first leaves, have an index out of range."""
     rows, tables = leaves[:2]
     layout = row_layout(shapes.num_drafts)
     if rows.dtype != np.int32 or rows.shape != (shapes.max_num_seqs, layout.size):

@@ -1,4 +1,4 @@
-"""FlightRecorder: a runner that remembers every plan that passes through it, and what came back."""
+"""Flight recorder: a runner that stores all plans dispatched through it, and their outputs."""
 
 import contextlib
 import logging
@@ -11,39 +11,40 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.config import StepShapes
-from jaxspec.engine import Pending, Runner
+from jaxspec.engine.engine import Pending, Runner
+from jaxspec.files import state_folder
 from jaxspec.flight import Flight, Start, Step, file
-from jaxspec.flight.ids import without_ids
+from jaxspec.flight.blocks import without_ids
 from jaxspec.layout import PackedLayout
-from jaxspec.plan import StepOutput, StepPlan, output_layout, plan_layout
-from jaxspec.user_folders import state_folder
+from jaxspec.plan.plan import StepOutput, StepPlan, output_layout, plan_layout
+from jaxspec.plan.step_shapes import StepShapes
 
-MAX_BYTES = 2**27  # of plans and outputs in the host's memory: some 26,000 dispatches of 64 rows
-MAX_FILES = 8  # that failures leave in a folder; the oldest goes first
-_OVERHEAD = 200  # bytes that Python takes for an array and its place in a list
+MAX_BYTES = 2**27  # limit for plans and outputs: some 26,000 dispatches of 64 rows
+MAX_FILES = 8  # limit for files of failures in a folder; the oldest are deleted
+_OVERHEAD = 200  # bytes of a Python array object and its list entry
 _OF_FAILURES = re.compile(r"flight-\d{8}-\d{6}-\d{9}\.npz")
 _log = logging.getLogger(__name__)
 
 
 class FlightRecorder:
-    """A `Runner` around another one.
+    """Wrapper of a `Runner` that records its steps.
 
-    It remembers the steps since the start, or since a copy of the state was saved (`restart`). Once
-    `MAX_BYTES` are full it forgets all, and begins again where no row of an earlier plan goes on.
+    It stores the steps since the start, or since the last copy of the state (`restart`). If they
+    exceed `MAX_BYTES`, all are dropped, and recording resumes at a plan without rows of earlier
+    plans.
     """
 
     def __init__(self, runner: Runner, shapes: StepShapes, about: dict[str, Any], *, hashed: bool):
         """Record `runner`, whose programs have `shapes`.
 
-        `about`: what a file says of the model and its options (`Flight.about`). `hashed`: token ids
-        in files are hashed.
+        `about` describes the model and its options (`Flight.about`). If `hashed`, token ids in
+        files are hashed.
         """
         self._runner, self._shapes, self._about, self._hashed = runner, shapes, about, hashed
         self._begin("empty")
 
     def dispatch(self, plan: StepPlan) -> Pending:
-        """Note `plan`, and enqueue it without waiting."""
+        """Record `plan`, and enqueue it without waiting."""
         step = self._note(plan)
         pending = self._runner.dispatch(plan)
         if step is None:
@@ -51,21 +52,21 @@ class FlightRecorder:
         return _Recorded(pending, step, self, output_layout(self._shapes.num_drafts))
 
     def reset(self) -> None:
-        """Start again from an empty state, and forget what led to the last one."""
+        """Reset to an empty state, and drop the recorded steps."""
         self._runner.reset()
         self._begin("empty")
 
     def close(self) -> None:
-        """Forget all, and close the runner."""
+        """Drop the recorded steps, and close the runner."""
         self._begin("empty")
         self._runner.close()
 
     def restart(self, copy_state: Callable[[], list[np.ndarray]]) -> None:
-        """Forget what was recorded; `copy_state` gives the newest state of the device.
+        """Drop the recorded steps, and begin with the device's state, as returned by `copy_state`.
 
         Raises:
-            ValueError: ids are hashed, while a state holds the keys and values of prompts; or it is
-                too big for a file.
+            ValueError: ids are hashed, while a state holds the keys and values of prompts; or the
+                state is too large for a file.
         """
         if self._hashed:
             raise ValueError(
@@ -81,10 +82,10 @@ class FlightRecorder:
         self._begin("copy", state)
 
     def save(self, path: Path, failure: str | None = None) -> None:
-        """Write what was recorded to `path`, readable by the user alone.
+        """Write the recorded steps to `path`, readable by the user alone.
 
         Raises:
-            ValueError: nothing is recorded at the moment.
+            ValueError: no steps are recorded at the moment.
             OSError: the file can't be written.
         """
         if self._is_full:
@@ -103,16 +104,16 @@ class FlightRecorder:
         file.write(path, without_ids(flight) if self._hashed else flight)
 
     def save_failure(self, error: Exception, folder: str | Path | None) -> None:
-        """Write what led to `error`, and note in the error where; never raises an exception.
+        """Write the steps before `error` to a file, and add its path to the error; never raises.
 
-        `folder`: None is the user's state folder.
+        `folder` is that of the file; None means the user's state folder.
         """
         try:
             place = Path(folder).expanduser() if folder else state_folder() / "flights"
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = place / time.strftime(f"flight-%Y%m%d-%H%M%S-{time.time_ns() % 10**9:09d}.npz")
             self.save(path, failure=f"{type(error).__name__}: {error}"[:2000])
-        except Exception as why:  # the error itself is what the caller must hear of
+        except Exception as why:  # the caller must get the error itself
             _log.warning("no flight was written: %s", why)
             return
         error.add_note(
@@ -121,7 +122,7 @@ class FlightRecorder:
         _drop_oldest(place)
 
     def remember(self, array: np.ndarray) -> None:
-        """Count what is remembered, and drop all of it once it is too much."""
+        """Count the bytes of a stored array, and drop all steps if there are too many."""
         self._num_bytes += array.nbytes + _OVERHEAD
         if self._num_bytes > MAX_BYTES:
             self._begin("idle")
@@ -136,7 +137,7 @@ class FlightRecorder:
     def _note(self, plan: StepPlan) -> Step | None:
         if self._is_full:
             layout = plan_layout(plan.program, self._shapes)
-            if "prev_positions" not in layout.fields:  # it places no rows
+            if "prev_positions" not in layout.fields:  # the plan has no rows
                 return None
             self._is_full = bool((layout.read(plan.packed, "prev_positions") >= 0).any())
             if self._is_full:
@@ -149,7 +150,7 @@ class FlightRecorder:
 
 
 class _Recorded:
-    """A step's output on its way, which is noted when it comes."""
+    """Pending output of a step, which is recorded when it is complete."""
 
     def __init__(
         self, pending: Pending, step: Step, recorder: FlightRecorder, layout: PackedLayout
@@ -159,7 +160,7 @@ class _Recorded:
 
     def result(self) -> StepOutput:
         output = self._pending.result()
-        # A copy: what the fields are views of belongs to the device's runtime.
+        # A copy: the fields are views of memory of the device's runtime.
         fields = [self._layout.bits(name, getattr(output, name)) for name in self._layout.fields]
         self._step.output = np.concatenate(fields, axis=-1)
         self._recorder.remember(self._step.output)
@@ -170,7 +171,7 @@ class _Recorded:
 
 
 def _drop_oldest(folder: Path) -> None:
-    """Delete all but the newest files that failures left; their names sort by time."""
+    """Delete all but the newest files of failures; their names sort by time."""
     with contextlib.suppress(OSError):  # another process may do the same
         names = sorted(name for name in os.listdir(folder) if _OF_FAILURES.fullmatch(name))
         for name in names[:-MAX_FILES]:

@@ -1,6 +1,6 @@
-"""GGUF, the file format of llama.cpp: one file with a model's tensors, sizes and tokenizer.
+"""GGUF, llama.cpp's file format: one file with a model's tensors, sizes and tokenizer.
 
-What is here knows no model and no JAX; `jaxspec.models.gguf` makes a model of it.
+This package depends on neither models nor JAX; `jaxspec.models.gguf` builds models from it.
 """
 
 from pathlib import Path
@@ -9,5 +9,5 @@ SUFFIX = ".gguf"
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether `path` is a file with the format's suffix, in any case, and no folder."""
+    """Return whether `path` is a file with the suffix .gguf, in any case."""
     return path.suffix.lower() == SUFFIX and path.is_file()

@@ -1,6 +1,7 @@
-"""GGUFFile: an open file of a model in llama.cpp's format, whose tensors are read part by part.
+"""GGUFFile: an open GGUF file, whose tensors are read piece by piece.
 
-Tensors are read by system calls: a file that is cut short under a memory map would end the process.
+Tensors are read with system calls, not through a memory map: if a mapped file is truncated, a
+signal kills the process.
 """
 
 import os
@@ -13,21 +14,18 @@ from jaxspec.files import fill, open_file
 from jaxspec.gguf import package
 from jaxspec.gguf.header import Tensor, read_header
 
-_ELEMENTS = 2**18  # that are dequantised at once, so that temporary arrays stay small
+_ELEMENTS = 2**18  # dequantised at once, to keep temporary arrays small
 
 
 class GGUFFile:
-    """An open file: its metadata, its tensors by name, and their values when asked.
-
-    A context manager, which closes the file.
-    """
+    """An open GGUF file: its metadata and tensors. A context manager."""
 
     def __init__(self, path: Path):
-        """Open the file and check its header.
+        """Open the file and validate its header.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: as `read_header`; or it is one of several that a model was split into.
+            FileNotFoundError: The file does not exist.
+            ValueError: As `read_header`, or the file is one part of a split model.
         """
         self.path = path
         self._file = open_file(path)
@@ -40,34 +38,31 @@ class GGUFFile:
             raise
 
     def __enter__(self) -> "GGUFFile":
-        """The file itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close it."""
         self.close()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def read_raw(self, tensor: Tensor, first: int, into: np.ndarray) -> None:
-        """Fill `into`, `[elements]`, with the elements from `first` on of a tensor that `is_raw`.
+        """Fill `into`, `[elements]`, with a raw tensor's elements from `first` on.
 
-        Several threads may read at once.
+        Threads may read concurrently.
 
         Raises:
-            ValueError: the file was cut short since it was opened.
+            ValueError: The file was truncated after it was opened.
         """
         fill(self._file, into.view(np.uint8).data, tensor.start + first * into.itemsize)
 
     def read_quantised(self, tensor: Tensor, first: int, into: np.ndarray) -> None:
-        """Fill `into`, `[elements]` of float32, with a tensor's elements from `first` on.
+        """Fill `into`, float32 `[elements]`, with a tensor's dequantised elements from `first` on.
 
-        Only blocks that hold some of these are read. Several threads may do so at once.
+        Reads only the blocks that contain these elements. Threads may read concurrently.
 
         Raises:
-            ValueError: the file was cut short since it was opened.
+            ValueError: The file was truncated after it was opened.
         """
         size, num_bytes = tensor.type.block_size, tensor.type.block_bytes
         step = max(1, _ELEMENTS // size)
@@ -82,7 +77,7 @@ class GGUFFile:
             held[...] = values[skipped : skipped + held.size]
 
     def check_unchanged(self) -> None:
-        """ValueError if the file was written to since it was opened."""
+        """Raise ValueError if the file was written to after it was opened."""
         if self._now() != self._state:
             raise ValueError(
                 f"{self.path} must stay as it is while it is read, and it was changed. Load the "
@@ -90,7 +85,7 @@ class GGUFFile:
             )
 
     def check_types(self) -> None:
-        """ValueError if a tensor is stored in a type whose values can't be read."""
+        """Raise ValueError if a tensor's type can't be dequantised."""
         for name, tensor in self.tensors.items():
             if not package.is_readable(tensor.type):
                 raise ValueError(
@@ -100,7 +95,7 @@ class GGUFFile:
                 )
 
     def _now(self) -> tuple[int, int]:
-        """Size, and time of the last change in nanoseconds."""
+        """Return size in bytes and modification time in nanoseconds."""
         status = os.fstat(self._file.fileno())
         return status.st_size, status.st_mtime_ns
 

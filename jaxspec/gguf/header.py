@@ -1,10 +1,10 @@
-"""The header of a GGUF file: what it says of the model and of its tensors, each number checked.
+"""Read and validate the header of a GGUF file: metadata and tensor descriptions.
 
-The format, little-endian: magic, version, the numbers of tensors and of metadata entries; the
-entries; a name, shape, type and place of each tensor; then the tensors' bytes, each at a multiple
-of an alignment (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The reader of the
-package `gguf` maps a file into memory and believes its numbers, so that a file cut short meanwhile
-would end the process. Here nothing is allocated that the file does not have the bytes for.
+The format, little-endian: magic, version, number of tensors, number of metadata entries; the
+entries; name, shape, type and offset of each tensor; then the data of the tensors, each aligned
+(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The package `gguf` has a reader, too,
+but it maps the file into memory and trusts its numbers, so a file truncated meanwhile would kill
+the process. Here, no memory is allocated that is not backed by bytes in the file.
 """
 
 import math
@@ -21,21 +21,21 @@ from jaxspec.gguf import package
 from jaxspec.gguf.package import TensorType
 
 MAX_HEADER_BYTES = 2**28
-"""The longest header that is read: some twenty times that of the largest published ones."""
+"""Maximum header size: about twenty times that of the largest published files."""
 _MAX_ENTRIES = 2**16
 _MAX_TENSORS = 2**16
 MAX_TEXTS = 2**21
-"""Texts in all lists of a header: the tokens and merges of the largest published tokenizers
-take a third."""
-_MAX_NUMBERS = 2**22  # of an array
+"""Maximum strings in all lists of a header: three times the tokens and merges of the largest
+published tokenizers."""
+_MAX_NUMBERS = 2**22  # per array
 _MAX_NAME_BYTES = 2**16
-_MAX_DIMENSIONS = 4  # as many as ggml has
+_MAX_DIMENSIONS = 4  # ggml's limit
 _MAX_ALIGNMENT = 2**16
-_WINDOW = 2**20  # bytes that are read at once
-_VERSIONS = (2, 3)  # which differ in no field
+_WINDOW = 2**20  # bytes read at once
+_VERSIONS = (2, 3)  # their fields are the same
 _ALIGNMENT_KEY = "general.alignment"
 
-# The types of metadata by their numbers in the format.
+# Type numbers of metadata.
 _NUMBERS = {
     0: np.dtype("<u1"),
     1: np.dtype("<i1"),
@@ -53,42 +53,41 @@ _STRING, _ARRAY = 8, 9
 
 
 class Tensor(NamedTuple):
-    """A tensor as the header describes it."""
+    """A tensor's description in the header."""
 
     type: TensorType
-    shape: tuple[int, ...]  # the last axis's elements lie side by side
-    start: int  # of its bytes in the file
+    shape: tuple[int, ...]  # in C order
+    start: int  # offset in the file, in bytes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
         return math.prod(self.shape) // self.type.block_size * self.type.block_bytes
 
 
 class Header(NamedTuple):
-    """Everything in a file but the tensors' values."""
+    """A file's metadata and tensor descriptions."""
 
     metadata: Mapping[str, Any]  # bool, int, float, str, list of str, or an array of numbers
     tensors: Mapping[str, Tensor]
 
 
 def read_header(file: FileIO, size: int) -> Header:
-    """The header of an open file of `size` bytes.
+    """Read the header of an open file of `size` bytes.
 
     Raises:
-        ValueError: it is no GGUF file, or is cut short, damaged, split or of a type that the
-            package `gguf` does not know; or that package is absent.
+        ValueError: The file is not GGUF, is truncated or damaged, or has a tensor type that the
+            package `gguf` does not know; or that package is not installed.
     """
     return _Reader(file, size).header()
 
 
 class _Reader:
-    """Takes a header's parts one after the other."""
+    """Sequential reader of a header."""
 
     def __init__(self, file: FileIO, size: int):
         self._file, self._size = file, size
-        self._window, self._at = b"", 0  # bytes of the file, and the next one among them
-        self._next = 0  # the byte of the file behind the window
+        self._window, self._at = b"", 0  # buffered bytes, and the index of the next one
+        self._next = 0  # file offset after the window
         self._texts_left = MAX_TEXTS
 
     def header(self) -> Header:
@@ -144,7 +143,7 @@ class _Reader:
             raise self._damaged(f"{shown(key)} is an array of arrays, which is not read")
         if kind != _STRING:
             return self._numbers(kind, count, key)
-        self._check_left(count * 8)  # the length of each
+        self._check_left(count * 8)  # every string has at least a length
         self._texts_left -= count
         if self._texts_left < 0:
             raise self._damaged(f"its lists would have more than {MAX_TEXTS:,} texts")
@@ -160,7 +159,7 @@ class _Reader:
         return np.frombuffer(self._take(count * dtype.itemsize), dtype)
 
     def _tensor(self, name: str) -> Tensor:
-        """A tensor whose `start` is counted from the first tensor's, still."""
+        """Return the next tensor; its `start` is relative to the data of the first."""
         num_dimensions = self._number("<u4")
         if not 0 < num_dimensions <= _MAX_DIMENSIONS:
             raise self._damaged(f"{shown(name)} would have {num_dimensions:,} dimensions")
@@ -178,11 +177,11 @@ class _Reader:
         return Tensor(kind, sizes[::-1], start)
 
     def _most(self, kind: TensorType) -> int:
-        """Elements that the whole file has room for."""
+        """Return the number of elements that fill the whole file."""
         return self._size // kind.block_bytes * kind.block_size
 
     def _placed(self, tensors: dict[str, Tensor], alignment: int) -> dict[str, Tensor]:
-        """The tensors with their places in the file, which they must fill one behind the other."""
+        """Make offsets absolute; raise ValueError if tensors overlap or leave more than padding."""
         begin = _padded(self._position, alignment)
         end = place = 0
         placed = {}
@@ -226,7 +225,6 @@ class _Reader:
             )
 
     def _take(self, count: int) -> bytes:
-        """The next bytes."""
         if self._at + count > len(self._window):
             self._check_left(count)
             self._next = self._position
@@ -249,5 +247,5 @@ def _padded(place: int, alignment: int) -> int:
 
 
 def _plain(number: np.generic) -> bool | int | float:
-    """A number as Python has it; a float32 as the shortest decimal that means the same."""
+    """Return a Python number; a float32 becomes the shortest decimal with the same value."""
     return float(str(number)) if number.dtype == np.float32 else number.tolist()

@@ -1,6 +1,6 @@
-"""The package `gguf` of llama.cpp's authors, as far as it is used: types of tensors, their values.
+"""Adapter to llama.cpp's package `gguf`: tensor types and dequantisation.
 
-It is an extra of jaxspec, and imported when a file asks for it.
+The package is an optional dependency, imported when a GGUF file is read.
 """
 
 import functools
@@ -8,37 +8,37 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_RAW = ("F32", "F16", "BF16")  # that are read as they are
+_RAW = ("F32", "F16", "BF16")  # read without dequantising
 
 
 class TensorType(NamedTuple):
-    """A type that tensors are stored in: blocks of elements, each of so many bytes."""
+    """A storage type of tensors: blocks of elements with a fixed size in bytes."""
 
-    name: str  # of the enumeration in `gguf`, such as Q4_K
-    block_size: int  # elements
+    name: str  # member of `gguf.GGMLQuantizationType`, such as Q4_K
+    block_size: int  # elements per block
     block_bytes: int
 
     @property
     def is_raw(self) -> bool:
-        """Whether its bytes are the values, of a dtype that safetensors have too."""
+        """True if the stored bytes are the values, in a dtype that safetensors also has."""
         return self.name in _RAW
 
     def dequantise(self, blocks: np.ndarray) -> np.ndarray:
-        """The values of `blocks`, `[blocks, block_bytes]` of uint8, as `[elements]` of float32.
+        """Convert `blocks`, uint8 `[blocks, block_bytes]`, to float32 `[elements]`.
 
         Raises:
-            NotImplementedError: the package can't.
+            NotImplementedError: The package can't dequantise this type.
         """
         package = _package()
-        with np.errstate(all="ignore"):  # a damaged scale may be no number
+        with np.errstate(all="ignore"):  # a damaged scale may be NaN
             return package.quants.dequantize(blocks, _types()[self.name]).reshape(-1)
 
 
 def find_type(number: int) -> TensorType | None:
-    """The type of that number in a file; None where the package knows none.
+    """Return the type with this number; None if the package does not know it.
 
     Raises:
-        ValueError: the package is absent.
+        ValueError: The package is not installed.
     """
     for name, kind in _types().items():
         if kind == number:
@@ -48,7 +48,7 @@ def find_type(number: int) -> TensorType | None:
 
 @functools.cache
 def is_readable(kind: TensorType) -> bool:
-    """Whether there are values of this type that weights can have."""
+    """Return whether tensors of this type can be read as floats."""
     if kind.is_raw:
         return True
     try:
@@ -58,13 +58,13 @@ def is_readable(kind: TensorType) -> bool:
 
 
 def readable_types() -> list[str]:
-    """The names of all types that `is_readable`."""
+    """Return the names of all readable types."""
     kinds = (find_type(int(number)) for number in _types().values())
     return [kind.name for kind in kinds if kind is not None and is_readable(kind)]
 
 
 def version() -> str:
-    """The package's version, for errors."""
+    """Return the version of `gguf`, for error messages."""
     from importlib import metadata
 
     return metadata.version("gguf")

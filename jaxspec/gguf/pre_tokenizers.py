@@ -1,9 +1,9 @@
-"""How a text is cut before byte-pair merges, by the name that llama.cpp gives each way."""
+"""Pre-tokenizers: how text is split before byte-pair merges, by llama.cpp's names."""
 
 from tokenizers import Regex, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
 
-# The expressions of the models that the names come from, as their tokenizer.json has them.
+# Regular expressions from the tokenizer.json of the models that gave the names.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
@@ -31,18 +31,18 @@ _EXPRESSIONS = {
     "smaug-bpe": _LLAMA3,
     "tekken": _TEKKEN,
 }
-_GPT2 = ("default", "gpt-2")  # older files do not say more than the first
-_DIGIT_BY_DIGIT = ("refact", "smollm", "starcoder")  # and else as GPT-2
-_COMPOSED = ("qwen2", "qwen35")  # whose texts are normalised first
-# llama.cpp takes a whole word that is a token as it is, and begins a text with the BOS token.
+_GPT2 = ("default", "gpt-2")  # older files have only "default"
+_DIGIT_BY_DIGIT = ("refact", "smollm", "starcoder")  # otherwise like GPT-2
+_COMPOSED = ("qwen2", "qwen35")  # apply NFC normalisation first
+# llama.cpp skips merges for words that are tokens, and prepends BOS by default.
 _WHOLE_WORDS = ("falcon-h1", "lfm2", "llama-bpe", "llama-v3", "llama3", "tekken")
 
 NAMES = tuple(sorted([*_EXPRESSIONS, *_GPT2, *_DIGIT_BY_DIGIT]))
-"""The names, as `tokenizer.ggml.pre` has them."""
+"""Supported values of `tokenizer.ggml.pre`."""
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:
-    """How the tokenizer of a name in `NAMES` cuts a text."""
+    """Return the pre-tokenizer of a name in `NAMES`."""
     if name in _GPT2:
         return ByteLevel(add_prefix_space=False, use_regex=True)
     if name in _DIGIT_BY_DIGIT:
@@ -53,15 +53,15 @@ def pre_tokenizer(name: str) -> PreTokenizer:
 
 
 def normalizer(name: str) -> normalizers.Normalizer | None:
-    """What it makes of a text before; None: it leaves it as it is."""
+    """Return the normalizer of a name in `NAMES`; None if there is none."""
     return normalizers.NFC() if name in _COMPOSED else None
 
 
 def merges_whole_words(name: str) -> bool:
-    """Whether merges are passed over for a piece that is a token as it is."""
+    """Return whether merges are skipped for a piece that is a token."""
     return name in _WHOLE_WORDS
 
 
 def begins_by_default(name: str) -> bool:
-    """Whether a text begins with the BOS token where the metadata does not say."""
+    """Return whether a text begins with BOS unless the metadata says otherwise."""
     return name in _WHOLE_WORDS

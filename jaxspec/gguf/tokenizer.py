@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file's metadata, as the library `tokenizers` runs it."""
+"""Build a `tokenizers.Tokenizer` from a GGUF file's metadata."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -14,20 +14,20 @@ from jaxspec.gguf import pre_tokenizers
 from jaxspec.gguf.file import GGUFFile
 from jaxspec.gguf.vocabulary import PREFIX, Vocabulary
 
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # what SentencePiece writes for a space
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # types of tokens
-_MOST_CHARACTERS = 64  # of a token that is made of two; SentencePiece's have 16
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's mark for a space
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # token types
+_MOST_CHARACTERS = 64  # longest merged token; SentencePiece's limit is 16
 MAX_SPLITS = 2**20
-"""Ways to make a token of two others that are kept: twice those of the largest published one."""
+"""Maximum merges of a SentencePiece vocabulary: twice those of the largest published one."""
 
 
 def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """The tokenizer, and what a tokenizer_config.json would say: special tokens, chat templates.
+    """Return the tokenizer, and settings as in a tokenizer_config.json (`Vocabulary.settings`).
 
     Raises:
-        FileNotFoundError: there is no such file, or no tokenizer in its metadata.
-        ValueError: as `GGUFFile` and `Vocabulary`, or the tokenizer is of an unknown kind.
-        Exception: the library `tokenizers` fails on what the file holds.
+        FileNotFoundError: The file does not exist, or its metadata has no tokenizer.
+        ValueError: As `GGUFFile` and `Vocabulary`, or the type of tokenizer is not supported.
+        Exception: The library `tokenizers` rejects the vocabulary.
     """
     with GGUFFile(path) as file:
         model = file.metadata.get(PREFIX + "model")
@@ -49,13 +49,13 @@ def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
 
 
 def _ids(vocabulary: Vocabulary) -> dict[str, int]:
-    """The id of each token but those that only fill the vocabulary up."""
+    """Return the id of each token, except of unused ones that only pad the vocabulary."""
     kinds = zip(vocabulary.tokens, vocabulary.types.tolist(), strict=True)
     return {token: index for index, (token, kind) in enumerate(kinds) if kind != _UNUSED}
 
 
 def _byte_level(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
-    """GPT-2's kind: merges of bytes, which stand for characters."""
+    """Make a tokenizer of GPT-2's type: merges of bytes, which are written as characters."""
     pre = vocabulary.find("pre", str) or "default"
     if pre not in pre_tokenizers.NAMES:
         known = ", ".join(pre_tokenizers.NAMES)
@@ -80,7 +80,7 @@ def _pair(vocabulary: Vocabulary, merge: str) -> tuple[str, str]:
 
 
 def _sentence_piece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
-    """Llama 2's kind: characters and bytes, merged by the scores of what they give."""
+    """Make a tokenizer of Llama 2's type: characters and bytes, merged by the result's score."""
     scores = vocabulary.for_each_token("scores")
     if scores is None:
         raise vocabulary.broken("scores", "must hold a number for each token, and is absent")
@@ -111,8 +111,8 @@ def _sentence_piece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _splits(ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """All ways to make a token of two others."""
-    known = {token: token for token in ids}  # so that no text is held twice
+    """Yield all pairs of tokens whose concatenation is a token."""
+    known = {token: token for token in ids}  # reuses these strings instead of new substrings
     for token in ids:
         for end in range(1, min(len(token), _MOST_CHARACTERS)):
             left, right = known.get(token[:end]), known.get(token[end:])
@@ -121,7 +121,7 @@ def _splits(ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
 
 
 def _add_ends(tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary, *, begins: bool) -> None:
-    """Let the tokenizer put BOS and EOS around a text, as the metadata says; `begins`: or else."""
+    """Make the tokenizer add BOS and EOS as the metadata says; `begins` is the default for BOS."""
     asked = vocabulary.find("add_bos_token", bool)
     first = vocabulary.role("bos_token") if (begins if asked is None else asked) else None
     last = vocabulary.role("eos_token") if vocabulary.find("add_eos_token", bool) else None

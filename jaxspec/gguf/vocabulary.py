@@ -1,4 +1,4 @@
-"""Vocabulary: the entries of a GGUF file's metadata that are about tokens, checked one by one."""
+"""Vocabulary: the validated tokenizer entries of a GGUF file's metadata."""
 
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,10 @@ from jaxspec.gguf.file import GGUFFile
 
 PREFIX = "tokenizer.ggml."
 MAX_TOKENS = 2**20
-"""The largest vocabulary that is read: some four times the largest published one."""
+"""Maximum vocabulary size: about four times that of the largest published one."""
 _TEMPLATE = "tokenizer.chat_template"
 _WORDS = {str: "a text", bool: "true or false", int: "an integer", list: "a list of texts"}
-_ROLES = {  # of special tokens, by their names in a tokenizer_config.json
+_ROLES = {  # special tokens: names in tokenizer_config.json -> names in GGUF
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "pad_token": "padding_token_id",
@@ -23,13 +23,13 @@ _NORMAL = 1
 
 
 class Vocabulary:
-    """The tokens in a file's metadata, and whatever else it says of them."""
+    """The tokens in a file's metadata, with their types, roles and chat templates."""
 
     def __init__(self, file: GGUFFile):
-        """Take them from an open file.
+        """Read the tokens from an open file.
 
         Raises:
-            ValueError: there are none or too many, one is there twice, or not each has a type.
+            ValueError: There are no tokens, too many, duplicates, or not one type per token.
         """
         self.path: Path = file.path
         self._entries = file.metadata
@@ -43,20 +43,20 @@ class Vocabulary:
         self.types = np.full(len(self.tokens), _NORMAL) if types is None else types
 
     def find(self, name: str, kind: type[Any]) -> Any:
-        """The entry of that kind; None where there is none; ValueError: it is of another kind."""
+        """Return the entry, or None if missing; ValueError if it has another kind."""
         value = self._entries.get(PREFIX + name)
         if value is None or type(value) is kind:
             return value
         raise self.broken(name, f"must be {_WORDS[kind]}, got {shown(value)}")
 
     def need(self, name: str, kind: type[Any]) -> Any:
-        """The entry of that kind; ValueError: there is none, or of another kind."""
+        """Return the entry; ValueError if it is missing or has another kind."""
         if (value := self.find(name, kind)) is None:
             raise self.broken(name, f"must be {_WORDS[kind]}, and is absent")
         return value
 
     def for_each_token(self, name: str) -> np.ndarray | None:
-        """An array with a number for each token; None where there is none."""
+        """Return an array with one number per token; None if the entry is missing."""
         values = self._entries.get(PREFIX + name)
         if values is None:
             return None
@@ -68,7 +68,7 @@ class Vocabulary:
         return values
 
     def role(self, name: str) -> str | None:
-        """The token of a role such as bos_token; None where the file names none."""
+        """Return the token of a role such as bos_token; None if the file has none."""
         token_id = self.find(_ROLES[name], int)
         if token_id is None:
             return None
@@ -80,10 +80,10 @@ class Vocabulary:
         return self.tokens[token_id]
 
     def settings(self) -> dict[str, Any]:
-        """What a tokenizer_config.json would say: special tokens and chat templates.
+        """Return special tokens and chat templates, as in a tokenizer_config.json.
 
         Raises:
-            ValueError: an entry is of another kind.
+            ValueError: An entry has another kind.
         """
         found: dict[str, Any] = {
             role: token for role in _ROLES if (token := self.role(role)) is not None
@@ -96,7 +96,7 @@ class Vocabulary:
         return found | {"chat_template": templates}
 
     def broken(self, name: str, rule: str) -> ValueError:
-        """The error for an entry that breaks a rule."""
+        """Return the error for an entry that breaks a rule."""
         return ValueError(
             f"{self.path}: `{PREFIX}{name}` {rule}. Download the file again, or name another "
             "tokenizer with the option `tokenizer`."

@@ -1,11 +1,12 @@
-"""`inspect`: what a model is, what it takes and whether it runs here, without loading it."""
+"""`inspect`: report of a model, its memory and whether it runs here, without loading it."""
 
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from jaxspec import device
-from jaxspec.cache import CacheSpec, Owned, Recurrent
+from jaxspec.api.loading import ResolvedOptions, settle, unread_drafter
+from jaxspec.cache import Recurrent
 from jaxspec.inspection.find import find
 from jaxspec.inspection.report import Inspection
 from jaxspec.inspection.sizes import (
@@ -17,28 +18,35 @@ from jaxspec.inspection.sizes import (
     parameters,
     weight_bytes,
 )
-from jaxspec.loading import Settled, settle, unread_drafter
 from jaxspec.models import dtype_of
 from jaxspec.models.base import Model
 from jaxspec.models.layers.decoder import DecoderLayer
-from jaxspec.options import EngineConfig
+from jaxspec.options.engine_options import EngineConfig
 from jaxspec.runner.memory import MemoryBudget
 
 __all__ = ["CacheBytes", "Fit", "Inspection", "Parameters", "inspect"]
 
 
 def inspect(model: str | Path | None = None, **options: Any) -> Inspection:
-    """What `LLM(model, **options)` would run, or why it would refuse; `print` it for a report.
+    """Report what `LLM(model, **options)` would run, or why it would refuse.
 
-    A folder needs no more than a config.json, and `model` may be the path of that file, or of a
-    GGUF file. Where there are weights, their headers are compared as they are for loading. A hub
-    id's config.json is downloaded, its weights are not; if it has an index of them, that tells
-    whether there is a draft head. No tensor is read, and no memory of the device is taken.
+    A folder needs only a config.json. If there are weights, their headers are compared as for
+    loading. For a hub id, config.json is downloaded, but not the weights; if the repository has an
+    index of the weights, it determines whether there is a draft head. No tensor is read, and no
+    device memory is used.
+
+    Args:
+        model: Checkpoint folder, path of a config.json or of a GGUF file, or hub id. None is the
+            embedded model.
+        **options: Options of `LLM`.
+
+    Returns:
+        The facts found and the reasons for a refusal; `print` it for a report.
 
     Raises:
         FileNotFoundError: there is no such model.
         TypeError: there is no such option.
-        ValueError: an option breaks a rule that has nothing to do with the model.
+        ValueError: an option breaks a rule that does not depend on the model.
     """
     config = EngineConfig.of(model, options)
     dtype = dtype_of(config.dtype)
@@ -67,7 +75,7 @@ def inspect(model: str | Path | None = None, **options: Any) -> Inspection:
 
 
 def _facts(model: Model) -> dict[str, Any]:
-    """What the model is, whatever the options."""
+    """Return the fields of `Inspection` that describe the model itself."""
     head = model.draft_head
     return {
         "family": type(model).__name__,
@@ -82,14 +90,15 @@ def _facts(model: Model) -> dict[str, Any]:
 
 
 def _kinds(layer: DecoderLayer) -> str:
-    """The classes of a layer's halves."""
+    """Return the class names of a layer's mixer and feed-forward part."""
     halves = (layer.mixer, layer.feed_forward)
     return " + ".join(type(half).__name__ for half in halves if half is not None)
 
 
-def _needs(settled: Settled) -> dict[str, Any]:
-    """What the options became for the model, and what a token and a request take with them."""
-    has_states = any(_has_states(spec) for spec in settled.holdings.specs)
+def _needs(settled: ResolvedOptions) -> dict[str, Any]:
+    """Return the fields of `Inspection` that the settled options determine."""
+    # Pools of convolution inputs alone have no policy.
+    has_states = any(isinstance(spec, Recurrent) for spec in settled.memory_usage.specs)
     return {
         "num_drafts": settled.shapes.num_drafts,
         "kv_dtype": settled.kv_dtype.name,
@@ -97,8 +106,3 @@ def _needs(settled: Settled) -> dict[str, Any]:
         "state_dtype": settled.states.dtype if has_states else None,
         "cache": cache_bytes(settled),
     }
-
-
-def _has_states(spec: CacheSpec) -> bool:
-    """Whether its pool keeps recurrent states; a convolution's inputs alone have no policy."""
-    return isinstance(spec.spec if isinstance(spec, Owned) else spec, Recurrent)

@@ -1,4 +1,4 @@
-"""Every fault of a config.json, where loading stops at the first."""
+"""Collection of all faults of a config.json, where loading stops at the first."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -11,15 +11,15 @@ from jaxspec.models.kinds import Block, Kind
 
 _Value = TypeVar("_Value")
 
-# One of these is of any kind that a family asks for. Many heads can share 64 evenly.
+# Every kind that a family reads accepts one of these. 64 is divisible by many head counts.
 _STAND_INS: tuple[Any, ...] = (64, 1, 10.0, 1e-6, False, "", [], {})
 
 
 def parse(family: type[Model], fields: Fields) -> tuple[ModelConfig | None, list[str]]:
-    """The family's reading of a config.json; or None, and the loader's message for each fault.
+    """Parse a config.json; return the config, or None and the loader's message for each fault.
 
-    The first message is the one that loading raises. What a family checks beyond single fields is
-    found only where no field has a wrong kind: a value that stands in could break such a rule.
+    The first message is the one that loading raises. Rules of a family that involve several fields
+    are checked only if every field has the right kind: a placeholder value could break such a rule.
     """
     try:
         return family.parse_config(fields), []
@@ -30,17 +30,17 @@ def parse(family: type[Model], fields: Fields) -> tuple[ModelConfig | None, list
     except ValueError as error:
         if not notes.fields:
             notes.add(error)
-    except ArithmeticError:  # of a value that only stands in
+    except ArithmeticError:  # caused by a placeholder value
         pass
     return None, notes.faults
 
 
 @dataclasses.dataclass
 class _Notes:
-    """What was wrong so far in all blocks of a config.json."""
+    """Faults found so far in all blocks of a config.json."""
 
     faults: list[str]
-    fields: set[str] = dataclasses.field(default_factory=set)  # for which a value stands in
+    fields: set[str] = dataclasses.field(default_factory=set)  # names with a placeholder value
 
     def add(self, error: ValueError) -> None:
         if str(error) not in self.faults:
@@ -48,7 +48,7 @@ class _Notes:
 
 
 class _NotingBlock(Block):
-    """Notes what is wrong with its entries and goes on, with a value that stands in."""
+    """Block that records faulty entries and continues with a placeholder value."""
 
     def __init__(self, block: Block, notes: _Notes):
         vars(self).update(vars(block), plain=Block(block.entries, file=block.file), notes=notes)
@@ -58,24 +58,24 @@ class _NotingBlock(Block):
     notes: _Notes
 
     def find(self, name: str, kind: Kind[_Value]) -> _Value | None:
-        """The entry; None where it is absent or wrong."""
+        """Return the entry, or None if it is absent or faulty."""
         return self._noted(name, lambda: self.plain.find(name, kind), None)
 
     def need(self, name: str, kind: Kind[_Value]) -> _Value:
-        """The entry, or what stands in."""
+        """Return the entry, or a placeholder."""
         return self._noted(name, lambda: self.plain.need(name, kind), _stand_in(kind))
 
     def need_either(self, names: tuple[str, str], kind: Kind[_Value]) -> _Value:
-        """The entry under one of two names, or what stands in."""
+        """Return the entry under one of two names, or a placeholder."""
         return self._noted(names[0], lambda: self.plain.need_either(names, kind), _stand_in(kind))
 
     def block(self, name: str) -> Block:
-        """The object under `name`, which notes in the same list."""
+        """Return the object under `name`, which shares this block's notes."""
         block = self._noted(name, lambda: self.plain.block(name), Block({}))
         return _NotingBlock(block, self.notes)
 
     def refuse_all_but(self, expected: Mapping[str, tuple[Any, ...]]) -> None:
-        """Each option for itself; the values of the others do not depend on it."""
+        """Check each option separately, to record all faults."""
         for name, accepted in expected.items():
             try:
                 self.plain.refuse_all_but({name: accepted})
@@ -86,7 +86,7 @@ class _NotingBlock(Block):
         try:
             return read()
         except ValueError as error:
-            if name not in self.notes.fields:  # else a wrong one was taken for absent
+            if name not in self.notes.fields:  # else a faulty entry was read as absent
                 self.notes.add(error)
             self.notes.fields.add(name)
             return otherwise
@@ -97,4 +97,4 @@ def _stand_in(kind: Kind[_Value]) -> _Value:
 
 
 class _NotingFields(_NotingBlock, Fields):
-    """The fields of a config.json of a known architecture."""
+    """Fields of a config.json that record faulty entries."""

@@ -1,4 +1,4 @@
-"""What lies where the options point: its configuration, its tensors, and what is wrong with it."""
+"""Search for the configuration and the tensor headers of a model, and for faults in them."""
 
 import contextlib
 import dataclasses
@@ -9,35 +9,35 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from jaxspec.api.loading import folder_of
 from jaxspec.files import read_json
 from jaxspec.gguf import is_gguf
 from jaxspec.inspection.config_faults import parse
-from jaxspec.loading import folder_of
 from jaxspec.models import family_of
 from jaxspec.models.base import Model
 from jaxspec.models.checkpoint import INDEX, Checkpoint, read_index
 from jaxspec.models.fields import Fields
 from jaxspec.models.source import naming, open_checkpoint, read_fields
 from jaxspec.models.weights import compared, undefined
-from jaxspec.options import EngineConfig
+from jaxspec.options.engine_options import EngineConfig
 
-CONFIG_ALONE = "config.json alone"  # what was read where there is nothing else
+CONFIG_ALONE = "config.json alone"  # value of `Found.read` without tensor names
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin")
 
 
 @dataclasses.dataclass
 class Found:
-    """What was found, as far as nothing refused stood in the way."""
+    """Configuration, model and faults that were found."""
 
-    read: str  # what it was read from, in words
+    read: str  # description of what was read
     refused: list[str]
     architecture: str | None = None
-    model: Model | None = None  # parameters without values; None: config.json was refused
+    model: Model | None = None  # without values; None if config.json was refused
     stored_bytes: dict[str, int] = dataclasses.field(default_factory=dict)  # by dtype
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """What the loader refuses inside is noted once, and ends the block."""
+        """Record an error of the loader, once, and leave the block."""
         try:
             yield
         except (ValueError, FileNotFoundError) as error:
@@ -46,7 +46,7 @@ class Found:
 
 
 def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
-    """The model of the options, its weights in `dtype` if it were loaded; no tensor is read.
+    """Find the model of the options, with weights in `dtype` if it were loaded; no tensor is read.
 
     Raises:
         FileNotFoundError: there is no such model.
@@ -64,7 +64,7 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
         for fault in faults:
             with found.noting(), naming(place.path):
                 raise ValueError(fault)
-    checkpoint = names = None  # without names config.json tells whether there is a draft head
+    checkpoint = names = None  # without names, config.json decides on a draft head
     with contextlib.ExitStack() as files:
         with found.noting():
             checkpoint = place.checkpoint(files)
@@ -88,19 +88,18 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
 
 
 class _Place(NamedTuple):
-    """Where a model lies."""
+    """Location of a model."""
 
-    path: Path  # a config.json, the folder that has one, or a GGUF file
-    has_weights: bool  # to compare
+    path: Path  # a config.json, its folder, or a GGUF file
+    has_weights: bool  # weights whose headers are compared
     is_hub: bool = False
 
     @property
     def is_config(self) -> bool:
-        """Whether it is the path of a config.json."""
         return self.path.is_file() and not is_gguf(self.path)
 
     def checkpoint(self, files: contextlib.ExitStack) -> Checkpoint | None:
-        """The checkpoint, open until `files` closes it; None where there is none to compare.
+        """Return the checkpoint, open until `files` closes it; None if there is none to compare.
 
         Raises:
             FileNotFoundError: files are missing.
@@ -111,12 +110,12 @@ class _Place(NamedTuple):
         try:
             return files.enter_context(open_checkpoint(self.path))
         except FileNotFoundError:
-            if self.is_hub:  # this downloads no weights; they may be there from before
+            if self.is_hub:  # not downloaded here, but may be cached
                 return None
             raise
 
     def indexed_names(self) -> frozenset[str] | None:
-        """The tensors in the index of a hub's model; None where it has none.
+        """Return the tensor names in the index of a hub model; None if it has no index.
 
         Raises:
             ValueError: the index is damaged.
@@ -141,7 +140,7 @@ def _is_weights(name: str) -> bool:
 
 
 def _stored(checkpoint: Checkpoint) -> tuple[str, dict[str, int]]:
-    """What was read, in words, and the bytes of all tensors by the type that they are stored in."""
+    """Return a description of what was read, and the stored bytes of all tensors by dtype."""
     files = {file for name in checkpoint.names for file in checkpoint.files_of(name)}
     count, plural = len(checkpoint.names), "s" * (len(files) != 1)
     words = f"{checkpoint.asked_by} and the headers of {count:,} tensors in {len(files)} file"

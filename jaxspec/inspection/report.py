@@ -1,4 +1,4 @@
-"""Inspection: what `jaxspec.inspect` finds out about a model, and the report that says it."""
+"""`Inspection`, the result of `jaxspec.inspect`, and its report as text."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -8,41 +8,40 @@ from jaxspec.inspection.sizes import CacheBytes, Fit, Parameters
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.runner.memory import human
 
-_REQUESTS = (1, 8, 64)  # for which the report says what they need
+_REQUESTS = (1, 8, 64)  # numbers of requests in the report's table
 
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """A model as it would run with the options that were given; `str()` of it is a report.
+    """Model as it would run with the given options; `str()` of it is a report.
 
-    Where config.json was refused, or an option does not go with the model, what would follow from
-    it is None or empty.
+    If config.json was refused, or an option does not fit the model, the fields that depend on it
+    are None or empty.
     """
 
-    model: str  # as it was asked for
-    read: str  # what was read of it, in words; never a tensor
-    refused: tuple[str, ...]  # what `LLM` would raise, each message; empty: it runs
-    device: str  # what programs run on by default
-    max_bytes: int | None  # that weights and caches may take there; None: the device does not tell
-    architecture: str | None = None  # that config.json asks for
-    family: str | None = None  # the class that runs it
-    layers: Mapping[str, int] = dataclasses.field(default_factory=dict)  # by mixer + feed-forward
-    experts: MoEConfig | None = None  # of layers that have them; None: a dense model
-    draft_heads: tuple[str, ...] = ()  # classes of the heads whose tensors are there
-    promised_draft_layers: int = 0  # by config.json or the family; the tensors, if any, decide
-    parameters: Parameters | None = None  # of the text model without draft heads
-    draft_parameters: Parameters | None = None  # of a draft head alone
+    model: str  # as passed to `inspect`
+    read: str  # description of the files that were read
+    refused: tuple[str, ...]  # messages of all errors of `LLM`; empty if it runs
+    device: str  # kind of the default device
+    max_bytes: int | None  # for weights and caches; None if the device reports no memory
+    architecture: str | None = None  # named in config.json
+    family: str | None = None  # name of the model class
+    layers: Mapping[str, int] = dataclasses.field(default_factory=dict)  # count by class names
+    experts: MoEConfig | None = None  # None for a dense model
+    draft_heads: tuple[str, ...] = ()  # class names of the heads with tensors
+    promised_draft_layers: int = 0  # expected by config.json or the family; tensors decide
+    parameters: Parameters | None = None  # text model without draft heads
+    draft_parameters: Parameters | None = None  # draft head alone
     stored_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # in files, by dtype
     weight_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # on the device
-    num_drafts: int | None = None  # that a step verifies
-    kv_dtype: str | None = None  # of keys and values
-    state_policy: str | None = None  # how recurrent states are kept; None: there are none
+    num_drafts: int | None = None  # drafts per verify step
+    kv_dtype: str | None = None  # dtype of keys and values
+    state_policy: str | None = None  # of recurrent states; None if there are none
     state_dtype: str | None = None
     cache: CacheBytes | None = None
-    fits: tuple[Fit, ...] = ()  # by the length of requests
+    fits: tuple[Fit, ...] = ()  # by ascending length of requests
 
     def __str__(self) -> str:
-        """The report."""
         return "\n".join(_lines(self))
 
 
@@ -106,7 +105,7 @@ def _about_the_cache(found: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _table(found: Inspection) -> Iterator[str]:
-    """A line for each length of requests."""
+    """Yield the table of memory by length of requests."""
     room = "which does not tell its memory"
     if found.max_bytes is not None:
         room = f"{human(found.max_bytes)} for weights and caches"
@@ -124,7 +123,7 @@ def _counted(parameters: Parameters) -> str:
 
 
 def _number(count: int) -> str:
-    """1.23 B, 45.6 M or 789."""
+    """Format a count: 1.23 B, 45.6 M or 789."""
     for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
         if count >= size:
             return (

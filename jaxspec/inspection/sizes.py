@@ -1,4 +1,4 @@
-"""How large a model is, what it keeps for requests, and how many of them fit on the device."""
+"""Sizes of a model and of its caches, and the number of requests that fit on the device."""
 
 import dataclasses
 import math
@@ -8,49 +8,48 @@ from collections.abc import Iterable
 import jax
 from flax import nnx
 
+from jaxspec.api.loading import ResolvedOptions, prefix_sizes, shapes_of
 from jaxspec.cache import CacheSpec, PoolSizes, allocate
-from jaxspec.config import StepShapes
-from jaxspec.loading import Settled, shapes_of
 from jaxspec.models.base import Model
 from jaxspec.models.layers.parameters import Placement
-from jaxspec.options import EngineConfig
-from jaxspec.prefixes import prefix_sizes
+from jaxspec.options.engine_options import EngineConfig
+from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.runner.memory import MemoryBudget, fit
 
 _LENGTHS = (2048, 8192, 32768, 131072)
-_ROUTED = ".experts."  # in the names of tensors of which a token meets its chosen ones alone
+_ROUTED = ".experts."  # in names of tensors of which each token uses only its chosen experts
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """Numbers of published parameters; padding and what is stored twice count for nothing."""
+    """Numbers of parameters in the checkpoint, without padding and duplicates."""
 
     total: int
-    active: int  # that a token is multiplied with: no row of an embedding, no expert not chosen
+    active: int  # multiplied with each token: no embedding rows, only chosen experts
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheBytes:
-    """What an engine keeps for requests, in bytes."""
+    """Memory of requests, in bytes."""
 
-    token: int  # of the pages, over all layers, those of a draft head too
-    request: int  # of a slot, whatever the request's length
+    token: int  # bytes per token in pages, all layers including a draft head's
+    request: int  # bytes per slot, independent of the request's length
     request_without_drafts: int
-    checkpoint: int = 0  # of a state that is kept of a prefix; 0: none are kept
+    checkpoint: int = 0  # bytes per cached state of a prefix; 0 if none are cached
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """What requests of one length take, all of them as long as they may become."""
+    """Memory of requests of one length, all of them at their maximum length."""
 
-    max_model_len: int  # tokens, prompt and output
-    request_bytes: int  # of each; on average, where states of prefixes are kept beside them
-    fixed_bytes: int  # of weights and whatever else no request changes
-    requests: int | None  # how many fit on this device at once; None: it does not tell its memory
+    max_model_len: int  # prompt and output tokens
+    request_bytes: int  # per request; an average if states of prefixes are cached
+    fixed_bytes: int  # weights and all else that is independent of requests
+    requests: int | None  # number that fits at once; None if the device reports no memory
 
 
 def parameters(model: Model, placements: Iterable[Placement]) -> Parameters:
-    """The parameters that these of the model's placements fill."""
+    """Count the parameters that are filled by these placements of the model."""
     share = 1.0
     if (experts := model.experts) is not None:
         share = experts.routing.num_chosen / experts.routing.num_experts
@@ -66,18 +65,22 @@ def parameters(model: Model, placements: Iterable[Placement]) -> Parameters:
 
 
 def weight_bytes(model: Model) -> dict[str, int]:
-    """Bytes that the parameters take on the device, padding included, by dtype."""
+    """Return the bytes of the parameters on the device by dtype, padding included."""
     num_bytes: Counter[str] = Counter()
     for leaf in jax.tree.leaves(nnx.state(model)):
         num_bytes[leaf.dtype.name] += leaf.size * leaf.dtype.itemsize
     return dict(num_bytes)
 
 
-def cache_bytes(settled: Settled) -> CacheBytes:
-    """What tokens and requests cost, with the drafts that were settled on and without."""
-    specs, width = settled.holdings.specs, settled.shapes.width
+def cache_bytes(settled: ResolvedOptions) -> CacheBytes:
+    """Return the bytes per token and per request, with the settled drafts and without."""
+    specs, width = settled.memory_usage.specs, settled.shapes.width
     held = [
-        sum(settled.holdings.bytes(dataclasses.replace(settled.shapes, num_checkpoints=n)).values())
+        sum(
+            settled.memory_usage.bytes(
+                dataclasses.replace(settled.shapes, num_checkpoints=n)
+            ).values()
+        )
         for n in (1, 2)
     ]
     least = _pool_bytes(specs, width)
@@ -90,16 +93,16 @@ def cache_bytes(settled: Settled) -> CacheBytes:
 
 
 def _pool_bytes(specs: tuple[CacheSpec, ...], width: int, *, pages: int = 1, slots: int = 1) -> int:
-    """Bytes of all pools with so many pages of one token, for rows of so many tokens."""
+    """Return the bytes of all pools, with pages of one token and rows of `width` tokens."""
     sizes = PoolSizes(pages, page_size=1, num_slots=slots, width=width)
     pools = jax.eval_shape(lambda: allocate(specs, sizes))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pools))
 
 
 def fits(
-    options: EngineConfig, model: Model, settled: Settled, budget: MemoryBudget | None
+    options: EngineConfig, model: Model, settled: ResolvedOptions, budget: MemoryBudget | None
 ) -> tuple[Fit, ...]:
-    """What requests take by their length, up to the model's longest."""
+    """Return the memory of requests by their length, up to the model's maximum."""
     longest = model.max_position_embeddings
     lengths = {settled.shapes.max_model_len, longest, *_LENGTHS}
     return tuple(
@@ -113,14 +116,16 @@ def _fit(
     options: EngineConfig,
     length: int,
     model: Model,
-    settled: Settled,
+    settled: ResolvedOptions,
     budget: MemoryBudget | None,
 ) -> Fit:
-    """All that an engine holds grows evenly with its requests, so two sizes tell of any.
+    """Return the memory of requests of one length, extrapolated from two numbers of requests.
 
-    So do the states of prefixes, which are a share of the caches, but for whole states.
+    The memory of an engine grows linearly with its requests. The cached states of prefixes are a
+    share of the caches rounded to whole states, so with them the two numbers are further apart and
+    the result is corrected.
     """
-    kept = prefix_sizes(options, settled.holdings.specs)
+    kept = prefix_sizes(options, settled.memory_usage.specs)
     other = 129 if kept.get("prefix_cache_share") else 2
 
     def shapes(requests: int) -> StepShapes:
@@ -130,13 +135,13 @@ def _fit(
         return dataclasses.replace(shapes_of(asked, model, settled.shapes.draft_counts), **kept)
 
     def total(requests: int) -> int:
-        held = settled.holdings.bytes
+        held = settled.memory_usage.bytes
         return sum(held(fit(shapes(requests), None, held)).values())
 
     def has_room(requests: int, budget: MemoryBudget) -> bool:
         whole = dataclasses.replace(budget, fixed_pages=True)
         try:
-            fit(shapes(requests), whole, settled.holdings.bytes)
+            fit(shapes(requests), whole, settled.memory_usage.bytes)
         except ValueError:
             return False
         return True

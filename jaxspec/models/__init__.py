@@ -1,4 +1,4 @@
-"""Models: a checkpoint folder or a GGUF file to a `Model`, through one table."""
+"""Load a checkpoint folder or a GGUF file as a `Model`; the tables of architectures."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.checks import shown
-from jaxspec.models.base import Model, Published
+from jaxspec.models.base import CheckpointModule, Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.dummy import draw_weights
 from jaxspec.models.fields import Fields
@@ -22,7 +22,7 @@ from jaxspec.models.weights import Some, compared, read_weights, undefined
 __all__ = [
     "HEADS",
     "MODELS",
-    "Unread",
+    "AbstractModel",
     "dtype_of",
     "family_of",
     "load_model",
@@ -32,7 +32,7 @@ __all__ = [
     "unread_model_or_head",
 ]
 
-# `architectures` of config.json, or `model_type` where that is absent -> module:class.
+# `architectures` of config.json, or `model_type` if absent -> module:class.
 MODELS = {
     "FalconH1ForCausalLM": "jaxspec.models.falcon_h1:FalconH1",
     "falcon_h1": "jaxspec.models.falcon_h1:FalconH1",
@@ -64,7 +64,7 @@ MODELS = {
     "qwen3": "jaxspec.models.qwen3:Qwen3",
 }
 
-# Likewise, of heads that draft for a model of another checkpoint.
+# The same for draft heads with a checkpoint of their own.
 HEADS = {
     "Eagle3LlamaForCausalLM": "jaxspec.models.eagle3:Eagle3Head",
     "Eagle3Qwen3ForCausalLM": "jaxspec.models.eagle3:Eagle3Head",
@@ -74,10 +74,10 @@ HEADS = {
 
 
 def dtype_of(word: str) -> jnp.dtype:
-    """The dtype of weights when the user says `word`; "auto": bfloat16 on a GPU, else float32.
+    """Return the weight dtype for the option `word`; "auto" is bfloat16 on a GPU, else float32.
 
     Raises:
-        ValueError: another word.
+        ValueError: `word` is not 'float32', 'bfloat16' or 'auto'.
     """
     if word == "auto":
         word = "bfloat16" if jax.default_backend() == "gpu" else "float32"
@@ -89,27 +89,32 @@ def dtype_of(word: str) -> jnp.dtype:
 def load_model(
     folder: Path | str, dtype: jnp.dtype, *, load_format: str = "auto", progress: bool = False
 ) -> Model:
-    """The model in a checkpoint folder, its weights in `dtype` on the default device.
+    """Load the model in a checkpoint folder, with weights in `dtype` on the default device.
 
-    The few parameters whose small errors a recurrence would carry along stay float32. With
-    `load_format` "dummy" the weights are drawn, and the folder need only hold config.json.
-    `progress` shows a bar on standard error if reading takes long.
+    The few parameters whose rounding errors a recurrence would accumulate stay float32.
+
+    Args:
+        folder: The checkpoint folder or GGUF file. Needs only config.json with `load_format`
+            "dummy".
+        dtype: Dtype of the weights.
+        load_format: "auto", or "dummy" for random weights.
+        progress: Show a progress bar on standard error if loading takes long.
 
     Raises:
-        FileNotFoundError, ValueError: as `unread`; or a file changed while it was read.
+        FileNotFoundError, ValueError: As `unread`, or a file changed while it was read.
     """
     with unread(folder, dtype, load_format=load_format) as found:
         return found.read(progress)
 
 
-class Unread(NamedTuple, Generic[Some]):
-    """A model, or a head that drafts for one, whose parameters have no values yet."""
+class AbstractModel(NamedTuple, Generic[Some]):
+    """A model or draft head whose parameters have shapes and dtypes but no values yet."""
 
     model: Some
-    fill: Callable[[bool], None]  # gives them theirs; as `read`
+    fill: Callable[[bool], None]  # sets the parameters; takes `progress`
 
     def read(self, progress: bool = False) -> Some:
-        """The model with its weights, on the default device; `progress` as in `load_model`."""
+        """Load the weights to the default device and return the model."""
         self.fill(progress)
         self.model.check_values()
         return self.model
@@ -118,16 +123,16 @@ class Unread(NamedTuple, Generic[Some]):
 @contextlib.contextmanager
 def unread(
     folder: Path | str, dtype: jnp.dtype, *, load_format: str = "auto"
-) -> Iterator[Unread[Model]]:
-    """The model in a checkpoint folder, whose weights may be read until the block ends.
+) -> Iterator[AbstractModel[Model]]:
+    """Open the model in a checkpoint folder; its weights can be read until the block ends.
 
-    Their headers are compared with what config.json asks for. No tensor is read before
-    `Unread.read`, and no memory of the device is taken.
+    Tensor names, shapes and dtypes are checked against config.json. No tensor is read and no device
+    memory is allocated before `AbstractModel.read`.
 
     Raises:
-        FileNotFoundError: config.json or the weights are absent.
-        ValueError: an architecture outside `MODELS`, an option that is not implemented, another
-            `load_format`, or weights that config.json does not ask for.
+        FileNotFoundError: config.json or the weights are missing.
+        ValueError: The architecture is not in `MODELS`, an option is not implemented, `load_format`
+            is unknown, or the weights do not match config.json.
     """
     with _unread(folder, dtype, load_format, family_of) as found:
         yield found
@@ -136,8 +141,8 @@ def unread(
 @contextlib.contextmanager
 def unread_model_or_head(
     folder: Path | str, dtype: jnp.dtype, *, load_format: str = "auto"
-) -> Iterator[Unread[Published]]:
-    """As `unread`, but the folder may hold one of `HEADS` as well."""
+) -> Iterator[AbstractModel[CheckpointModule]]:
+    """Like `unread`, but the folder may also hold one of `HEADS`."""
     with _unread(folder, dtype, load_format, _model_or_head) as found:
         yield found
 
@@ -148,7 +153,7 @@ def _unread(
     dtype: jnp.dtype,
     load_format: str,
     family_of: Callable[[str, Path], type[Some]],
-) -> Iterator[Unread[Some]]:
+) -> Iterator[AbstractModel[Some]]:
     if load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}.")
     folder = Path(folder)
@@ -158,20 +163,22 @@ def _unread(
         config = family.parse_config(fields)
     if load_format == "dummy":
         model = undefined(family, config, jnp.dtype(dtype), None)
-        yield Unread(model, lambda progress: draw_weights(model))
+        yield AbstractModel(model, lambda progress: draw_weights(model))
         return
     with open_checkpoint(folder) as checkpoint:
         model, placements, published = compared(family, config, jnp.dtype(dtype), checkpoint)
-        yield Unread(model, functools.partial(read_weights, placements, published, checkpoint))
+        yield AbstractModel(
+            model, functools.partial(read_weights, placements, published, checkpoint)
+        )
 
 
 def parse_config(
     published: Mapping[str, Any], generation: Mapping[str, Any] | None = None
 ) -> ModelConfig:
-    """The configuration in a config.json's content, and in generation_config.json's if given.
+    """Parse the content of a config.json, and of a generation_config.json if given.
 
     Raises:
-        ValueError: an architecture outside `MODELS`, or a field that is missing, malformed or not
+        ValueError: The architecture is not in `MODELS`, or a field is missing, malformed or not
             implemented.
     """
     fields = Fields(published, generation)
@@ -179,10 +186,14 @@ def parse_config(
 
 
 def family_of(architecture: str, source: Path | str) -> type[Model]:
-    """The class of `MODELS`, imported only now; `source` asks for it.
+    """Import and return the model class of an architecture.
+
+    Args:
+        architecture: A key of `MODELS`.
+        source: The file that names the architecture, for error messages.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: The architecture is unknown, or is that of a draft head.
     """
     if architecture in HEADS:
         raise ValueError(
@@ -199,7 +210,7 @@ def family_of(architecture: str, source: Path | str) -> type[Model]:
     return _imported(MODELS[architecture])
 
 
-def _model_or_head(architecture: str, source: Path) -> type[Published]:
+def _model_or_head(architecture: str, source: Path) -> type[CheckpointModule]:
     if architecture in HEADS:
         return _imported(HEADS[architecture])
     return family_of(architecture, source)

@@ -1,4 +1,4 @@
-"""What every model offers: `Model`, and the `DraftHead` it may have."""
+"""`Model`, the interface of every language model, and `DraftHead`, that of its draft head."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -11,15 +11,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import CacheOptions, CacheSpec, Pools, merged
-from jaxspec.config import TOKENS_PER_STEP
+from jaxspec.models.checkpoint_module import CheckpointModule, ModelSpec
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.decoder import DecoderLayer
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.trunk import Trunk
 from jaxspec.models.model_inputs import ForwardOutput, ModelInputs, Selection
-from jaxspec.models.published import ModelRecipe, Published
 from jaxspec.pallas import dispatch
+from jaxspec.plan.step_shapes import TOKENS_PER_STEP
 from jaxspec.regions import DecodeRegion
 from jaxspec.weight import Dense, Weight
 
@@ -28,8 +28,8 @@ __all__ = [
     "ForwardOutput",
     "Model",
     "ModelInputs",
-    "ModelRecipe",
-    "Published",
+    "ModelSpec",
+    "CheckpointModule",
     "Selection",
 ]
 
@@ -39,20 +39,20 @@ _Hidden = Float[Array, "tokens hidden"]
 class DraftHead(Protocol):
     """A head that predicts the token after the next one.
 
-    A pass takes, for each token of `inputs`, the embedding of the token at `positions + 1` and the
-    trunk's output at `positions`, or in recursion the head's own. `Model.logits` of what it gives
-    are of the token at `positions + 2`. `inputs.tokens` is not read.
+    A forward pass takes, for each token of `inputs`, the embedding of the token at `positions + 1`
+    and the trunk's output at `positions` (in recursion, the head's previous output). `Model.logits`
+    of the result score the token at `positions + 2`. `inputs.tokens` is not read.
     """
 
     @property
     def layers(self) -> tuple[DecoderLayer, ...]:
-        """The head's own decoder layers, whose keys and values the model's pools hold."""
+        """The head's decoder layers; their keys and values are stored in the model's pools."""
         ...
 
     def __call__(
         self, embedded: _Hidden, hidden: _Hidden, inputs: ModelInputs, pools: Pools, /
     ) -> tuple[_Hidden, Pools]:
-        """One pass: the head's output for all tokens, and the pools with its layers written."""
+        """Run one pass; return the head's output for all tokens, and the updated pools."""
         ...
 
     def select(
@@ -64,66 +64,65 @@ class DraftHead(Protocol):
         selection: Selection,
         /,
     ) -> tuple[Float[Array, "selected hidden"], Pools]:
-        """The same pass, but with the output of the selected tokens alone."""
+        """Run the same pass, but return the output of the selected tokens only."""
         ...
 
     def checkpoint(self) -> Iterator[Placement]:
-        """The published tensors, by canonical name."""
+        """Yield the placements of the head's tensors, by canonical name."""
         ...
 
 
-class Model(Published):
-    """A causal language model over `Pools`. Methods are pure in them.
+class Model(CheckpointModule):
+    """A causal language model; its methods are pure functions of their `Pools`.
 
-    A family says how its config.json is read and how its tensors are called; the trunk is the same
-    for all of them.
+    A family defines how its config.json is parsed and how its tensors are named; the trunk is
+    shared by all families.
     """
 
     trunk: Trunk
-    draft_head: DraftHead | None = None  # None: the checkpoint has none
+    draft_head: DraftHead | None = None  # None if the checkpoint has none
 
     def __init__(
         self, config: ModelConfig, dtype: jnp.dtype, tensors: Collection[str] | None = None
     ):
-        """See `Published`. The `tensors` tell whether embedding and output head are tied."""
+        """See `CheckpointModule`. `tensors` also decides whether the output head is tied."""
         self.config = config
         self.trunk = Trunk(config, dtype, tied=config.is_tied(tensors or ()))
 
     @property
     def vocab_size(self) -> int:
-        """Ids are `0..vocab_size - 1`."""
         return self.config.vocab_size
 
     @property
     def max_position_embeddings(self) -> int:
-        """Tokens of a request that the model was made for."""
+        """Maximum sequence length in tokens that the model was trained for."""
         return self.config.max_position_embeddings
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a text, by the checkpoint's configuration."""
+        """End-of-sequence ids from the checkpoint's configuration."""
         return self.config.eos_token_ids
 
     @property
     def has_draft_head(self) -> bool:
-        """Whether the checkpoint carried the tensors of a draft head."""
+        """True if the checkpoint has the tensors of a draft head."""
         return self.draft_head is not None
 
     @property
     def experts(self) -> MoEConfig | None:
-        """The sizes of its mixture of experts, a part of its configuration; None: it is dense."""
+        """Sizes of the mixture of experts; None for a dense model."""
         return self.config.find_part(MoEConfig)
 
     @property
     def tokens_per_step(self) -> int:
-        """Prompt tokens at which a step is fast here, and beyond which it only takes longer.
+        """Prompt tokens per step that use the hardware well; more only make a step longer.
 
-        Without kernels it takes longer from the first. With them a dense model computes from a few
-        hundred tokens on, but the rows that decode beside a prompt are moved on once a step: the
-        more of the prompt it has, the fewer such steps. A step of a mixture of experts reads every
-        expert, each of which serves its share of the tokens. A GPU multiplies some 180 rows while
-        it reads bfloat16 weights, and the other layers compute as well, so about 128 rows an expert
-        balance the two.
+        Without kernels a step takes longer with every token. With kernels a dense model is
+        compute-bound from a few hundred tokens on, but decode rows that share steps with a prompt
+        advance once per step, so larger chunks mean fewer of these slow steps. A mixture of experts
+        reads every expert in each step, and each expert gets only its share of the tokens. A GPU
+        multiplies about 180 rows in the time it takes to read bfloat16 weights, and the other
+        layers add compute, so about 128 rows per expert balance reads and compute.
         """
         if dispatch.kernels_here()[1] is not None:
             return TOKENS_PER_STEP
@@ -135,11 +134,11 @@ class Model(Published):
 
     @property
     def steps_per_dispatch(self) -> int:
-        """Decode steps at once that hide what a dispatch costs besides, and yet end soon.
+        """Decode steps per dispatch that hide the dispatch overhead and still end soon.
 
-        A GPU waits half a millisecond for each dispatch, whatever the model. So there are as many
-        steps as read 80 GB of weights together, some 20 ms, but at most 8; a power of two. Experts
-        count whole, for steps of many rows read them all.
+        A GPU idles about half a millisecond per dispatch, whatever the model. The result is a power
+        of two, at most 8, for which the steps together read about 80 GB of weights (about 20 ms).
+        Experts count in full, because steps with many rows read them all.
         """
         if dispatch.kernels_here()[1] is not None:
             return 1
@@ -148,9 +147,9 @@ class Model(Published):
         return 2 ** min(3, int(math.log2(max(1, 80e9 / num_bytes))))
 
     def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
-        """The pools that the layers keep: the trunk's layers first, then the draft head's.
+        """Return the specs of all pools: trunk layers first, then the draft head's.
 
-        A layer's index in its pool is the number of layers before it that share the pool.
+        A layer's index in its pool is the number of earlier layers that share the pool.
         """
         return merged(spec for layer in self._layers for spec in layer.cache_specs(options))
 
@@ -160,10 +159,10 @@ class Model(Published):
         return (*self.trunk.layers, *head_layers)
 
     def states(self, pools: Pools, rows: DecodeRegion) -> Pools:
-        """The recurrent states of each row by pool, `[layers, rows, heads, ...]`.
+        """Return each row's recurrent states by pool, `[layers, rows, heads, ...]`.
 
-        They are what the next token of a row would start from: under the replay policy with the
-        ring's tokens added, in float32. What a pool keeps besides states is not among them.
+        These are the states that a row's next token starts from: under the replay policy with the
+        ring's tokens folded in, in float32. Other contents of a pool are not included.
         """
         alike: dict[nnx.GraphDef, list[tuple[int, Any]]] = {}
         for layer in self._layers:
@@ -173,7 +172,7 @@ class Model(Published):
         found: dict[str, list[tuple[list[int], Array]]] = {}
         for graph, mixers in alike.items():
             indices = [index for index, _ in mixers]
-            # All at once: a layer's states alone would keep a fraction of a GPU busy.
+            # One batched call: a single layer's states would occupy a fraction of a GPU.
             params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(p for _, p in mixers))
             of_layers = jax.vmap(
                 lambda p, i, graph=graph: nnx.merge(graph, p).states(pools, rows, i)
@@ -185,27 +184,32 @@ class Model(Published):
     def forward(
         self, inputs: ModelInputs, pools: Pools, taps: tuple[int, ...] = ()
     ) -> tuple[ForwardOutput, Pools]:
-        """The trunk's output for every token, and the pools with this step written.
+        """Run the trunk; return its output for every token, and the updated pools.
 
-        `taps`: indices of layers; the output then has the residual stream before each of them. The
-        number of layers stands for what the last one leaves, before the final norm.
+        Args:
+            inputs: The step's tokens.
+            pools: The pools; this step's keys, values and states are written to them.
+            taps: Layer indices. The output then holds the residual stream before each of these
+                layers; the number of layers means after the last one, before the final norm.
 
         Raises:
-            ValueError: a tap is neither.
+            ValueError: A tap is out of range.
         """
         return self.trunk.forward(inputs, pools, taps)
 
     def embed(self, tokens: Int[Array, " tokens"]) -> _Hidden:
-        """The embeddings of `tokens`; ids out of range are clamped."""
+        """Return the embeddings of `tokens`; ids out of range are clamped."""
         return self.trunk.embed(tokens)
 
     def logits(
         self, hidden: Float[Array, "n hidden"], columns: Weight | None = None
     ) -> Float[Array, "n ids"]:
-        """float32 scores of the next token, given the trunk's output or the draft head's.
+        """Return float32 logits for outputs of the trunk or of the draft head.
 
-        `columns`: what `lm_head_columns` gave for the ids to score, or a copy of that in 8 bits
-        (`Float8`); None: all ids.
+        Args:
+            hidden: Outputs after the final norm.
+            columns: The result of `lm_head_columns` for the ids to score, or its 8-bit copy
+                (`Float8`). None scores all ids.
         """
         return self.trunk.lm_head(hidden, columns)
 
@@ -215,31 +219,32 @@ class Model(Published):
         forbidden: Int[Array, "n forbidden"],
         columns: Weight | None = None,
     ) -> Int[Array, " n"]:
-        """The index (int32) of each row's largest logit; the lowest of equals.
+        """Return the index (int32) of each row's largest logit, the lowest index among equals.
 
-        Without `columns` it is a token id, with them an index into them. `forbidden` indices
-        (int32) are passed over; -1 forbids nothing. The result is -1 (`sampling.NO_TOKEN`) where a
-        score is NaN, or no allowed one is finite. A kernel does not write the scores
-        (`argmax_matmul`).
+        The index is a token id, or with `columns` an index into them. The result is -1
+        (`sampling.NO_TOKEN`) if a logit is NaN, or if no allowed logit is finite. The kernel does
+        not write the logits to memory (`argmax_matmul`).
+
+        Args:
+            hidden: Outputs after the final norm.
+            forbidden: Indices (int32) to skip; -1 forbids nothing.
+            columns: As in `logits`.
         """
         return self.trunk.lm_head.greedy_tokens(hidden, forbidden, columns)
 
     def lm_head_columns(self, ids: Int[Array, " ids"] | None) -> Dense:
-        """A copy of the part of the output head that scores `ids` (int32, each in range).
-
-        None: the head itself.
-        """
+        """Copy the output head's columns for `ids` (int32, all in range); None returns the head."""
         return self.trunk.lm_head.columns(ids)
 
     def checkpoint(self) -> Iterator[Placement]:
-        """The published tensors, by canonical name."""
+        """Yield the placements of all tensors, by canonical name."""
         yield from self.trunk.checkpoint()
         if self.draft_head is not None:
             yield from self.draft_head.checkpoint()
 
 
 def _in_order(parts: list[tuple[list[int], Array]]) -> Array:
-    """What belongs to layers of a pool, by their indices in it."""
+    """Concatenate the values of layers in the order of their indices in the pool."""
     indices = [index for some, _ in parts for index in some]
     joined = jnp.concatenate([values for _, values in parts])
     return joined if indices == sorted(indices) else joined[np.argsort(indices)]

@@ -1,8 +1,8 @@
-"""What a parameter is read from: runs of elements in files, and blocks of them that fit a buffer.
+"""Map a parameter to runs of elements in checkpoint files, and cut it into blocks for buffers.
 
-A parameter is put together as published: where the published matrices are transposed, their rows
-lie one behind the other in the parameter's transpose. So nearly every run is a whole tensor, or all
-that a block has room for.
+A parameter is assembled in the layout of the checkpoint: where stored matrices are transposed on
+load, their rows are consecutive in the parameter's transpose. So nearly every run covers a whole
+tensor, or as much of it as fits into a block.
 """
 
 import bisect
@@ -19,37 +19,36 @@ from jaxspec.models.layers.parameters import Placement
 
 _STRIP = 64  # rows
 _FLOAT32 = np.dtype(np.float32)
-_Picked = range | np.ndarray  # indices of an axis
+_Picked = range | np.ndarray  # indices along an axis
 
 
 class Run(NamedTuple):
-    """Elements that lie side by side in a tensor, and go side by side into a parameter."""
+    """Elements that are contiguous both in a tensor and in the parameter."""
 
-    tensor: str  # its published name
-    source: int  # the first of them in the tensor, in C order
-    target: int  # and in the parameter as it is published
+    tensor: str  # name in the checkpoint
+    source: int  # index of the first element in the tensor, in C order
+    target: int  # index of the first element in the parameter, in the checkpoint's layout
     length: int
-    scale: float  # the elements are multiplied by it
+    scale: float  # factor applied to the elements
 
 
 class Block(NamedTuple):
-    """A part of a parameter as it is published, whose elements lie side by side."""
+    """A contiguous part of a parameter in the checkpoint's layout."""
 
-    start: tuple[int, ...]  # on each axis
+    start: tuple[int, ...]  # index on each axis
     shape: tuple[int, ...]
-    first: int  # of its elements among the parameter's, in C order
-    repeated: int  # how many of them the block before has, too
-    runs: list[Run]  # targets are counted from the block's first element
+    first: int  # index of its first element in the parameter, in C order
+    repeated: int  # number of elements that the previous block also has
+    runs: list[Run]  # targets are relative to the block's first element
 
     @property
     def size(self) -> int:
-        """The number of its elements."""
         return math.prod(self.shape)
 
     def transpose(self, elements: np.ndarray, into: np.ndarray) -> None:
-        """Put its elements, `[size]`, into a parameter that is the transpose of what is published.
+        """Write the block's elements, `[size]`, transposed into the parameter `into`.
 
-        In strips that a processor's cache holds that is three times as fast as all at once.
+        Strips that fit into the CPU cache make this three times as fast as one transpose.
         """
         rows, extents = elements.reshape(self.shape), zip(self.start, self.shape, strict=True)
         place = into.T[tuple(slice(start, start + length) for start, length in extents)]
@@ -59,14 +58,14 @@ class Block(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The runs that a parameter is read from."""
+    """The runs that fill one parameter."""
 
     param: nnx.Param
-    shape: tuple[int, ...]  # as published
-    transpose: bool  # the parameter is the transpose of what is published
+    shape: tuple[int, ...]  # in the checkpoint's layout
+    transpose: bool  # True if the parameter is the transpose of the stored tensors
     param_dtype: np.dtype
-    dtype: np.dtype  # that has every stored value exactly; float32 where one is scaled
-    runs: list[Run]  # by target; they do not overlap
+    dtype: np.dtype  # represents every stored value exactly; float32 if a run is scaled
+    runs: list[Run]  # sorted by target, without overlaps
     dtype_of: Callable[[str], np.dtype]  # the stored dtype of a tensor
 
     @classmethod
@@ -76,10 +75,16 @@ class Source:
         name_of: Callable[[str], str],
         dtype_of: Callable[[str], np.dtype],
     ) -> "Source":
-        """The source of one parameter. `name_of`: canonical to published names."""
+        """Make the source of one parameter from its placements.
+
+        Args:
+            placements: All placements of the parameter.
+            name_of: Maps canonical tensor names to the checkpoint's.
+            dtype_of: Maps a tensor's name in the checkpoint to its stored dtype.
+        """
         param, transpose = placements[0].param, placements[0].transpose
         assert all(placement.transpose == transpose for placement in placements)
-        shape: tuple[int, ...] = param.shape  # asked for once: it takes a parameter time to say
+        shape: tuple[int, ...] = param.shape  # read once: the property of nnx.Param is slow
         runs = [run for each in placements for run in _runs(each, name_of(each.name), shape)]
         dtypes = {dtype_of(run.tensor) if run.scale == 1.0 else _FLOAT32 for run in runs}
         return cls(
@@ -87,7 +92,7 @@ class Source:
             shape=shape[::-1] if transpose else shape,
             transpose=transpose,
             param_dtype=np.dtype(param.dtype),
-            # float32 has every value of bfloat16 and float16.
+            # float32 represents every value of bfloat16 and float16.
             dtype=dtypes.pop() if len(dtypes) == 1 else _FLOAT32,
             runs=sorted(runs, key=_target),
             dtype_of=dtype_of,
@@ -95,15 +100,15 @@ class Source:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the parameter as it is stored."""
+        """Size of the parameter in the stored dtype."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def blocks(self, most: int) -> Iterator[Block]:
-        """Blocks of one shape and of at most `most` bytes that make up the parameter.
+        """Yield blocks of one shape, at most `most` bytes each, that cover the parameter.
 
-        A block is some rows of an axis, the first whose rows are small enough. So that one program
-        writes all of them, the last begins early enough to have as many rows as the others; it
-        repeats fewer rows than there are blocks.
+        A block is a range of rows of the first axis whose rows are small enough. All blocks have
+        the same shape so that one compiled program writes them all; the last one therefore starts
+        early and repeats some rows, fewer than there are blocks.
         """
         axis, row = 0, math.prod(self.shape[1:])
         while row * self.dtype.itemsize > most and axis + 1 < len(self.shape):
@@ -111,7 +116,7 @@ class Source:
             row //= self.shape[axis]
         count = self.shape[axis]
         most_rows = max(1, most // (row * self.dtype.itemsize))
-        rows = -(-count // -(-count // most_rows))  # as many blocks, and all of them alike
+        rows = -(-count // -(-count // most_rows))  # the fewest blocks, of equal size
         shape = *(1,) * axis, rows, *self.shape[axis + 1 :]
         rest = (0,) * (len(shape) - axis - 1)
         begins = [run.target for run in self.runs]
@@ -128,9 +133,9 @@ class Source:
     def read(
         self, block: Block, read: Callable[[str, int, np.ndarray], None], into: np.ndarray
     ) -> None:
-        """Fill `into`, `[elements]`, with a block. `read`: as `Checkpoint.read`."""
+        """Fill `into`, `[elements]`, with a block. `read` is `Checkpoint.read`."""
         if sum(run.length for run in block.runs) < into.size:
-            into[...] = 0  # where the parameter is padded
+            into[...] = 0  # padding of the parameter
         for tensor, source, target, length, scale in block.runs:
             place, stored = into[target : target + length], self.dtype_of(tensor)
             if stored == into.dtype and scale == 1.0:
@@ -142,14 +147,14 @@ class Source:
 
 
 def _part(run: Run, begin: int, end: int) -> Run:
-    """What goes between two elements of the parameter, its target counted from the first."""
+    """Return the part of a run between two elements of the parameter."""
     low, high = max(run.target, begin), min(run.target + run.length, end)
     return Run(run.tensor, run.source + low - run.target, low - begin, high - low, run.scale)
 
 
 def _runs(placement: Placement, name: str, shape: tuple[int, ...]) -> Iterator[Run]:
     sources, length = [0], math.prod(placement.shape)
-    if placement.part is not ...:  # nearly every tensor is whole, and some have 74,000
+    if placement.part is not ...:  # rare; checkpoints can have 74,000 tensors
         sources, length = _stretches(placement.shape, _box(placement.shape, placement.part))
     box = _box(shape, placement.index)
     if placement.transpose:
@@ -161,7 +166,7 @@ def _runs(placement: Placement, name: str, shape: tuple[int, ...]) -> Iterator[R
 
 
 def _box(shape: tuple[int, ...], index: Any) -> list[_Picked]:
-    """What an index picks of each axis."""
+    """Return the indices that an index expression selects along each axis."""
     index = index if isinstance(index, tuple) else (index,)
     ellipses = [place for place, entry in enumerate(index) if entry is ...]
     at = ellipses[0] if ellipses else len(index)
@@ -178,7 +183,7 @@ def _picked(size: int, entry: Any) -> _Picked:
 
 
 def _stretches(shape: tuple[int, ...], box: list[_Picked]) -> tuple[list[int], int]:
-    """Where the stretches of elements begin that lie side by side, in C order; their length."""
+    """Return the starts of contiguous stretches of a box, in C order, and their common length."""
     starts, length, stride = [0], 1, 1
     for size, picked in zip(reversed(shape), reversed(box), strict=True):
         together = _together(picked) if length == stride else 1
@@ -190,7 +195,7 @@ def _stretches(shape: tuple[int, ...], box: list[_Picked]) -> tuple[list[int], i
 
 
 def _together(picked: _Picked) -> int:
-    """The largest number of successive indices that all of `picked` can be cut into."""
+    """Return the largest length of consecutive indices that `picked` splits into evenly."""
     if isinstance(picked, range):
         return len(picked) if picked.step == 1 else 1
     breaks = np.flatnonzero(np.diff(picked) != 1) + 1

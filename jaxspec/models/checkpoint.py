@@ -1,4 +1,4 @@
-"""Checkpoint: the tensors that a model is made of, as they were published, read part by part."""
+"""Checkpoint: a model's stored tensors, read piece by piece; safetensors folders."""
 
 import contextlib
 import os
@@ -16,83 +16,81 @@ from jaxspec.models.safetensors_file import SafetensorsFile, StoredTensor
 
 INDEX = "model.safetensors.index.json"
 _BESIDE_THE_INDEX = re.compile(r"[^/\\\0]+\.safetensors")
-_NAMED = 4  # tensors or files of a kind that an error names
+_NAMED = 4  # tensors or files listed per problem in an error message
 _NAME_CHARACTERS = 100
 
 
 class Checkpoint(Protocol):
-    """Published tensors by name, whatever the files. A context manager, which closes these."""
+    """Tensors by their names in the checkpoint, in any file format. A context manager."""
 
     @property
     def path(self) -> Path:
-        """The folder or the file that holds the tensors."""
+        """The folder or file with the tensors."""
         ...
 
     @property
     def asked_by(self) -> str:
-        """What there says which tensors a model has, in words, such as "config.json"."""
+        """Name of the part that defines the model's tensors, such as "config.json", for errors."""
         ...
 
     @property
     def remedy(self) -> str:
-        """What to do where these are others, a sentence."""
+        """Sentence for errors on how to fix tensors that do not match."""
         ...
 
-    def __enter__(self) -> "Checkpoint":
-        """The checkpoint itself."""
-        ...
+    def __enter__(self) -> "Checkpoint": ...
 
-    def __exit__(self, *error: object) -> None:
-        """Close the files."""
+    def __exit__(self, *error: object) -> None: ...
 
     @property
     def names(self) -> frozenset[str]:
-        """Every tensor's published name."""
+        """Names of all tensors."""
         ...
 
     def files_of(self, name: str) -> list[str]:
-        """The names of the files that hold a tensor: one, in a sound checkpoint."""
+        """Return the names of the files that hold a tensor: one, in a valid checkpoint."""
         ...
 
     def stored(self, name: str) -> StoredTensor:
-        """A tensor's shape, and the dtype that `read` gives."""
+        """Return a tensor's shape, and the dtype that `read` returns."""
         ...
 
     def bytes_by_type(self) -> Mapping[str, int]:
-        """The bytes of all tensors in the files, by the type that they are stored in."""
+        """Return the stored bytes of all tensors by storage type."""
         ...
 
     def read(self, name: str, first: int, into: np.ndarray) -> None:
         """Fill `into`, `[elements]`, with a tensor's elements from `first` on, in C order.
 
-        It must have the dtype that `stored` says. Several threads may read at once.
+        `into` must have the dtype of `stored`. Threads may read concurrently.
 
         Raises:
-            ValueError: the file was cut short since it was opened.
+            ValueError: The file was truncated after it was opened.
         """
 
     def check_unchanged(self) -> None:
-        """ValueError if a file was written to since it was opened."""
+        """Raise ValueError if a file was written to after it was opened."""
 
 
 class SafetensorsCheckpoint:
-    """The tensors in a folder's safetensors files: a `Checkpoint`.
+    """The `Checkpoint` in a folder of safetensors files.
 
-    Reads `model.safetensors.index.json` and its shards, or else every `model*.safetensors`.
+    Reads `model.safetensors.index.json` and its shards, or without an index all
+    `model*.safetensors`.
     """
 
     asked_by = "config.json"
     remedy = "Check that config.json belongs to these weights, or download both again."
 
     def __init__(self, folder: Path):
-        """Open every file and read its header.
+        """Open all files and read their headers.
 
         Raises:
-            FileNotFoundError: there are no weights, or not all that the index names.
-            ValueError: a file is damaged, or the index does not fit the files.
+            FileNotFoundError: There are no weights, or a file in the index is missing.
+            ValueError: A file is damaged, or the index does not match the files.
         """
         self.path = folder
-        self._holders: dict[str, list[SafetensorsFile]] = {}  # tensor -> files that hold it
+        self._holders: dict[str, list[SafetensorsFile]] = {}  # tensor -> files with it
         index = read_index(folder)
         paths = _unindexed(folder) if index is None else _indexed(folder, index)
         with contextlib.ExitStack() as opened:
@@ -106,28 +104,22 @@ class SafetensorsCheckpoint:
             self._open_files = opened.pop_all()
 
     def __enter__(self) -> "SafetensorsCheckpoint":
-        """The checkpoint itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the files."""
         self._open_files.close()
 
     @property
     def names(self) -> frozenset[str]:
-        """Every tensor's published name."""
         return frozenset(self._holders)
 
     def files_of(self, name: str) -> list[str]:
-        """The names of the files that hold a tensor: one, in a sound checkpoint."""
         return [file.path.name for file in self._holders[name]]
 
     def stored(self, name: str) -> StoredTensor:
-        """A tensor's dtype and shape, from the file's header."""
         return self._holders[name][0].tensors[name]
 
     def bytes_by_type(self) -> Mapping[str, int]:
-        """The bytes of all tensors, by the dtype that the headers say."""
         num_bytes: Counter[str] = Counter()
         for name in self.names:
             stored = self.stored(name)
@@ -135,23 +127,15 @@ class SafetensorsCheckpoint:
         return num_bytes
 
     def read(self, name: str, first: int, into: np.ndarray) -> None:
-        """Fill `into`, `[elements]`, with a tensor's elements from `first` on, in C order.
-
-        It must have the tensor's own dtype, of `safetensors_file.DTYPES` or `INTEGERS`. Several
-        threads may read at once.
-
-        Raises:
-            ValueError: its file was cut short since it was opened.
-        """
+        """See `Checkpoint.read`; dtypes are those of `safetensors_file.DTYPES` and `INTEGERS`."""
         self._holders[name][0].read(name, first, into)
 
     def check_unchanged(self) -> None:
-        """ValueError if a file was written to since it was opened."""
         for file in self._files:
             file.check_unchanged()
 
     def _check_index(self, index: Mapping[str, str]) -> None:
-        """Refuse an index that puts tensors in files that lack them."""
+        """Raise ValueError if the index places tensors in files that lack them."""
         misplaced = [
             f"{name} (in {file})"
             for name, file in sorted(index.items())
@@ -165,22 +149,22 @@ class SafetensorsCheckpoint:
 
 
 def listed(names: list[str]) -> str:
-    """The first of the `names`, and how many more there are: as an error names tensors."""
+    """Return the first few of `names` and the number of others, for error messages."""
     first = ", ".join(map(_plain, names[:_NAMED]))
     return f"{first} and {len(names) - _NAMED:,} more" if len(names) > _NAMED else first
 
 
 def _plain(name: str) -> str:
-    """A name without what a terminal would obey, and not too long."""
+    """Escape control characters in a name and shorten it."""
     name = name if name.isprintable() else repr(name)
     return name if len(name) <= _NAME_CHARACTERS else f"{name[:_NAME_CHARACTERS]}..."
 
 
 def read_index(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor, by the folder's index; None where there is no index.
+    """Return the file of each tensor from the folder's index; None if there is no index.
 
     Raises:
-        ValueError: it is damaged, or names files that do not lie beside it.
+        ValueError: The index is damaged, or names files outside its folder.
     """
     path = folder / INDEX
     if not os.path.lexists(path):

@@ -1,4 +1,4 @@
-"""ModelConfig: a model's sizes and constants, as its family read them from config.json."""
+"""ModelConfig: a model's sizes and constants, parsed from config.json by its family."""
 
 import dataclasses
 from collections.abc import Collection
@@ -7,81 +7,81 @@ from typing import Any, TypeVar
 FULL_ATTENTION = "full_attention"
 LINEAR_ATTENTION = "linear_attention"
 MAMBA2 = "mamba2"
-PARALLEL = "parallel"  # attention and Mamba2 side by side
+PARALLEL = "parallel"  # attention and Mamba2 on the same input
 SHORT_CONV = "short_conv"
-NO_MIXER = "no_mixer"  # the layer is a feed-forward layer alone
+NO_MIXER = "no_mixer"  # a layer with only a feed-forward part
 DENSE = "dense"
 SQUARED_RELU = "squared_relu"  # dense, without a gate
 SPARSE = "sparse"  # a mixture of experts
-LATENT_SPARSE = "latent_sparse"  # one whose experts read fewer features
-NO_FEED_FORWARD = "no_feed_forward"  # the layer is a token mixer alone
+LATENT_SPARSE = "latent_sparse"  # a mixture whose experts read a latent projection
+NO_FEED_FORWARD = "no_feed_forward"  # a layer with only a token mixer
 
 _Part = TypeVar("_Part")
 
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """What `layers.rope.frequencies` divides slow turns by, and which turns are slow.
+    """Llama 3's RoPE scaling: low frequencies are divided by `factor` (`layers.rope.frequencies`).
 
-    A pair of channels is slow if it turns less than `low_freq_factor` times in the context that the
-    model was first trained with, and fast from `high_freq_factor` turns on.
+    A pair of channels is slow if it makes fewer than `low_freq_factor` turns within the original
+    context, and fast from `high_freq_factor` turns on.
     """
 
     factor: float
     low_freq_factor: float
     high_freq_factor: float  # above `low_freq_factor`
-    original_max_position_embeddings: int  # tokens of that context
+    original_max_position_embeddings: int  # original context length in tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: its base, and how many channels of a head it rotates."""
+    """Rotary position embedding of a head."""
 
     theta: float
-    rotary_dim: int  # the first of the head's `head_dim` channels
+    rotary_dim: int  # number of rotated channels, the first of `head_dim`
     scaling: Llama3Scaling | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The sizes and constants of a model. Hashable.
+    """Sizes and constants of a model. Hashable.
 
-    These fields are common to the families. What only some mixers or feed-forward layers need is
-    one of `parts`: a frozen dataclass that stands beside the layer and is found by its type.
+    The fields are common to all families. Sizes that only some layers need are in `parts`: frozen
+    dataclasses defined next to these layers and looked up by type.
     """
 
-    architecture: str  # e.g. Qwen3_5ForCausalLM, or the model_type where config.json names none
+    architecture: str  # e.g. Qwen3_5ForCausalLM, or the model_type if config.json has none
     vocab_size: int
     hidden_size: int
-    intermediate_size: int  # of dense feed-forward layers; 0: there are none
-    num_heads: int  # of attention layers, as the next two; 0: there are none
+    intermediate_size: int  # width of dense feed-forward layers; 0 if there are none
+    num_heads: int  # query heads of attention layers; 0 if there are none, as the next two
     num_kv_heads: int
     head_dim: int
-    rope: RopeConfig | None  # None: attention is told of no positions
+    rope: RopeConfig | None  # None means attention without position encoding
     rms_norm_eps: float
-    layer_types: tuple[str, ...]  # for each layer a key of `layers.decoder.MIXERS`, or NO_MIXER
-    # For each layer a key of `layers.decoder.FEED_FORWARDS`, or NO_FEED_FORWARD.
+    layer_types: tuple[str, ...]  # per layer a key of `layers.decoder.MIXERS`, or NO_MIXER
+    # Per layer a key of `layers.decoder.FEED_FORWARDS`, or NO_FEED_FORWARD.
     feed_forward_types: tuple[str, ...]
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]  # generation_config.json's, then config.json's
-    tie_word_embeddings: bool | None  # None: config.json does not say
-    gated_attention: bool = False  # each query head comes with a gate of its output
+    tie_word_embeddings: bool | None  # None if config.json does not set it
+    gated_attention: bool = False  # each query head has a gate for its output
     zero_centred_norms: bool = False  # RMS norms multiply by `1 + weight`
-    normed_heads: bool = True  # queries and keys are normalised head by head
-    attention_inputs: int | None = None  # features that attention reads; None: `hidden_size`
-    num_draft_layers: int = 0  # that config.json or the family promises; a checkpoint may lack them
-    draft_feed_forward_type: str = DENSE  # of such a layer, a key of `layers.decoder.FEED_FORWARDS`
+    normed_heads: bool = True  # RMS norms per head of queries and keys
+    attention_inputs: int | None = None  # input features of attention; None means `hidden_size`
+    num_draft_layers: int = 0  # as config.json or the family declares; a checkpoint may lack them
+    draft_feed_forward_type: str = DENSE  # feed-forward type of the draft layers
     parts: tuple[Any, ...] = ()
 
     def find_part(self, kind: type[_Part]) -> _Part | None:
-        """The one of `parts` that is a `kind`; None where there is none."""
+        """Return the part of type `kind`, or None."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
     def part(self, kind: type[_Part]) -> _Part:
-        """The one of `parts` that is a `kind`.
+        """Return the part of type `kind`.
 
         Raises:
-            ValueError: the family did not read such a part.
+            ValueError: There is no such part.
         """
         part = self.find_part(kind)
         if part is not None:
@@ -93,12 +93,13 @@ class ModelConfig:
 
     @property
     def num_full_attention_layers(self) -> int:
-        """Layers of the trunk that keep keys and values."""
+        """Trunk layers that store keys and values."""
         return sum(kind in (FULL_ATTENTION, PARALLEL) for kind in self.layer_types)
 
     def is_tied(self, tensors: Collection[str]) -> bool:
-        """Whether the embedding serves as output head: the checkpoint has no `lm_head.weight`.
+        """Return whether the embedding is also the output head.
 
-        Where config.json says the two are separate, an absent head is a missing tensor.
+        That is the case if the checkpoint has no `lm_head.weight`, unless config.json sets
+        `tie_word_embeddings` to false: then `lm_head.weight` is a missing tensor.
         """
         return "lm_head.weight" not in tensors and self.tie_word_embeddings is not False

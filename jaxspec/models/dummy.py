@@ -1,15 +1,15 @@
-"""Weights drawn at random on the device: a model's speed without its checkpoint."""
+"""Random weights drawn on the device, to measure a model's speed without its checkpoint."""
 
 import jax
 
-from jaxspec.models.published import Published
+from jaxspec.models.checkpoint_module import CheckpointModule
 
 
-def draw_weights(model: Published) -> None:
-    """Give the model's parameters values as before training.
+def draw_weights(model: CheckpointModule) -> None:
+    """Initialise the parameters as before training, the same way every time.
 
-    The device itself draws them one after the other, the same each time: it needs room for hardly
-    more than the weights, and nothing passes through the host.
+    The device draws one parameter after the other, so it needs little more memory than the weights,
+    and nothing is copied from the host.
     """
     params = {id(placement.param): placement.param for placement in model.checkpoint()}
     key = jax.random.key(0)

@@ -1,4 +1,4 @@
-"""Eagle3Head: a head that drafts for a model of another checkpoint (EAGLE-3, arXiv 2503.01840)."""
+"""Eagle3Head: an EAGLE-3 draft head from its own checkpoint (arXiv 2503.01840)."""
 
 import dataclasses
 from collections.abc import Collection, Iterator
@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import CacheOptions, CacheSpec, Pools
 from jaxspec.checks import shown
+from jaxspec.models.checkpoint_module import CheckpointModule
 from jaxspec.models.config import DENSE, FULL_ATTENTION, ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import FLAG, MAX_LAYERS, SIZE, numbers, whole
@@ -20,43 +21,42 @@ from jaxspec.models.layers.mixer import LayerInputs, Stream
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import Placement, declare
 from jaxspec.models.model_inputs import ModelInputs, Selection
-from jaxspec.models.published import Published
 
-# Options that change the drafts, and their values that the head computes.
+# Options that change the drafts, with the values that the head implements.
 _OPTIONS = {"sliding_window": (), "logit_scale": (1, 1.0)}
 _ONE_LAYER = whole(1, 1)
-_THETA = 10000.0  # Llama's, where config.json does not give it
+_THETA = 10000.0  # Llama's, used if config.json has none
 _MAX_AUX = 16
 _LAYER_IDS = numbers(_MAX_AUX, whole(0, MAX_LAYERS - 1))
-_DERIVED = ".rotary_emb.inv_freq"  # what config.json says of the rotation
-_LAYER, _SAME_LAYER = "midlayer.", "layers.0."  # two spellings of the layer's tensors' names
+_DERIVED = ".rotary_emb.inv_freq"  # computed from config.json instead
+_LAYER, _SAME_LAYER = "midlayer.", "layers.0."  # two spellings of the layer's prefix
 _EMBEDDINGS, _IDS = "embed_tokens.weight", "d2t"
 _INPUT_NORM, _FC_NORM = "input_norm", "fc_norm."
 
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Config:
-    """What a head has besides the fields of a model.
+    """Settings of a draft head beyond those of a model.
 
-    `aux_layer_ids`: the target's layers before which the head reads the residual stream; None: the
-    config.json does not say, and there are `num_aux` of them.
+    `aux_layer_ids` are the target's layers before which the residual stream is read; None if
+    config.json does not list them (there are `num_aux` of them in any case).
     """
 
     draft_vocab_size: int
     target_hidden_size: int
     num_aux: int
     aux_layer_ids: tuple[int, ...] | None
-    norm_before_residual: bool  # the layer adds to its normed input, not to the input itself
-    norm_output: bool  # a pass takes the output of the one before after the final norm
-    has_input_norm: bool  # of all aux states together
-    has_fc_norms: bool  # of each
+    norm_before_residual: bool  # the residual branch starts from the normed input
+    norm_output: bool  # the next pass takes the output after the final norm, not before it
+    has_input_norm: bool  # one norm over all aux states
+    has_fc_norms: bool  # one norm per aux state
 
     @staticmethod
     def read(fields: Fields, config: ModelConfig, *, norm_before_residual: bool) -> "Eagle3Config":
-        """The fields of a head's config.json. `norm_before_residual` counts where it is silent.
+        """Read the head's fields; `norm_before_residual` is the default if config.json has none.
 
         Raises:
-            ValueError: a field is malformed or not implemented.
+            ValueError: A field is malformed or not implemented.
         """
         nested = fields.block("eagle_config")
         nested.refuse_all_but({"use_aux_hidden_state": (True,)})
@@ -78,28 +78,28 @@ class Eagle3Config:
 
 @flax.struct.dataclass
 class Eagle3Output:
-    """What a pass gives for each token."""
+    """Output of a pass for each token."""
 
-    state: Stream  # that the next pass takes
-    scored: Stream  # that the output head takes
+    state: Stream  # input of the next pass
+    scored: Stream  # input of the output head
 
 
-class Eagle3Head(Published):
-    """One Llama layer over a token's embedding and what the target's layers knew of the one before.
+class Eagle3Head(CheckpointModule):
+    """One Llama layer over a token's embedding and the target's hidden states before it.
 
-    For the token at a position the first pass takes the embedding of the next token, and `features`
-    of the target's residual stream; a later pass takes the state that the one before it gave. The
-    head scores its own vocabulary, whose ids are `ids` in the target's.
+    For each token, the first pass takes the embedding of the next token and the `features` of the
+    target's residual stream; later passes take the previous pass's state instead. The head scores a
+    reduced vocabulary, whose ids in the target's vocabulary are `ids`.
     """
 
     def __init__(
         self, config: ModelConfig, dtype: jnp.dtype, tensors: Collection[str] | None = None
     ):
-        """See `Published`. The `tensors` tell of norms and of embeddings that a head may have."""
+        """See `CheckpointModule`. `tensors` decides which norms and embeddings the head has."""
         self.config = config
         own = self.own
         names, size, aux_size = tensors or (), config.hidden_size, own.target_hidden_size
-        # Else it takes the target's.
+        # Otherwise it uses the target's embeddings.
         has_embeddings = _EMBEDDINGS in names or size != aux_size
         self.embedding = Embedding(config.vocab_size, size, dtype) if has_embeddings else None
         eps, num_aux = config.rms_norm_eps, own.num_aux
@@ -115,17 +115,17 @@ class Eagle3Head(Published):
         self.lm_head = LMHead(size, own.draft_vocab_size, dtype)
         is_whole = own.draft_vocab_size == config.vocab_size and _IDS not in names
         zeros = nnx.initializers.zeros
-        # How far the target's id lies above each draft id. None: the two are the same.
+        # Target id minus draft id. None if the two vocabularies are the same.
         self.offsets = None if is_whole else declare((own.draft_vocab_size,), jnp.int32, zeros)
 
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        """The fields of the layer, in either layout, and an `Eagle3Config` beside them.
+        """Read the layer's fields from either layout, and an `Eagle3Config`.
 
-        A head of the speculators library has those of the layer in `transformer_layer_config`.
+        A head of the speculators library has the layer's fields in `transformer_layer_config`.
 
         Raises:
-            ValueError: a field is missing, malformed or not implemented.
+            ValueError: A field is missing, malformed or not implemented.
         """
         layer = fields.block("transformer_layer_config").entries
         is_nested = bool(layer)
@@ -145,7 +145,7 @@ class Eagle3Head(Published):
 
     @staticmethod
     def canonical_name(name: str, config: ModelConfig) -> str | None:
-        """The name with `midlayer.`; None for what is computed, or never read."""
+        """Return the name spelled with `midlayer.`; None for computed or unused tensors."""
         if name == "t2d" or name.endswith(_DERIVED):
             return None
         if name.startswith(_SAME_LAYER):
@@ -154,22 +154,22 @@ class Eagle3Head(Published):
 
     @property
     def own(self) -> Eagle3Config:
-        """The sizes that only a head has."""
+        """The settings that only a draft head has."""
         return self.config.part(Eagle3Config)
 
     @property
     def ids(self) -> Int[Array, " scored"] | None:
-        """The target's ids (int32, ascending) of those that the head scores; None: all, as is."""
+        """The target's ids (int32, ascending) of the head's vocabulary; None if all."""
         if self.offsets is None:
             return None
         return jnp.arange(self.offsets.shape[0], dtype=jnp.int32) + self.offsets[...]
 
     def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
-        """The pool of the layer's keys and values."""
+        """Return the spec of the layer's keys and values."""
         return self.layer.cache_specs(options)
 
     def features(self, aux_hidden: Float[Array, "tokens aux"]) -> Stream:
-        """What a first pass takes of the target's residual streams, which lie side by side."""
+        """Combine the target's residual streams, side by side, into the input of a first pass."""
         if self.input_norm is not None:
             aux_hidden = self.input_norm(aux_hidden)
         if len(self.fc_norms):
@@ -187,11 +187,15 @@ class Eagle3Head(Published):
         pools: Pools,
         selection: Selection | None = None,
     ) -> tuple[Eagle3Output, Pools]:
-        """One pass over the tokens of `inputs`, and the pools with the layer's written.
+        """Run one pass over the tokens of `inputs`; return the outputs and the updated pools.
 
-        `embedded`: of the token after each; `hidden`: `features`, or an earlier pass's state. With
-        a `selection` the output is of the selected tokens alone; the others leave their keys and
-        values. `inputs.tokens` is not read.
+        Args:
+            embedded: Embedding of the token after each token.
+            hidden: `features`, or an earlier pass's state.
+            inputs: The step; `inputs.tokens` is not read.
+            pools: The pools with the layer's keys and values.
+            selection: Tokens to return outputs for, None for all. Keys and values are written for
+                all tokens.
         """
         own, layer, mixer = self.own, self.layer, self.layer.mixer
         assert mixer is not None
@@ -208,7 +212,6 @@ class Eagle3Head(Published):
         return Eagle3Output(scored if own.norm_output else stream, scored), pools
 
     def checkpoint(self) -> Iterator[Placement]:
-        """The published tensors."""
         if self.embedding is not None:
             yield from self.embedding.checkpoint(_EMBEDDINGS)
         if self.input_norm is not None:
@@ -224,7 +227,7 @@ class Eagle3Head(Published):
             yield Placement(_IDS, self.offsets.shape, self.offsets)
 
     def check_values(self) -> None:
-        """ValueError if the ids in `d2t` are not some of the target's, each once and ascending."""
+        """Raise ValueError unless the ids in `d2t` are valid target ids in ascending order."""
         if self.ids is None:
             return
         ids = np.asarray(self.ids)

@@ -1,4 +1,4 @@
-"""Falcon-H1 (Zuo et al. 2025): attention and Mamba2 side by side in every layer."""
+"""Falcon-H1 (Zuo et al. 2025): attention and Mamba2 in parallel in every layer."""
 
 import dataclasses
 import re
@@ -11,7 +11,7 @@ from jaxspec.models.kinds import FLAG, MAX_LAYERS, SIZE, Kind, number, whole
 from jaxspec.models.layers.mamba2 import Mamba2Config
 from jaxspec.models.layers.parameters import Placement, scaled
 
-# Options that change the output, and their values that the layers compute.
+# Options that change the output, with the values that the layers implement.
 _OPTIONS = {
     "mamba_proj_bias": (False,),
     "projectors_bias": (False,),
@@ -27,10 +27,11 @@ _PARTS = {"pre_ff_layernorm": "post_attention_layernorm", "feed_forward": "mlp"}
 
 @dataclasses.dataclass(frozen=True)
 class FalconMultipliers:
-    """What Falcon-H1 multiplies activations with: a part of a `ModelConfig`.
+    """Constants that scale Falcon-H1's activations: a part of a `ModelConfig`.
 
-    Each of them meets a matrix or a norm's weight before anything else, so these are multiplied
-    with it as they are read, in float32. Those inside Mamba2 are `Mamba2Config.multipliers`.
+    Each scaled activation meets a matrix or a norm's weight first, so that weight is multiplied
+    instead when it is loaded, in float32. The constants inside Mamba2 are
+    `Mamba2Config.multipliers`.
     """
 
     embedding: float
@@ -44,10 +45,10 @@ class FalconMultipliers:
 
     @classmethod
     def read(cls, fields: Fields) -> "FalconMultipliers":
-        """The fields of config.json; one that is absent is 1.
+        """Read the fields of config.json; a missing field is 1.
 
         Raises:
-            ValueError: a field is malformed.
+            ValueError: A field is malformed.
         """
         names = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_out")
         single = {name: _factor(fields, f"{name}_multiplier") for name in names}
@@ -55,10 +56,10 @@ class FalconMultipliers:
         return cls(**single, mlp_gate=gate, mlp_down=down)
 
     def of_tensors(self, *, tied: bool) -> dict[str, float]:
-        """Factors by the ends of tensors' canonical names.
+        """Return the factor of each tensor, keyed by the end of its canonical name.
 
-        With a tied embedding the table takes the embedding's factor, and the final norm what the
-        output head lacks then.
+        With a tied embedding the shared table gets the embedding's factor, and the final norm
+        corrects it for the output head.
         """
         head, head_factor = "lm_head.weight", self.lm_head
         if tied:
@@ -77,15 +78,10 @@ class FalconMultipliers:
 
 
 class FalconH1(Model):
-    """A Falcon-H1 checkpoint. No kernel takes its states of 256, those of 1.5B and larger."""
+    """Falcon-H1. The kernels do not support its state size of 256 (models of 1.5B and larger)."""
 
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        """The common fields, the sizes of Mamba2, and the multipliers.
-
-        Raises:
-            ValueError: a field is missing, malformed or not implemented.
-        """
         fields.refuse_all_but(_OPTIONS)
         count = fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
         config = fields.common((PARALLEL,) * count)
@@ -94,13 +90,12 @@ class FalconH1(Model):
 
     @staticmethod
     def canonical_name(name: str, config: ModelConfig) -> str | None:
-        """A published tensor's name in Qwen's spelling."""
         if name == "model.final_layernorm.weight":
             return "model.norm.weight"
         return _LAYER.sub(lambda found: found[1] + _PARTS[found[2]], name)
 
     def checkpoint(self) -> Iterator[Placement]:
-        """The published tensors, with the multipliers as factors of their values."""
+        """Yield the placements of all tensors, with the multipliers as factors."""
         tied = self.trunk.embedding is None
         factors = self.config.part(FalconMultipliers).of_tensors(tied=tied)
         return scaled(super().checkpoint(), factors)
@@ -125,7 +120,7 @@ def _mamba2(fields: Fields) -> Mamba2Config:
             "the weights."
         )
     is_normed = fields.find("mamba_rms_norm", FLAG)
-    # What transformers assumes where config.json does not say.
+    # transformers' default.
     norm_first = fields.find("mamba_norm_before_gate", FLAG) in (None, True)
     entering = _factor(fields, "ssm_in_multiplier")
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Fields: the config.json that a family reads its `ModelConfig` from."""
+"""Fields: the entries of a config.json, from which a family makes its `ModelConfig`."""
 
 import os
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ _VOCABULARY = whole(1, 2**24)
 _POSITIONS = whole(1, 2**31 - 1)
 _EPS = number(1e-12, 0.1)
 
-# Options of any family that change the output, and their values that the layers compute.
+# Options of any family that change the output, with the values that the layers implement.
 _COMMON_OPTIONS = {
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False,),
@@ -49,10 +49,10 @@ _COMMON_OPTIONS = {
 
 
 class Fields(Block):
-    """The entries of a config.json in any published spelling, with errors that name the field.
+    """The entries of a config.json in any published spelling; errors name the field.
 
-    A vision-language config's `text_config` counts, and its top level fills in what that lacks.
-    Each family's `parse_config` makes a `ModelConfig` of them.
+    The `text_config` of a vision-language config takes precedence, and the top level provides what
+    it lacks.
     """
 
     def __init__(
@@ -62,12 +62,15 @@ class Fields(Block):
         *,
         remedy: str | None = None,
     ):
-        """`published`: config.json's content; `generation`: generation_config.json's, if any.
+        """Read the entries that all families share.
 
-        `remedy`: as that of `Block`, where something else stands for the config.json.
+        Args:
+            published: Content of config.json.
+            generation: Content of generation_config.json, if any.
+            remedy: See `Block`; for sources other than a config.json.
 
         Raises:
-            ValueError: config.json names no model, or a field of these is of a wrong kind.
+            ValueError: No model is named, or one of the shared fields has the wrong kind.
         """
         top = Block(published)
         text = top.block("text_config")
@@ -76,17 +79,17 @@ class Fields(Block):
         self.architecture = _architecture(top, text)
         generated = Block(generation or {}, file="generation_config.json")
         self.eos_token_ids = _joined(generated, text, top)
-        # A vision-language config carries the flag on both levels, and one of them may be stale.
+        # A vision-language config has the flag on both levels, and one of them may be stale.
         flags = [block.find("tie_word_embeddings", FLAG) for block in (text, top)]
         self.tie_word_embeddings = True if True in flags else False if False in flags else None
 
     def layer_types(self) -> tuple[str, ...]:
-        """The mixer of each layer, in Qwen's fields: listed, or attention at an interval.
+        """Return the mixer of each layer from Qwen's fields: a list, or attention at an interval.
 
-        Without a field for recurrent layers all are attention.
+        All layers are attention if there is no field for recurrent layers.
 
         Raises:
-            ValueError: a field is missing or malformed, or not each layer has a known mixer.
+            ValueError: A field is missing or malformed, or a layer has no known mixer.
         """
         count = self.need("num_hidden_layers", _LAYERS)
         interval = self.find("full_attention_interval", _LAYERS) or 4
@@ -109,10 +112,10 @@ class Fields(Block):
         return kinds
 
     def attention_layer_types(self) -> tuple[str, ...]:
-        """`layer_types` of a family that has attention in every layer.
+        """Return `layer_types` of a family with attention in every layer.
 
         Raises:
-            ValueError: as `layer_types`, or there are recurrent layers.
+            ValueError: As `layer_types`, or there are recurrent layers.
         """
         kinds = self.layer_types()
         if others := kinds.count(LINEAR_ATTENTION):
@@ -123,12 +126,12 @@ class Fields(Block):
         return kinds
 
     def feed_forward_types(self) -> tuple[str, ...]:
-        """The feed-forward layer of each layer, in Qwen's fields: experts in every n-th layer.
+        """Return the feed-forward type of each layer from Qwen's fields.
 
-        The layers that `mlp_only_layers` names have none.
+        Every `decoder_sparse_step`-th layer has experts, unless it is in `mlp_only_layers`.
 
         Raises:
-            ValueError: a field is missing or malformed.
+            ValueError: A field is missing or malformed.
         """
         step = self.find("decoder_sparse_step", _LAYERS) or 1
         dense = self.find("mlp_only_layers", _LAYER_INDICES) or []
@@ -151,19 +154,23 @@ class Fields(Block):
         intermediate_size: str = "intermediate_size",
         max_positions: int | None = None,
     ) -> ModelConfig:
-        """What every family reads alike; a family adds its own by `dataclasses.replace`.
+        """Read the fields that all families share; a family adds others with `dataclasses.replace`.
 
-        `layer_types`: the mixer of each layer, keys of `layers.decoder.MIXERS`;
-        `feed_forward_types`: keys of `FEED_FORWARDS` likewise, None: all are dense;
-        `has_attention`: some layer attends, so that there are heads; `has_rotation`: it is told of
-        positions by a rotation; `default_partial_rotary`: the share of a head that is rotated
-        unless config.json says; `default_theta`: the rotation's base likewise, None: config.json
-        must say; `head_dim`: channels of a head, of a family that reads them by itself; `eps` and
-        `intermediate_size`: the fields that have them; `max_positions`: of a family whose
-        config.json says nothing of them.
+        Args:
+            layer_types: Mixer of each layer, a key of `layers.decoder.MIXERS`.
+            feed_forward_types: Likewise a key of `FEED_FORWARDS`; None means all layers are dense.
+            has_attention: False for a model without attention, which has no fields for heads.
+            has_rotation: False for attention without rotary positions.
+            default_partial_rotary: Rotated share of a head if config.json has none.
+            default_theta: Base of the rotation if config.json has none; None makes the field
+                mandatory.
+            head_dim: Channels per head, for families that read it themselves.
+            eps: Name of the field with the norms' epsilon.
+            intermediate_size: Name of the field with the width of dense layers.
+            max_positions: Maximum sequence length, for families without such a field.
 
         Raises:
-            ValueError: a field is missing, malformed or not implemented.
+            ValueError: A field is missing, malformed or not implemented.
         """
         self.refuse_all_but(_COMMON_OPTIONS)
         hidden_size = self.need("hidden_size", SIZE)
@@ -199,7 +206,7 @@ class Fields(Block):
         )
 
     def _heads(self, hidden_size: int, head_dim: int | None) -> tuple[int, int, int]:
-        """Heads of queries, heads of keys and values, and the channels of each."""
+        """Return the numbers of query heads and of key-value heads, and the channels per head."""
         num_heads = self.need("num_attention_heads", SIZE)
         num_kv_heads = self.need("num_key_value_heads", SIZE)
         check_groups(num_heads, num_kv_heads, "num_attention_heads, num_key_value_heads")
@@ -214,11 +221,11 @@ class Fields(Block):
 
 
 def read_fields(folder: Path) -> Fields:
-    """The fields of the checkpoint in `folder`.
+    """Read the fields of the checkpoint in `folder`.
 
     Raises:
-        FileNotFoundError: there is no config.json.
-        ValueError: it or generation_config.json is no file of JSON, or it names no model.
+        FileNotFoundError: There is no config.json.
+        ValueError: It or generation_config.json is not valid JSON, or no model is named.
     """
     path, generation = folder / "config.json", folder / "generation_config.json"
     if not os.path.lexists(path):
@@ -235,7 +242,7 @@ def read_fields(folder: Path) -> Fields:
 
 
 def check_groups(num_heads: int, num_groups: int, names: str) -> None:
-    """ValueError if `num_heads` query or value heads can't share `num_groups` key heads evenly."""
+    """Raise ValueError unless `num_heads` is a multiple of `num_groups` (grouped heads)."""
     if num_heads % num_groups:
         raise ValueError(
             f"config.json: {names}: {num_heads} is not a multiple of {num_groups}, as grouped "
@@ -257,7 +264,7 @@ def _architecture(top: Block, text: Block) -> str:
 
 
 def _joined(*blocks: Block) -> tuple[int, ...]:
-    """The ids under `eos_token_id` in all of the `blocks`, each once."""
+    """Return the ids under `eos_token_id` in all `blocks`, without duplicates."""
     ids: list[int] = []
     for block in blocks:
         found = block.find("eos_token_id", TOKEN_IDS)

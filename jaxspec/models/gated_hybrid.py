@@ -1,4 +1,4 @@
-"""GatedHybrid: what Qwen3-Next, Qwen3.5 and their successors have in common."""
+"""GatedHybrid: the common base of Qwen3-Next, Qwen3.5 and their successors."""
 
 import dataclasses
 from collections.abc import Collection
@@ -13,30 +13,30 @@ from jaxspec.models.kinds import whole
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNetConfig
 from jaxspec.models.layers.mtp_head import PREFIX, MTPHead
 
-# Options that change the output, and their values that the layers compute.
+# Options that change the output, with the values that the layers implement.
 _OPTIONS = {
     "output_gate_type": ("swish", "silu"),
     "attn_output_gate": (True,),
     "mtp_use_dedicated_embeddings": (False,),
 }
-_DRAFT_LAYERS = whole(0, 1)  # the head has one, so far in all checkpoints
-_VISION_LANGUAGE = "model.language_model."  # the text model's names in such a checkpoint
+_DRAFT_LAYERS = whole(0, 1)  # published heads have one layer
+_VISION_LANGUAGE = "model.language_model."  # prefix of the text model's tensors
 
 
 class GatedHybrid(Model):
-    """Gated DeltaNet and gated attention, norms centred at zero, and a multi-token head.
+    """Gated DeltaNet and gated attention, zero-centred norms, and an MTP draft head.
 
-    It is no family. Each of its families says what its feed-forward layers are, and how its
-    projections are published.
+    Its subclasses are the families; they define the feed-forward layers and the layout of the
+    projections in the checkpoint.
     """
 
     def __init__(
         self, config: ModelConfig, dtype: jnp.dtype, tensors: Collection[str] | None = None
     ):
-        """See `Model`. The draft head is found by its tensors where there are any to ask.
+        """See `Model`. With a checkpoint, its tensors decide whether there is a draft head.
 
-        Re-exports keep `mtp_num_hidden_layers` without the tensors, and other checkpoints have the
-        tensors without the entry.
+        `mtp_num_hidden_layers` is no evidence: some re-exported checkpoints keep it without the
+        tensors, and others have the tensors without it.
         """
         super().__init__(config, dtype, tensors)
         if tensors is None:
@@ -48,7 +48,7 @@ class GatedHybrid(Model):
 
     @staticmethod
     def canonical_name(name: str, config: ModelConfig) -> str | None:
-        """A published tensor's name in text-only spelling; None for the vision tower's."""
+        """Return a tensor's name in text-only spelling; None for the vision tower."""
         if name.startswith("model.visual."):
             return None
         if name.startswith(_VISION_LANGUAGE):
@@ -64,13 +64,17 @@ def hybrid_config(
     by_key_head: bool = False,
     published_draft_layers: int = 0,
 ) -> ModelConfig:
-    """The common fields, those of Gated DeltaNet, and whether there is a draft head.
+    """Read the common fields, those of Gated DeltaNet, and the number of draft layers.
 
-    `feed_forward_types` and `parts` are the family's; `by_key_head` is `GatedDeltaNetConfig`'s.
-    `published_draft_layers`: those of the family's checkpoints, where config.json does not say.
+    Args:
+        fields: The entries of config.json.
+        feed_forward_types: See `Fields.common`.
+        parts: The family's other parts of the config.
+        by_key_head: See `GatedDeltaNetConfig`.
+        published_draft_layers: Default number of draft layers if config.json has none.
 
     Raises:
-        ValueError: a field is missing, malformed or not implemented.
+        ValueError: A field is missing, malformed or not implemented.
     """
     fields.refuse_all_but(_OPTIONS)
     config = fields.common(fields.layer_types(), feed_forward_types, default_partial_rotary=0.25)

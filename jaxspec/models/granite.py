@@ -1,4 +1,4 @@
-"""Granite 4 hybrid: Mamba2 and attention, each with a feed-forward layer or experts."""
+"""Granite 4 hybrid: Mamba2 or attention, followed by a dense layer or experts."""
 
 import dataclasses
 import math
@@ -16,13 +16,13 @@ from jaxspec.models.layers.moe import MAX_EXPERTS, MoEConfig, shared_width
 from jaxspec.models.layers.parameters import Placement, scaled
 from jaxspec.pallas.moe.route import Routing
 
-# Options that change the output, and their values that the layers compute.
+# Options that change the output, with the values that the layers implement.
 _OPTIONS = {
     "mamba_proj_bias": (False,),
     "normalization_function": ("rmsnorm",),
     "position_embedding_type": ("nope", "rope"),
 }
-# What a layer is: published words, and those of transformers 5.
+# Words for mixers in published checkpoints, and in those of transformers 5.
 _MIXERS = {
     "mamba": MAMBA2,
     "linear_attention": MAMBA2,
@@ -41,25 +41,25 @@ _EXPERTS = {
 
 @dataclasses.dataclass(frozen=True)
 class GraniteMultipliers:
-    """What Granite multiplies activations with: a part of a `ModelConfig`.
+    """Constants that scale Granite's activations: a part of a `ModelConfig`.
 
-    Each of them meets a matrix or a norm's weight before anything else, so these are multiplied
-    with it as they are read, in float32.
+    Each scaled activation meets a matrix or a norm's weight first, so that weight is multiplied
+    instead when it is loaded, in float32.
     """
 
     embedding: float
     residual: float
-    queries: float  # with it their scores are those of `attention_multiplier`
-    logits: float  # they are divided by it
+    queries: float  # attention_multiplier * sqrt(head_dim)
+    logits: float  # a divisor
 
     @classmethod
     def read(cls, fields: Fields, head_dim: int) -> "GraniteMultipliers":
-        """The fields of config.json, for heads of `head_dim` channels.
+        """Read the fields of config.json, for heads of `head_dim` channels.
 
-        Granite's factor of scores takes the place of one over the root of these.
+        Granite's factor of attention scores replaces `1 / sqrt(head_dim)`.
 
         Raises:
-            ValueError: a field is missing or malformed.
+            ValueError: A field is missing or malformed.
         """
         return cls(
             embedding=float(fields.need("embedding_multiplier", _FACTOR)),
@@ -69,10 +69,10 @@ class GraniteMultipliers:
         )
 
     def of_tensors(self, *, tied: bool) -> dict[str, float]:
-        """Factors by the ends of tensors' canonical names.
+        """Return the factor of each tensor, keyed by the end of its canonical name.
 
-        With a tied embedding the output head has the embedding's factor, too, and the final norm
-        takes it away again.
+        With a tied embedding the output head also has the embedding's factor, and the final norm
+        divides by it.
         """
         ends = ("o_proj.weight", "mamba.out_proj.weight", "down_proj.weight", "down_proj")
         return {
@@ -84,15 +84,10 @@ class GraniteMultipliers:
 
 
 class Granite(Model):
-    """A Granite 4 checkpoint: with experts beside a layer that every token has, or without."""
+    """Granite 4, with or without experts beside a shared feed-forward layer."""
 
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        """The common fields, and the sizes of Mamba2 and of the experts.
-
-        Raises:
-            ValueError: a field is missing, malformed or not implemented.
-        """
         fields.refuse_all_but(_OPTIONS)
         mixers = _mixers(fields)
         num_experts = fields.need("num_local_experts", whole(0, MAX_EXPERTS))
@@ -112,7 +107,7 @@ class Granite(Model):
 
     @staticmethod
     def canonical_name(name: str, config: ModelConfig) -> str | None:
-        """A published tensor's name in Qwen's spelling; without experts `shared_mlp` is the MLP."""
+        """Return a tensor's name in Qwen's spelling; without experts `shared_mlp` is the MLP."""
         found = _LAYER.fullmatch(name)
         if found is None:
             return name
@@ -123,14 +118,13 @@ class Granite(Model):
         return f"{layer}mlp.{shared}{_SHARED.get(rest, rest)}"
 
     def checkpoint(self) -> Iterator[Placement]:
-        """The published tensors, with the multipliers as factors of their values."""
+        """Yield the placements of all tensors, with the multipliers as factors."""
         tied = self.trunk.embedding is None
         factors = self.config.part(GraniteMultipliers).of_tensors(tied=tied)
         return scaled(super().checkpoint(), factors)
 
 
 def _mixers(fields: Fields) -> tuple[str, ...]:
-    """The mixer of each layer; ValueError where config.json does not say."""
     count = fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
     listed = fields.need("layer_types", words(MAX_LAYERS))
     unknown = sorted(set(listed) - _MIXERS.keys())
@@ -157,7 +151,7 @@ def _mamba2(fields: Fields) -> Mamba2Config:
 
 
 def _experts(fields: Fields, num_experts: int) -> MoEConfig:
-    """The experts' sizes. Softmax over the chosen is softmax over all, renormalised."""
+    """Read the experts' sizes. Softmax over the chosen equals softmax over all, renormalised."""
     width = fields.need("intermediate_size", SIZE)
     return MoEConfig(
         Routing(num_experts, fields.need("num_experts_per_tok", whole(1, num_experts))),

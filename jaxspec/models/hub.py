@@ -1,4 +1,4 @@
-"""Models from the Hugging Face hub: downloaded into its cache, and checked against its digests."""
+"""Download models from the Hugging Face hub into its cache, and verify their digests."""
 
 import contextlib
 import hashlib
@@ -15,10 +15,10 @@ from jaxspec.gguf import SUFFIX, is_gguf
 _RULE = "A model must be a folder, a GGUF file or a Hugging Face hub id such as Qwen/Qwen3.5-0.8B"
 _TEXT_FILES = ("*.json", "*.jinja", "*.txt")
 _WEIGHTS = "*.safetensors"
-_MAX_CHARACTERS = 200  # of a revision
+_MAX_CHARACTERS = 200  # length limit of a revision
 _SHA256, _GIT_SHA1 = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
-_CHECKED = ".jaxspec-checked"  # a folder in the hub's cache of a model
-_PART = 2**20  # bytes that are digested at once
+_CHECKED = ".jaxspec-checked"  # folder for notes in a model's hub cache
+_PART = 2**20  # bytes hashed at once
 
 
 def resolve_folder(
@@ -28,15 +28,18 @@ def resolve_folder(
     weights: bool = True,
     revision: str | None = None,
 ) -> Path:
-    """The checkpoint: a folder or a GGUF file itself, or that of a hub id, downloaded if need be.
+    """Return the checkpoint folder or GGUF file of a path or hub id, downloading it if needed.
 
-    Without `progress` the hub's own bars stay hidden; without `weights` those are not downloaded.
-    `revision`: the branch, tag or commit to take of a hub id; None is main.
+    Args:
+        name_or_path: A folder, a GGUF file, or a hub id.
+        progress: Show the hub library's progress bars.
+        weights: Also download the weights.
+        revision: Branch, tag or commit of a hub id; None means main.
 
     Raises:
-        FileNotFoundError: it is neither, or the hub cannot be reached.
-        ValueError: a folder with a revision, or one that may not be read; a malformed revision; a
-            file that is not what the hub says.
+        FileNotFoundError: The path does not exist and is no hub id, or the hub can't be reached.
+        ValueError: A revision was given for a path or is malformed, the path is not readable, or a
+            file does not match the hub's digest.
     """
     if not isinstance(name_or_path, str | Path) or name_or_path == "":
         raise ValueError(f"{_RULE}, got {shown(name_or_path)}.")
@@ -55,13 +58,13 @@ def resolve_folder(
 
 
 def _folder(name_or_path: str | Path) -> Path | None:
-    """The folder or the GGUF file of that path; None where nothing is there."""
+    """Return the folder or GGUF file at a path; None if the path does not exist."""
     try:
         folder = Path(name_or_path).expanduser()
         if folder.is_dir() or is_gguf(folder):
             return folder
         is_there = os.path.lexists(folder)
-    except (OSError, RuntimeError) as error:  # a name too long, a way barred, no such user
+    except (OSError, RuntimeError) as error:  # name too long, no permission, unknown user
         reason = getattr(error, "strerror", error)
         raise FileNotFoundError(
             f"{_RULE}; {shown(str(name_or_path))} can't be looked up: {reason}. Check the path."
@@ -76,10 +79,9 @@ def _folder(name_or_path: str | Path) -> Path | None:
 
 
 def _download(name: str, progress: bool, weights: bool, revision: str | None) -> Path:
-    """The folder in the hub's cache, with what was not there downloaded, and all of it checked.
+    """Download missing files to the hub's cache, verify all, and return the folder.
 
-    The hub's library downloads several files at once, takes up a connection that breaks where it
-    broke, and keeps every file that came whole.
+    The hub library downloads files in parallel, resumes interrupted ones and keeps complete ones.
     """
     if revision is not None and not _is_revision(revision):
         raise ValueError(
@@ -92,7 +94,7 @@ def _download(name: str, progress: bool, weights: bool, revision: str | None) ->
     try:
         with contextlib.nullcontext() if progress else _no_hub_bars():
             folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except Exception as error:  # networks fail with exceptions of many kinds
+    except Exception as error:  # network failures have many exception types
         named = shown(name) if revision is None else f"{shown(name)} at revision {revision!r}"
         raise FileNotFoundError(f"{_RULE}; {named} {_why_not(error)}") from error
     if not (folder / "config.json").exists():
@@ -105,7 +107,7 @@ def _download(name: str, progress: bool, weights: bool, revision: str | None) ->
 
 
 def _is_revision(value: object) -> bool:
-    """Whether git could have a branch, tag or commit of that name."""
+    """Return whether `value` is a valid name of a git branch, tag or commit."""
     return (
         isinstance(value, str)
         and 0 < len(value) <= _MAX_CHARACTERS
@@ -117,7 +119,7 @@ def _is_revision(value: object) -> bool:
 
 
 def _why_not(error: Exception) -> str:
-    """What the hub's error means to the user who named the model, and the way out."""
+    """Explain the hub library's error to the user, with the remedy."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.HFValidationError):
@@ -146,7 +148,7 @@ def _why_not(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _no_hub_bars() -> Iterator[None]:
-    """Hide the hub's bars inside; the hub only has one switch for all of them."""
+    """Hide the hub library's progress bars inside the block; it has only a global switch."""
     from huggingface_hub import utils
 
     was_hidden = utils.are_progress_bars_disabled()
@@ -159,20 +161,20 @@ def _no_hub_bars() -> Iterator[None]:
 
 
 def _check_digests(paths: list[Path]) -> None:
-    """Refuse files of the hub's cache whose content is not what the hub says it is.
+    """Raise ValueError if files in the hub's cache do not match their digests.
 
-    The cache keeps a file under its digest as the hub gave it, and links to it from the model's
-    folder. So this needs no network. Where the cache can't make links nothing is known.
+    The cache stores each file under its digest and links to it from the model's folder, so no
+    network is needed. Where the cache can't create links, nothing is checked.
     """
-    with ThreadPoolExecutor(max_workers=4) as pool:  # digests leave other threads running
+    with ThreadPoolExecutor(max_workers=4) as pool:  # hashing releases the GIL
         list(pool.map(_check_digest, [path for path in paths if path.is_symlink()]))
 
 
 def _check_digest(path: Path) -> None:
-    """ValueError unless the file that `path` links to has the digest that is its name.
+    """Raise ValueError unless the linked file has the digest in its name.
 
-    A digest takes a second for each GB or two, so it is noted in the cache once it was right; the
-    note holds as long as the file's size and time of change do.
+    Hashing takes about a second per 1 to 2 GB, so a success is noted in the cache. The note is
+    valid while the file's size and modification time are unchanged.
     """
     blob = Path(os.path.normpath(path.parent / os.readlink(path)))
     with open_file(blob) as file:
@@ -199,10 +201,9 @@ def _check_digest(path: Path) -> None:
 
 
 def _digest_of(name: str, size: int):
-    """The empty digest for a file that the hub gave this `name`; None for another kind of name.
+    """Return an empty digest of the type that a file's `name` implies; None for other names.
 
-    The hub gives large files their SHA-256, and others the SHA-1 of their `size` and content that
-    git has.
+    The hub names large files by their SHA-256, and others by git's SHA-1 of `size` and content.
     """
     if _SHA256.fullmatch(name):
         return hashlib.sha256()
@@ -219,6 +220,6 @@ def _read_note(note: Path) -> str | None:
 
 
 def _write_note(note: Path, state: str) -> None:
-    with contextlib.suppress(OSError):  # a cache that others own is checked each time
+    with contextlib.suppress(OSError):  # a read-only cache is checked each time
         note.parent.mkdir(exist_ok=True)
         note.write_text(state)

@@ -1,34 +1,34 @@
-"""Kinds of values in a config.json, and `Block`: a JSON object that is read by kind alone."""
+"""Kinds of values in a config.json, and `Block`: a JSON object whose entries are read by kind."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from jaxspec.checks import shown
-from jaxspec.request import ROW_STOP_IDS
+from jaxspec.requests.request import ROW_STOP_IDS
 
 _Value = TypeVar("_Value")
 
 MAX_LAYERS = 1000
-"""Layers that a config.json may ask for; the deepest published models have some 130."""
+"""Maximum number of layers; the deepest published models have about 130."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind(Generic[_Value]):
-    """What an entry may be: in words, and as a test. A boolean is never a number."""
+    """A set of allowed values: a description for errors, and a test. Booleans are not numbers."""
 
-    words: str  # behind "must be"
+    words: str  # completes "must be ..."
     holds: Callable[[Any], bool]
 
 
 def whole(least: int, most: int) -> Kind[int]:
-    """Integers from `least` to `most`; 4.0 is none."""
+    """Integers from `least` to `most`; floats such as 4.0 are not accepted."""
     words = f"an integer from {least:,} to {most:,}"
     return Kind(words, lambda value: type(value) is int and least <= value <= most)
 
 
 def number(least: float, most: float) -> Kind[float]:
-    """Numbers from `least` to `most`, with or without a decimal point."""
+    """Integers and floats from `least` to `most`."""
     words = f"a number from {least:g} to {most:g}"
     return Kind(words, lambda value: type(value) in (int, float) and least <= value <= most)
 
@@ -44,7 +44,6 @@ def numbers(most: int, each: Kind[int]) -> Kind[list[int]]:
 
 
 def words(most: int) -> Kind[list[str]]:
-    """Lists of at most `most` strings."""
     return Kind(
         f"a list of at most {most:,} strings",
         lambda value: (
@@ -55,7 +54,7 @@ def words(most: int) -> Kind[list[str]]:
     )
 
 
-# Far beyond what is published, and small enough that no sum of products overflows.
+# Far above published sizes, and small enough that no size computation overflows.
 SIZE = whole(1, 2**20)
 FLAG: Kind[bool] = Kind("true or false", lambda value: isinstance(value, bool))
 WORD: Kind[str] = Kind("a string", lambda value: isinstance(value, str))
@@ -75,9 +74,9 @@ TOKEN_IDS: Kind[int | list[int]] = Kind(
 
 
 class Block:
-    """The entries of a JSON object; each that is read must be of the kind that its reader names.
+    """The entries of a JSON object, read with the kind that each must have.
 
-    An entry of null is as if absent.
+    A null entry counts as missing.
     """
 
     def __init__(
@@ -88,19 +87,23 @@ class Block:
         prefix: str = "",
         remedy: str | None = None,
     ):
-        """`file` and `prefix` say in errors where the entries stand, such as `rope_parameters.`.
+        """Wrap `entries`.
 
-        `remedy`: the sentence that names the way out; None: to take the published file.
+        Args:
+            entries: The JSON object.
+            file: File name for error messages.
+            prefix: Path of the object in the file, such as `rope_parameters.`, for error messages.
+            remedy: Sentence for error messages; None means to take the published file.
         """
         self.entries = entries
         self.file, self.prefix = file, prefix
         self.remedy = remedy or f"Take the {file} that was published with the weights."
 
     def find(self, name: str, kind: Kind[_Value]) -> _Value | None:
-        """The entry; None where there is none.
+        """Return the entry, or None if it is missing.
 
         Raises:
-            ValueError: it is of another kind.
+            ValueError: It has another kind.
         """
         value = self.entries.get(name)
         if value is None or kind.holds(value):
@@ -111,10 +114,10 @@ class Block:
         )
 
     def need(self, name: str, kind: Kind[_Value]) -> _Value:
-        """The entry.
+        """Return the entry.
 
         Raises:
-            ValueError: there is none, or it is of another kind.
+            ValueError: It is missing or has another kind.
         """
         value = self.find(name, kind)
         if value is None:
@@ -124,10 +127,10 @@ class Block:
         return value
 
     def need_either(self, names: tuple[str, str], kind: Kind[_Value]) -> _Value:
-        """The entry of a field that has two names; the first is the usual one.
+        """Return the entry of a field with two names, the usual one first.
 
         Raises:
-            ValueError: there is none, it is of another kind, or there are two that differ.
+            ValueError: It is missing, has another kind, or the two names have different values.
         """
         usual, other = names
         value = self.find(other, kind)
@@ -141,18 +144,19 @@ class Block:
         return value
 
     def block(self, name: str) -> "Block":
-        """The object under `name`; an empty one where there is none.
+        """Return the object under `name`; an empty one if it is missing.
 
         Raises:
-            ValueError: it is no object.
+            ValueError: The entry is not an object.
         """
         entries = self.find(name, OBJECT) or {}
         return Block(entries, file=self.file, prefix=f"{self.prefix}{name}.", remedy=self.remedy)
 
     def refuse_all_but(self, expected: Mapping[str, tuple[Any, ...]]) -> None:
-        """ValueError for an option that changes the output and has none of the `expected` values.
+        """Raise ValueError for options that change the output and have an unexpected value.
 
-        An absent option is as the family's code assumes.
+        Args:
+            expected: Maps option names to their implemented values; a missing option is fine, too.
         """
         for name, accepted in expected.items():
             value = self.entries.get(name)

@@ -1,4 +1,4 @@
-"""LFM2, LFM2.5 and LFM2-MoE (Liquid AI 2025): short convolutions, and attention in some layers."""
+"""LFM2, LFM2.5 and LFM2-MoE (Liquid AI 2025): short convolutions and some attention layers."""
 
 import dataclasses
 import re
@@ -12,10 +12,10 @@ from jaxspec.models.layers.moe import EXPERTS, SCALE, MoEConfig
 from jaxspec.models.layers.short_conv import ShortConvConfig
 from jaxspec.pallas.moe.route import Routing
 
-# Options that change the output, and their values that the layers compute.
+# Options that change the output, with the values that the layers implement.
 _OPTIONS = {"use_pos_enc": (True,), "block_use_swiglu": (True,)}
-_THETA = 1e6  # where config.json does not give it
-_KINDS = {"conv": SHORT_CONV, "full_attention": FULL_ATTENTION}  # by the words of `layer_types`
+_THETA = 1e6  # used if config.json has none
+_KINDS = {"conv": SHORT_CONV, "full_attention": FULL_ATTENTION}  # words of `layer_types`
 _LAYER = re.compile(
     r"(model\.layers\.\d{1,4}\.)(operator_norm|ffn_norm|self_attn|feed_forward)\.(.+)"
 )
@@ -36,15 +36,10 @@ _MATRICES = {
 
 
 class LFM2(Model):
-    """An LFM2 checkpoint, in the spelling that was published first or in that of transformers 5."""
+    """LFM2, in the original spelling or in that of transformers 5."""
 
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        """The common fields, the kind of each layer, and the widths.
-
-        Raises:
-            ValueError: a field is missing, malformed or not implemented.
-        """
         width = "intermediate_size" if fields.find("block_ff_dim", SIZE) is None else "block_ff_dim"
         config = _common(fields, width=width)
         adjusted = _adjusted(fields, config.intermediate_size)
@@ -52,8 +47,7 @@ class LFM2(Model):
 
     @staticmethod
     def canonical_name(name: str, config: ModelConfig) -> str | None:
-        """A published tensor's name in Qwen's spelling."""
-        if name == "model.embedding_norm.weight":  # that of the output, whatever it is called
+        if name == "model.embedding_norm.weight":  # the final norm, despite its name
             return "model.norm.weight"
         found = _LAYER.fullmatch(name)
         if found is None:
@@ -64,15 +58,10 @@ class LFM2(Model):
 
 
 class LFM2Moe(LFM2):
-    """An LFM2-MoE checkpoint: LFM2 with experts in all layers but the first."""
+    """LFM2-MoE: LFM2 with experts in all layers but the first ones."""
 
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        """As LFM2's, with the experts; the width of dense layers is that in config.json.
-
-        Raises:
-            ValueError: a field is missing, malformed or not implemented.
-        """
         count = fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
         dense = fields.need("num_dense_layers", whole(0, count))
         config = _common(fields, (DENSE,) * dense + (SPARSE,) * (count - dense))
@@ -84,7 +73,7 @@ def _common(
     feed_forward_types: tuple[str, ...] | None = None,
     width: str = "intermediate_size",
 ) -> ModelConfig:
-    """What LFM2 with and without experts are alike in; ValueError as `parse_config`."""
+    """Read the fields of LFM2 with and without experts; ValueError as in `parse_config`."""
     fields.refuse_all_but(_OPTIONS)
     config = fields.common(
         _layer_types(fields),
@@ -93,7 +82,7 @@ def _common(
         eps="norm_eps",
         intermediate_size=width,
     )
-    tied = fields.find("tie_embedding", FLAG)  # transformers lets it count where there are both
+    tied = fields.find("tie_embedding", FLAG)  # takes precedence, as in transformers
     return dataclasses.replace(
         config,
         tie_word_embeddings=config.tie_word_embeddings if tied is None else tied,
@@ -102,10 +91,10 @@ def _common(
 
 
 def _layer_types(fields: Fields) -> tuple[str, ...]:
-    """The mixer of each layer: listed, or those that attend by their indices.
+    """Return the mixer of each layer: from a list, or from the indices of the attention layers.
 
     Raises:
-        ValueError: a field is malformed, neither is there, or not each layer has a known mixer.
+        ValueError: A field is malformed, both are missing, or a layer has no known mixer.
     """
     count = fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
     listed = fields.find("layer_types", words(MAX_LAYERS))
@@ -124,10 +113,10 @@ def _layer_types(fields: Fields) -> tuple[str, ...]:
 
 
 def _adjusted(fields: Fields, width: int) -> int:
-    """The width of the feed-forward layers, given the one that config.json has.
+    """Return the width of the feed-forward layers, given the one in config.json.
 
-    With `block_auto_adjust_ff_dim` that is the width of layers without a gate. With one, two thirds
-    make as many parameters. The rule is that of transformers.
+    With `block_auto_adjust_ff_dim` the config's width is for layers without a gate; a gated layer
+    has as many parameters at two thirds of it. The rule is that of transformers.
     """
     if not fields.need("block_auto_adjust_ff_dim", FLAG):
         return width
@@ -138,7 +127,7 @@ def _adjusted(fields: Fields, width: int) -> int:
 
 
 def _experts(fields: Fields) -> MoEConfig:
-    """The experts' sizes, and how they are chosen: by sigmoids, corrected, without groups."""
+    """Read the experts' sizes and routing: sigmoid scores with a correction, without groups."""
     num_experts = fields.need("num_experts", EXPERTS)
     scale = fields.find("routed_scaling_factor", SCALE)
     routing = Routing(

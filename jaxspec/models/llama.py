@@ -1,4 +1,4 @@
-"""Llama dense: attention in every layer, queries and keys without norms, no draft head."""
+"""Llama dense: attention in every layer, no norms of queries and keys, no draft head."""
 
 import dataclasses
 
@@ -6,21 +6,22 @@ from jaxspec.models.base import Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields
 
-# Options that change the output, and their values that the layers compute.
+# Options that change the output, with the values that the layers implement.
 _OPTIONS = {"sliding_window": ()}
-_THETA = 10000.0  # Llama 2's config.json does not give it
-_DERIVED = ".rotary_emb.inv_freq"  # older checkpoints store what config.json says of the rotation
+_THETA = 10000.0  # missing in Llama 2's config.json
+_DERIVED = ".rotary_emb.inv_freq"  # in older checkpoints; computed from config.json
 
 
 class Llama(Model):
-    """A Llama checkpoint."""
+    """Llama 2 and 3, dense."""
 
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        """The common fields; queries and keys have no norms.
+        """Read the common fields.
 
         Raises:
-            ValueError: as `Fields.common`, there are recurrent layers, or attention has a window.
+            ValueError: As `Fields.common`, or there are recurrent layers or sliding-window
+                attention.
         """
         fields.refuse_all_but(_OPTIONS)
         config = fields.common(fields.attention_layer_types(), default_theta=_THETA)
@@ -28,5 +29,4 @@ class Llama(Model):
 
     @staticmethod
     def canonical_name(name: str, config: ModelConfig) -> str | None:
-        """The name itself; None for the frequencies of the rotation, which are computed."""
         return None if name.endswith(_DERIVED) else name

@@ -9,12 +9,11 @@ from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import MAX_LAYERS, whole
 from jaxspec.models.layers.mamba2 import Mamba2Config
 
-# Options that change the output, and their values that the layers compute. `norm_before_gate` is
-# none of them: Mamba-Codestral-7B has it, and transformers gates before the norm whatever it says.
+# Options that change the output, with the values that the layers implement. `norm_before_gate` is
+# not among them: Mamba-Codestral-7B sets it, but transformers ignores it and gates before the norm.
 _OPTIONS = {"use_bias": (False,), "rms_norm": (True,)}
-# No position is encoded and nothing grows with a request, so the layers set no bound. The state's
-# memory of what lies further back than the 2,048 tokens of the published models' training is
-# anybody's guess.
+# Without position encoding and growing caches the layers set no limit. Published models were
+# trained on 2,048 tokens; quality beyond that is not guaranteed.
 _MAX_POSITIONS = 2**17
 _LAYER = re.compile(r"^(model\.layers\.\d{1,4}\.)(norm|mixer)(?=\.)")
 _PARTS = {"norm": "input_layernorm", "mixer": "mamba"}
@@ -25,19 +24,14 @@ _NAMES = {
 
 
 class Mamba2(Model):
-    """A Mamba2 checkpoint in the spelling of transformers.
+    """Mamba2 in the spelling of transformers.
 
-    It has no attention, and keeps nothing in pages. The engine counts them all the same, so a
-    `num_pages` of its options bounds requests as it does for other models.
+    It has no attention and stores nothing in pages. The engine counts pages all the same, so the
+    option `num_pages` limits requests as for other models.
     """
 
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        """The common fields, and the sizes of the layers.
-
-        Raises:
-            ValueError: a field is missing, malformed or not implemented.
-        """
         fields.refuse_all_but(_OPTIONS)
         count = fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
         sizes = Mamba2Config.read(
@@ -61,7 +55,6 @@ class Mamba2(Model):
 
     @staticmethod
     def canonical_name(name: str, config: ModelConfig) -> str | None:
-        """A published tensor's name in Qwen's spelling."""
         if name.startswith("backbone."):
             name = "model." + name.removeprefix("backbone.")
         name = _NAMES.get(name, name)

@@ -27,7 +27,7 @@ from jaxspec.models.layers.mtp_head import PREFIX, MTPHead
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.moe.route import Routing
 
-# Options that change the output, and their values that the layers compute.
+# Options that change the output, with the values that the layers implement.
 _OPTIONS = {
     "mlp_hidden_act": ("relu2",),
     "mamba_hidden_act": ("silu",),
@@ -36,14 +36,14 @@ _OPTIONS = {
     "sliding_window": (),
     "n_shared_experts": (1,),
 }
-# A layer's letter in a pattern: its mixer and its feed-forward layer, of which it has one.
+# Letter of a layer in a pattern -> its mixer and its feed-forward layer; one of them is empty.
 _HALVES = {
     "M": (MAMBA2, NO_FEED_FORWARD),
     "*": (FULL_ATTENTION, NO_FEED_FORWARD),
     "-": (NO_MIXER, SQUARED_RELU),
     "E": (NO_MIXER, SPARSE),
 }
-# The words for it where the layers are listed: published ones, and those of transformers 5.
+# Words for layers in lists, in published checkpoints and in those of transformers 5.
 _LETTERS = {
     "mamba": "M",
     "linear_attention": "M",
@@ -52,14 +52,14 @@ _LETTERS = {
     "mlp": "-",
     "moe": "E",
 }
-_HEAD = "*E"  # the layers of the draft head that jaxspec has
-_HEAD_DIM = "head_dim", "attention_head_dim"  # the second is the name of older checkpoints
+_HEAD = "*E"  # layers of the supported draft head
+_HEAD_DIM = "head_dim", "attention_head_dim"  # the second in older checkpoints
 _TRUNK_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(norm|mixer)\.(.+)")
 _HEAD_LAYER = re.compile(r"mtp\.layers\.([01])\.(norm|mixer)\.(.+)")
 _NAMES = {
     "model.embeddings.weight": "model.embed_tokens.weight",
     "model.norm_f.weight": "model.norm.weight",
-    # The head's first layer also has what comes before it, and its last what comes behind it.
+    # The head's input norms and projection are in its first layer, its final norm in the last.
     "mtp.layers.0.enorm.weight": "mtp.pre_fc_norm_embedding.weight",
     "mtp.layers.0.hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
     "mtp.layers.0.eh_proj.weight": "mtp.fc.weight",
@@ -69,15 +69,15 @@ _PREFIXES = {MAMBA2: "mamba.", FULL_ATTENTION: "self_attn.", NO_MIXER: "mlp."}
 
 
 class NemotronH(Model):
-    """A Nemotron-H checkpoint. Each of its layers is one mixer or one feed-forward layer."""
+    """Nemotron-H. Each layer is either one mixer or one feed-forward layer."""
 
     def __init__(
         self, config: ModelConfig, dtype: jnp.dtype, tensors: Collection[str] | None = None
     ):
-        """See `Model`. The draft head is found by its tensors where there are any to ask.
+        """See `Model`. With a checkpoint, its tensors decide whether there is a draft head.
 
         Raises:
-            ValueError: there is a head, and config.json was read without its sizes.
+            ValueError: There is a head, but config.json has no sizes for it.
         """
         super().__init__(config, dtype, tensors)
         if tensors is None:
@@ -90,12 +90,12 @@ class NemotronH(Model):
 
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        """The common fields, the kind of each layer, and the sizes of the kinds that there are.
+        """Read the common fields, the type of each layer, and the sizes of the types that occur.
 
-        The layers of a draft head that config.json promises count.
+        A draft head that config.json declares counts as layers that occur.
 
         Raises:
-            ValueError: a field is missing, malformed or not implemented.
+            ValueError: A field is missing, malformed or not implemented.
         """
         fields.refuse_all_but(_OPTIONS)
         is_latent = fields.find("moe_latent_size", SIZE) is not None
@@ -123,7 +123,7 @@ class NemotronH(Model):
 
     @staticmethod
     def canonical_name(name: str, config: ModelConfig) -> str | None:
-        """A published tensor's name in Qwen's spelling; what a layer is tells its prefix."""
+        """Return a tensor's name in Qwen's spelling; the prefix follows from the layer's type."""
         if name.startswith("backbone."):
             name = "model." + name.removeprefix("backbone.")
         if found := _HEAD_LAYER.fullmatch(name):
@@ -137,7 +137,7 @@ class NemotronH(Model):
 
 
 def _spelled(layer: str, mixer: str, part: str, rest: str) -> str:
-    """The name of a tensor of a layer's norm or mixer, which may be a feed-forward layer."""
+    """Return the name of a tensor of a layer's norm, mixer or feed-forward layer."""
     if part == "norm":
         norm = "post_attention_layernorm" if mixer == NO_MIXER else "input_layernorm"
         return f"{layer}{norm}.{rest}"
@@ -145,7 +145,7 @@ def _spelled(layer: str, mixer: str, part: str, rest: str) -> str:
 
 
 def _layers(fields: Fields) -> str:
-    """The letter of each layer; ValueError where there is no pattern, or another one."""
+    """Return the letter of each layer; ValueError if there is no pattern or it is invalid."""
     pattern = _pattern(fields, "hybrid_override_pattern", "layers_block_type")
     if pattern is None:
         raise ValueError(
@@ -163,10 +163,10 @@ def _layers(fields: Fields) -> str:
 
 
 def _pattern(fields: Fields, letters: str, listed: str) -> str | None:
-    """What either field says of layers, in letters; None where there is neither.
+    """Return the layers' letters from either field; None if both are missing.
 
     Raises:
-        ValueError: a layer is of a kind that Nemotron's have not, or the two fields differ.
+        ValueError: A layer has an unknown type, or the two fields differ.
     """
     spelled, named = fields.find(letters, WORD), fields.find(listed, words(MAX_LAYERS))
     in_letters = None if named is None else [_LETTERS.get(word, word) for word in named]
@@ -188,7 +188,7 @@ def _pattern(fields: Fields, letters: str, listed: str) -> str | None:
 
 
 def _draft_layers(fields: Fields) -> int:
-    """Draft heads that config.json promises; ValueError if their layers are not those we have."""
+    """Return the number of declared draft heads; ValueError if their layers are not supported."""
     head = _pattern(fields, "mtp_hybrid_override_pattern", "mtp_layers_block_type")
     count = fields.find("num_nextn_predict_layers", whole(0, 1)) or 0
     if count and head not in (None, _HEAD):
@@ -201,7 +201,7 @@ def _draft_layers(fields: Fields) -> int:
 
 
 def _check_has_sizes_of_head(config: ModelConfig) -> None:
-    """ValueError where neither the trunk nor config.json's promise of a head needs its sizes."""
+    """Raise ValueError if config.json lacks the sizes of the draft head's layers."""
     if config.num_heads and config.find_part(MoEConfig) is not None:
         return
     raise ValueError(
@@ -227,7 +227,7 @@ def _mamba2(fields: Fields) -> Mamba2Config:
 
 
 def _experts(fields: Fields) -> MoEConfig:
-    """The experts' sizes, and how they are chosen: as DeepSeek-V3's."""
+    """Read the experts' sizes and routing, which is that of DeepSeek-V3."""
     num_experts = fields.need("n_routed_experts", EXPERTS)
     width = fields.need("moe_intermediate_size", SIZE)
     groups = fields.find("n_group", whole(1, num_experts)) or 1

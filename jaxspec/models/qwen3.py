@@ -6,18 +6,15 @@ from jaxspec.models.fields import Fields
 
 
 class Qwen3(Model):
-    """A Qwen3 checkpoint."""
-
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        """The common fields are all there is.
+        """Read the common fields.
 
         Raises:
-            ValueError: as `Fields.common`, or there are recurrent layers.
+            ValueError: As `Fields.common`, or there are recurrent layers.
         """
         return fields.common(fields.attention_layer_types())
 
     @staticmethod
     def canonical_name(name: str, config: ModelConfig) -> str | None:
-        """The name itself: there is one spelling."""
         return name

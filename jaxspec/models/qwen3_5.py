@@ -10,5 +10,4 @@ class Qwen3_5(GatedHybrid):
 
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        """See `hybrid_config`."""
         return hybrid_config(fields)

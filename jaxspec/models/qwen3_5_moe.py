@@ -5,7 +5,7 @@ from jaxspec.models.fields import Fields
 from jaxspec.models.gated_hybrid import GatedHybrid, hybrid_config
 from jaxspec.models.layers.moe import MoEConfig
 
-# Qwen3-Next's options, and their values that this family is published with.
+# Options of Qwen3-Next, with the values of this family's checkpoints.
 _OPTIONS = {"norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
 
 
@@ -14,11 +14,6 @@ class Qwen3_5Moe(GatedHybrid):
 
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        """See `hybrid_config`; every layer has experts, and one that all tokens share.
-
-        Raises:
-            ValueError: a field is missing, malformed or not implemented.
-        """
         fields.refuse_all_but(_OPTIONS)
         experts = MoEConfig.read(fields, renormalise=True, shared=True)
         return hybrid_config(fields, (SPARSE,) * len(fields.layer_types()), (experts,))

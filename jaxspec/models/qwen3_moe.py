@@ -10,14 +10,12 @@ from jaxspec.models.layers.moe import MoEConfig
 
 
 class Qwen3Moe(Model):
-    """A Qwen3 MoE checkpoint."""
-
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        """The common fields, and those of the experts.
+        """Read the common fields and those of the experts.
 
         Raises:
-            ValueError: as `Fields.common`, or there are recurrent layers.
+            ValueError: As `Fields.common`, or there are recurrent layers.
         """
         renormalise = fields.need("norm_topk_prob", FLAG)
         experts = MoEConfig.read(fields, renormalise=renormalise, shared=False)
@@ -26,5 +24,4 @@ class Qwen3Moe(Model):
 
     @staticmethod
     def canonical_name(name: str, config: ModelConfig) -> str | None:
-        """The name itself: there is one spelling."""
         return name

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3-Coder-Next: a mixture of experts in every layer but those named."""
+"""Qwen3-Next and Qwen3-Coder-Next: a mixture of experts in every layer not listed as dense."""
 
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields
@@ -8,15 +8,10 @@ from jaxspec.models.layers.moe import MoEConfig
 
 
 class Qwen3Next(GatedHybrid):
-    """A Qwen3-Next checkpoint. It has a draft head, of which its config.json says nothing."""
+    """Qwen3-Next. It has a draft head, which its config.json does not mention."""
 
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        """See `hybrid_config`; the projections of the recurrent layers come head by head.
-
-        Raises:
-            ValueError: a field is missing, malformed or not implemented.
-        """
         renormalise = fields.need("norm_topk_prob", FLAG)
         experts = MoEConfig.read(fields, renormalise=renormalise, shared=True)
         return hybrid_config(

@@ -1,4 +1,4 @@
-"""read_rope: the rotation that a config.json asks for, in any published spelling."""
+"""read_rope: the rotary position embedding in a config.json, in any published spelling."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -16,22 +16,25 @@ _TURNS = number(1e-3, 1e6)
 _POSITIONS = whole(1, 2**31 - 1)
 
 _NESTED = ("rope_parameters", "rope_scaling")
-# For text the three position rows of multimodal RoPE are equal, which is plain RoPE.
+# Text has equal positions on all three axes of multimodal RoPE, which is then plain RoPE.
 _TYPES = {"default": "default", "mrope": "default", "llama3": "llama3"}
 
 
 def read_rope(
     fields: Block, head_dim: int, default_partial: float, default_theta: float | None = None
 ) -> RopeConfig:
-    """The rotation of a head of `head_dim` channels.
+    """Read the rotation of a head of `head_dim` channels.
 
-    `default_partial`: the share of a head that the family rotates; `default_theta`: its base.
-    They count where `fields` are silent. Without a `default_theta`, or with a scaling, these must
-    give the base.
+    Args:
+        fields: The entries of config.json.
+        head_dim: Channels per head.
+        default_partial: Rotated share of a head if config.json has none.
+        default_theta: Base of the rotation if config.json has none. Without a default, or with a
+            scaling, config.json must have it.
 
     Raises:
-        ValueError: a field is missing or malformed, two of them contradict each other, or the
-            rotation is one that jaxspec does not implement.
+        ValueError: A field is missing or malformed, two fields contradict each other, or the
+            rotation is not implemented.
     """
     nested = [fields.block(name) for name in _NESTED]
     scaling = _scaling(nested)
@@ -52,7 +55,7 @@ def read_rope(
 
 
 def _scaling(nested: Sequence[Block]) -> Llama3Scaling | None:
-    """The scaling that the blocks of rope's parameters ask for; None: there is none."""
+    """Return the scaling in the blocks of RoPE parameters; None if there is none."""
     kinds = sorted({kind for block in nested for kind in _types(block)})
     if len(kinds) > 1:
         raise ValueError(
@@ -62,12 +65,12 @@ def _scaling(nested: Sequence[Block]) -> Llama3Scaling | None:
     if "llama3" in kinds:
         return _llama3(nested)
     for block in nested:
-        block.refuse_all_but({"factor": ()})  # a scaling that does not say its type
+        block.refuse_all_but({"factor": ()})  # a scaling without a type
     return None
 
 
 def _types(block: Block) -> set[str]:
-    """What one block says of the type, in either spelling; ValueError for an unknown one."""
+    """Return the RoPE types in a block, in either spelling; ValueError for an unknown one."""
     kinds: set[str] = set()
     for name in ("rope_type", "type"):
         kind = block.find(name, WORD)
@@ -102,7 +105,7 @@ def _llama3(nested: Sequence[Block]) -> Llama3Scaling:
 
 
 def _needed(name: str, kind: Kind[_Number], nested: Sequence[Block]) -> _Number:
-    """The one value that the blocks give `name`; where none gives it, the type's block must."""
+    """Return the value of `name` in the blocks; if all lack it, the error names the typed block."""
     value = _agreed(name, kind, nested)
     if value is not None:
         return value
@@ -111,7 +114,7 @@ def _needed(name: str, kind: Kind[_Number], nested: Sequence[Block]) -> _Number:
 
 
 def _agreed(name: str, kind: Kind[_Number], blocks: Sequence[Block]) -> _Number | None:
-    """The one value that the `blocks` give `name`; None where none gives it."""
+    """Return the one value of `name` in the `blocks`; None if all lack it."""
     values = {value for block in blocks if (value := block.find(name, kind)) is not None}
     if len(values) > 1:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""SafetensorsFile: one file of weights, its header checked before a tensor is read.
+"""SafetensorsFile: one file of weights, whose header is validated before any tensor is read.
 
-The format: 8 bytes with the length of the header (little-endian), the header in JSON, and the
-tensors' bytes one behind the other. Tensors are read by system calls: a file that is cut short
-under a memory map would end the process with a signal.
+The format: 8 bytes with the length of the header (little-endian), the header in JSON, and the bytes
+of all tensors without gaps. Tensors are read with system calls, not through a memory map: if a
+mapped file is truncated, a signal kills the process.
 """
 
 import dataclasses
@@ -23,37 +23,37 @@ DTYPES = {
     "BF16": np.dtype(jnp.bfloat16),
     "F16": np.dtype(np.float16),
 }
-"""The dtypes that weights may be stored in, by their names in the format."""
+"""Supported dtypes of weights, by their names in the format."""
 
 INTEGERS = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
-"""And those of token ids."""
+"""Supported dtypes of token ids, by their names in the format."""
 
 _SIZES = {name: dtype.itemsize for name, dtype in (DTYPES | INTEGERS).items()}
 
 _LENGTH_BYTES = 8
-_MAX_DIMENSIONS = 8  # as many as NumPy and XLA surely have
-_MAX_SIZE = 2**63  # of a dimension or an offset
+_MAX_DIMENSIONS = 8  # supported by NumPy and XLA
+_MAX_SIZE = 2**63  # exclusive limit of a dimension or offset
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as the header describes it."""
+    """A tensor's entry in the header."""
 
-    dtype: str  # a key of `DTYPES` or `INTEGERS`, or a dtype that jaxspec does not take
+    dtype: str  # a key of `DTYPES` or `INTEGERS`, or an unsupported dtype
     shape: tuple[int, ...]
-    start: int  # of its bytes in the file
+    start: int  # offset in the file, in bytes
     num_bytes: int
 
 
 class SafetensorsFile:
-    """An open file: its tensors by name, and their values when asked. Close it after use."""
+    """An open safetensors file. Close it after use."""
 
     def __init__(self, path: Path):
-        """Open the file and check its header.
+        """Open the file and validate its header.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it can't be read, or is no whole safetensors file.
+            FileNotFoundError: The file does not exist.
+            ValueError: It can't be read, or is not a complete safetensors file.
         """
         self.path = path
         self._file = open_file(path)
@@ -65,22 +65,21 @@ class SafetensorsFile:
             raise
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def read(self, name: str, first: int, into: np.ndarray) -> None:
         """Fill `into`, `[elements]`, with a tensor's elements from `first` on, in C order.
 
-        It must have the tensor's own dtype, of `DTYPES` or `INTEGERS`. Several threads may read at
-        once.
+        `into` must have the tensor's dtype, one of `DTYPES` or `INTEGERS`. Threads may read
+        concurrently.
 
         Raises:
-            ValueError: the file was cut short since it was opened.
+            ValueError: The file was truncated after it was opened.
         """
         fill(self._file, into.view(np.uint8).data, self.tensors[name].start + first * into.itemsize)
 
     def check_unchanged(self) -> None:
-        """ValueError if the file was written to since it was opened."""
+        """Raise ValueError if the file was written to after it was opened."""
         if self._now() != self._state:
             raise ValueError(
                 f"{self.path} must stay as it is while it is read, and it was changed. Load the "
@@ -88,7 +87,7 @@ class SafetensorsFile:
             )
 
     def _now(self) -> tuple[int, int]:
-        """Size, and time of the last change in nanoseconds."""
+        """Return size in bytes and modification time in nanoseconds."""
         status = os.fstat(self._file.fileno())
         return status.st_size, status.st_mtime_ns
 
@@ -100,7 +99,7 @@ class SafetensorsFile:
         if length > min(size - _LENGTH_BYTES, MAX_JSON_BYTES):
             raise self._damaged(f"its header would have {length:,} bytes")
         header = parse_json(self._read_bytes(length, _LENGTH_BYTES), f"the header of {self.path}")
-        header.pop("__metadata__", None)  # remarks of whoever wrote the file
+        header.pop("__metadata__", None)  # free-form metadata
         start = _LENGTH_BYTES + length
         tensors = {name: self._tensor(name, entry, start) for name, entry in header.items()}
         self._check_order(tensors, start)
@@ -112,7 +111,7 @@ class SafetensorsFile:
         return content
 
     def _tensor(self, name: str, entry: Any, start: int) -> StoredTensor:
-        """The tensor of a header's `entry`; its bytes are counted from `start`."""
+        """Return the tensor of a header's `entry`, whose offsets are relative to `start`."""
         entry = entry if isinstance(entry, Mapping) else {}
         dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
         if not (
@@ -132,7 +131,7 @@ class SafetensorsFile:
         return StoredTensor(dtype, tuple(shape), start + begin, end - begin)
 
     def _check_order(self, tensors: Mapping[str, StoredTensor], start: int) -> None:
-        """Refuse tensors that overlap, leave gaps, or do not end where the file does."""
+        """Raise ValueError if tensors overlap, leave gaps, or do not end at the end of the file."""
         place, (size, _) = start, self._state
         for name, tensor in sorted(tensors.items(), key=lambda item: _span(item[1])):
             if tensor.start != place:

@@ -1,4 +1,4 @@
-"""What a model is read from: the folder of a checkpoint, or a GGUF file."""
+"""Sources of a model: a checkpoint folder or a GGUF file."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,23 +11,23 @@ from jaxspec.models.fields import Fields
 
 
 def read_fields(source: Path) -> Fields:
-    """The entries of the model's config.json, or of the metadata in its place.
+    """Read the model's config.json, or the GGUF metadata in its place.
 
     Raises:
-        FileNotFoundError, ValueError: as `fields.read_fields`, or as that of `gguf.fields`.
+        FileNotFoundError, ValueError: As `fields.read_fields` or `gguf.fields.read_fields`.
     """
     if not is_gguf(source):
         return fields.read_fields(source)
-    from jaxspec.models.gguf import fields as gguf_fields  # no other model needs it
+    from jaxspec.models.gguf import fields as gguf_fields  # only for GGUF files
 
     return gguf_fields.read_fields(source)
 
 
 def open_checkpoint(source: Path) -> Checkpoint:
-    """The model's tensors. A context manager, which closes the files.
+    """Open the model's tensors. The result is a context manager that closes the files.
 
     Raises:
-        FileNotFoundError, ValueError: as `SafetensorsCheckpoint` and `GGUFCheckpoint`.
+        FileNotFoundError, ValueError: As `SafetensorsCheckpoint` or `GGUFCheckpoint`.
     """
     if not is_gguf(source):
         return SafetensorsCheckpoint(source)
@@ -38,7 +38,7 @@ def open_checkpoint(source: Path) -> Checkpoint:
 
 @contextlib.contextmanager
 def naming(source: Path) -> Iterator[None]:
-    """Errors inside, which name fields of config.json, name the GGUF file if it is `source`."""
+    """Add the GGUF file's name to ValueErrors in the block, which refer to config.json."""
     try:
         yield
     except ValueError as error:

@@ -1,13 +1,13 @@
-"""Parameters from files to the device: several blocks at once, and hardly more than those held.
+"""Copy parameters from checkpoint files to the device, in parallel and with bounded memory.
 
-Each thread reads a block into one of its two buffers, starts its way to the device and reads the
-next one into the other. Its way to the device ends in a program that transposes and converts it and
-writes it into the parameter in place. So the host holds the buffers and the device the weights,
-with a block for each buffer, however large a parameter is.
+Each thread reads a block into one of its two buffers, starts the copy to the device, and reads the
+next block into the other buffer. On the device, a program transposes and converts the block and
+writes it into the parameter in place. So the host holds only the buffers, and the device only the
+weights and one block per buffer, however large a parameter is.
 
-A small parameter is put together on the host: a program for each of the many small shapes would
-take longer to compile than all of them to convert. Where the device is the host, so is every
-parameter: its memory becomes the device's, and nothing is copied.
+Small parameters are assembled on the host instead: compiling a program for each of the many small
+shapes would take longer than converting them all. If the device is the CPU, all parameters are
+assembled on the host, and XLA adopts their memory without a copy.
 """
 
 import concurrent.futures
@@ -30,22 +30,26 @@ from jaxspec.models.checkpoint import Checkpoint
 
 BLOCK_BYTES = 2**25
 SMALL_BYTES = 2**22
-_THREADS = 8  # that read; more are no quicker, and each has two buffers
-_COMPILERS = 4  # threads that compile meanwhile
-_ALIGNMENT = 64  # of memory that XLA takes as its own
+_THREADS = 8  # readers; more are no faster, and each has two buffers
+_COMPILERS = 4  # threads that compile programs while others read
+_ALIGNMENT = 64  # bytes; XLA adopts aligned host memory without a copy
 
 
 def to_device(
     sources: Sequence[Source], checkpoint: Checkpoint, report: Callable[[int], object]
 ) -> list[jax.Array]:
-    """The value of each source's parameter, on the default device.
+    """Load the value of each source's parameter to the default device.
 
-    `report` is called with the bytes of each block that was read, by one thread at a time. After an
-    error or Ctrl-C the threads have ended and the values are gone, even if Ctrl-C comes again while
-    they end. They end with the blocks that they have begun.
+    After an error or Ctrl-C all threads have ended and the values are freed, even if Ctrl-C is
+    pressed again in the meantime. Threads finish the blocks that they have started.
+
+    Args:
+        sources: What to load.
+        checkpoint: The open checkpoint.
+        report: Called with the bytes of each block after it was read, by one thread at a time.
 
     Raises:
-        ValueError: a file was cut short or written to since it was opened.
+        ValueError: A file was truncated or written to after it was opened.
     """
     transfer = _Transfer(sources, checkpoint, report)
     try:
@@ -53,14 +57,14 @@ def to_device(
         _despite_ctrl_c(transfer.end)
         checkpoint.check_unchanged()
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # which hold buffers
+        traceback.clear_frames(error.__traceback__)  # frames hold buffers
         _despite_ctrl_c(transfer.drop)
         raise
     return transfer.values()
 
 
 def _despite_ctrl_c(call: Callable[[], None]) -> None:
-    """Make the call again until no Ctrl-C cuts it short; then raise the last Ctrl-C that did."""
+    """Repeat the call until Ctrl-C does not interrupt it; then raise the last interrupt."""
     heard = None
     while True:
         try:
@@ -73,7 +77,7 @@ def _despite_ctrl_c(call: Callable[[], None]) -> None:
 
 
 class _Program(NamedTuple):
-    """What a block's way into a parameter is compiled for; shapes are as published."""
+    """Key of a program that writes blocks into a parameter; shapes as in the checkpoint."""
 
     shape: tuple[int, ...]
     block: tuple[int, ...]
@@ -83,15 +87,14 @@ class _Program(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    create: Callable[[], jax.Array]  # a parameter of zeros
-    write: Callable[..., tuple[jax.Array, jax.Array]]  # as `_write`, without the static argument
+    create: Callable[[], jax.Array]  # makes a parameter of zeros
+    write: Callable[..., tuple[jax.Array, jax.Array]]  # `_write` without the static argument
 
 
 class _Target:
-    """A parameter that is being put together."""
+    """A parameter that is being assembled."""
 
     def __init__(self, source: Source):
-        """Nothing is allocated yet."""
         self.source = source
         self.value: jax.Array | None = None
         self.blocks = list(source.blocks(BLOCK_BYTES))
@@ -99,12 +102,12 @@ class _Target:
 
 
 class _OnHost(_Target):
-    """It is put together in memory of the host, which is moved when it is whole."""
+    """A parameter assembled in host memory, and moved to the device when complete."""
 
     def __init__(self, source: Source):
         super().__init__(source)
         self._missing = len(self.blocks)
-        self._content: np.ndarray | None = None  # in the order of the parameter's own axes
+        self._content: np.ndarray | None = None  # in the layout of the parameter
 
     def take(self, block: Block, checkpoint: Checkpoint, buffers: "_Buffers") -> None:
         """Read a block, and move the parameter if this was the last one."""
@@ -128,7 +131,7 @@ class _OnHost(_Target):
 
 
 class _OnDevice(_Target):
-    """It is put together on the device."""
+    """A parameter assembled on the device."""
 
     def __init__(self, source: Source):
         super().__init__(source)
@@ -156,16 +159,15 @@ class _OnDevice(_Target):
 
 
 class _Buffers:
-    """The two buffers of a thread, in turn."""
+    """The two buffers of a thread, used alternately."""
 
     def __init__(self):
-        """They are allocated when they are needed."""
         self._bytes: list[np.ndarray] = [np.empty(0, np.uint8)] * 2
         self._in_use: list[jax.Array | None] = [None] * 2
         self._turn = 0
 
     def take(self, count: int, dtype: np.dtype) -> np.ndarray:
-        """The next buffer, as `count` elements; waits until the device no longer reads it."""
+        """Return the next buffer as `count` elements, once the device has read its last content."""
         self._turn = 1 - self._turn
         if (is_written := self._in_use[self._turn]) is not None:
             is_written.block_until_ready()
@@ -175,7 +177,7 @@ class _Buffers:
         return self._bytes[self._turn][:num_bytes].view(dtype)
 
     def hold(self, is_written: jax.Array) -> None:
-        """The device reads the buffer that was taken last until `is_written` is there."""
+        """Mark the last buffer as read by the device until `is_written` is ready."""
         self._in_use[self._turn] = is_written
 
 
@@ -186,45 +188,43 @@ class _Transfer:
         self._targets = [(_OnHost if _by_host(each) else _OnDevice)(each) for each in sources]
         self._checkpoint, self._report = checkpoint, report
         self._blocks = ((target, block) for target in self._targets for block in target.blocks)
-        self._lock = threading.Lock()  # of the two above
+        self._lock = threading.Lock()  # guards `_report` and `_blocks`
         self._stop = threading.Event()
         self._compilers = ThreadPoolExecutor(_COMPILERS, "jaxspec-compile")
         num_bytes = sum(target.source.num_bytes for target in self._targets)
         self._count = min(_THREADS, os.cpu_count() or 1, 1 + num_bytes // BLOCK_BYTES)
         self._readers = ThreadPoolExecutor(self._count, "jaxspec-load")
-        self._futures: list[Future[Any]] = []  # of both pools
-        # Threads do not inherit what `with jax.default_device(...)` chose.
+        self._futures: list[Future[Any]] = []  # tasks of both pools
+        # Threads do not inherit `with jax.default_device(...)`.
         self._device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
 
     def run(self) -> None:
-        """Put all parameters together."""
         self._compile()
         working = [self._submit(self._readers, self._take_all) for _ in range(self._count)]
         for done in concurrent.futures.as_completed(working):
             done.result()
 
     def end(self) -> None:
-        """Wait until the threads have ended, with what they are at; it can be called again."""
+        """Stop and wait for the threads, which finish their current task. Can be called again."""
         self._stop.set()
         for future in self._futures:
-            future.cancel()  # what was not begun
-        # After a Ctrl-C in `Thread.join` Python 3.11 takes a thread that runs for one that ended.
+            future.cancel()  # only tasks that have not started
+        # After a Ctrl-C in `Thread.join`, Python 3.11 reports a running thread as finished.
         concurrent.futures.wait(self._futures)
         self._readers.shutdown()
         self._compilers.shutdown()
 
     def values(self) -> list[jax.Array]:
-        """What was put together."""
         return [target.value for target in self._targets if target.value is not None]
 
     def drop(self) -> None:
-        """End, and give all memory back, whoever still holds the error that tells of this."""
+        """Stop and free all device memory, even if a caller still holds the exception."""
         self.end()
         for target in self._targets:
             if target.value is not None:
                 target.value.delete()
         self._targets.clear()
-        self._futures.clear()  # whose errors hold buffers
+        self._futures.clear()  # their exceptions hold buffers
 
     def _compile(self) -> None:
         programs: dict[_Program, Future[_Compiled]] = {}
@@ -240,12 +240,12 @@ class _Transfer:
         return future
 
     def _here(self, call, *arguments):
-        """The call's result, made for the device of the thread that began the transfer."""
+        """Call with the default device of the thread that started the transfer."""
         with jax.default_device(self._device):
             return call(*arguments)
 
     def _take_all(self) -> None:
-        """Take one block after the other until none is left or another thread has failed."""
+        """Take blocks until none is left or another thread has failed."""
         buffers = _Buffers()
         while (taken := self._next()) is not None:
             target, block = taken
@@ -259,12 +259,12 @@ class _Transfer:
 
 
 def _by_host(source: Source) -> bool:
-    """Whether a parameter is put together there."""
+    """Return whether a parameter is assembled on the host."""
     return default_device().platform == "cpu" or source.num_bytes <= SMALL_BYTES
 
 
 def _empty(count: int, dtype: np.dtype) -> np.ndarray:
-    """Elements without a value, aligned as XLA needs them to take the memory as its own."""
+    """Return uninitialised elements, aligned so that XLA can adopt their memory."""
     dtype = np.dtype(dtype)
     content = np.empty(count * dtype.itemsize + _ALIGNMENT, np.uint8)
     begin = -content.ctypes.data % _ALIGNMENT
@@ -273,7 +273,7 @@ def _empty(count: int, dtype: np.dtype) -> np.ndarray:
 
 @functools.cache
 def _compiled(program: _Program) -> _Compiled:
-    """The programs for parameters and blocks of one kind."""
+    """Compile the programs for one combination of parameter and block."""
     shape = program.shape[::-1] if program.transpose else program.shape
     create = jax.jit(functools.partial(jnp.zeros, shape, program.param_dtype))
     write = _write.lower(
@@ -287,10 +287,11 @@ def _compiled(program: _Program) -> _Compiled:
 
 @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
 def _write(param, block, start, transpose: bool):
-    """The parameter with a block from `start` on, or its transpose; and an element of the block.
+    """Write a block, or its transpose, at `start` of the parameter; also return one element.
 
-    The element is there when the block was read. None of the parameter can tell that, because the
-    parameter is given to the next call; and with a second use XLA writes it into a copy.
+    The returned element of the block is ready when the block has been read. The parameter itself
+    can't signal this, because it is donated to the next call; and an element of it would be a
+    second use, which makes XLA copy the parameter.
     """
     values = (block.T if transpose else block).astype(param.dtype)
     return jax.lax.dynamic_update_slice(param, values, tuple(start)), block[(0,) * block.ndim]

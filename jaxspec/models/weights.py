@@ -1,4 +1,4 @@
-"""A checkpoint's tensors to the parameters of a model, compared one by one before any is read."""
+"""Match a checkpoint's tensors with a model's parameters, and load them."""
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,21 +11,21 @@ from tqdm import tqdm
 
 from jaxspec.models.blocks import Source
 from jaxspec.models.checkpoint import Checkpoint, listed
+from jaxspec.models.checkpoint_module import CheckpointModule
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.trunk import LAYERS
-from jaxspec.models.published import Published
 from jaxspec.models.safetensors_file import DTYPES, INTEGERS
 from jaxspec.models.transfer import to_device
 
-Some = TypeVar("Some", bound=Published)
+Some = TypeVar("Some", bound=CheckpointModule)
 
 _WRONG_DTYPE = f"Wrong dtype, which must be one of {', '.join(DTYPES)}"
 _NO_INTEGER = f"Wrong dtype, which must be one of {', '.join(INTEGERS)}"
-# A config.json of a kilobyte may ask for tens of millions of tensors. No published model has a
-# fifth of the first, and whichever of the second are there tell how a checkpoint is spelled.
-_MANY = 200_000  # tensors that are compared one by one, even if the checkpoint has fewer
-_LOOKED_FOR = 64  # tensors of another spelling
+# A config.json of a kilobyte can ask for tens of millions of tensors. The first limit is over five
+# times what published models have; the second is enough to recognise the spelling of a checkpoint.
+_MANY = 200_000  # tensors compared one by one, unless the checkpoint has more
+_LOOKED_FOR = 64  # tensors of an alternative spelling
 
 
 def read_weights(
@@ -34,13 +34,18 @@ def read_weights(
     checkpoint: Checkpoint,
     progress: bool = False,
 ) -> None:
-    """Give the parameters that were `compared` their values, on the device.
+    """Load the parameters of a model that was `compared` to the device.
 
-    With `progress` a bar shows what is read, if it takes more than half a second. After an error or
-    Ctrl-C nothing stays in memory.
+    After an error or Ctrl-C nothing stays in memory.
+
+    Args:
+        placements: Where each tensor goes.
+        published: The checkpoint's names of each canonical name.
+        checkpoint: The open checkpoint.
+        progress: Show a progress bar if loading takes longer than half a second.
 
     Raises:
-        ValueError: a file changed meanwhile.
+        ValueError: A file changed in the meantime.
     """
     sources = _sources(placements, published, checkpoint)
     with tqdm(
@@ -60,7 +65,7 @@ def read_weights(
 def _as_published(
     placements: Iterable[Placement], published: Collection[str], checkpoint: Checkpoint
 ) -> Iterator[Placement]:
-    """The placements of the spelling that the checkpoint has, where there is a choice."""
+    """Yield the placements in the spelling that the checkpoint has."""
     count, most = 0, max(_MANY, len(published))
     for placement in placements:
         if placement.name in published or not _is_spelled_otherwise(placement, published):
@@ -76,7 +81,7 @@ def _as_published(
 
 
 def _is_spelled_otherwise(placement: Placement, published: Collection[str]) -> bool:
-    """Whether the checkpoint has some of the first tensors that may come instead."""
+    """Return whether the checkpoint has some of the first alternative tensors."""
     if placement.instead is None:
         return False
     first = itertools.islice(placement.instead(), _LOOKED_FOR)
@@ -86,13 +91,15 @@ def _is_spelled_otherwise(placement: Placement, published: Collection[str]) -> b
 def compared(
     family: type[Some], config: ModelConfig, dtype: jnp.dtype, checkpoint: Checkpoint
 ) -> tuple[Some, list[Placement], dict[str, list[str]]]:
-    """A model that the checkpoint's tensors fit, without values; no tensor is read.
+    """Make a model without values whose parameters match the checkpoint's tensors.
 
-    Then where each of the tensors goes, by canonical name, and the names' published spellings.
+    Returns:
+        The model, the placement of each tensor, and the checkpoint's names of each canonical name.
+            No tensor is read.
 
     Raises:
-        ValueError: tensors are missing, unexpected, doubled, of a wrong shape or dtype, all in one
-            error.
+        ValueError: Tensors are missing, unexpected, duplicated, or have a wrong shape or dtype. One
+            error lists them all.
     """
     published: dict[str, list[str]] = {}
     for name in sorted(checkpoint.names):
@@ -109,14 +116,13 @@ def compared(
 def undefined(
     family: type[Some], config: ModelConfig, dtype: jnp.dtype, tensors: frozenset[str] | None
 ) -> Some:
-    """A model for these `tensors` (see `Published`), whose parameters have no values yet."""
+    """Make a model without values, for these `tensors` (see `CheckpointModule`)."""
     return nnx.eval_shape(lambda: family(config, dtype, tensors))
 
 
 def _sources(
     placements: Iterable[Placement], published: Mapping[str, list[str]], checkpoint: Checkpoint
 ) -> list[Source]:
-    """What each parameter is read from."""
     of_param: dict[int, list[Placement]] = {}
     for placement in placements:
         of_param.setdefault(id(placement.param), []).append(placement)
@@ -131,7 +137,7 @@ def _sources(
 
 
 def _check_layers(config: ModelConfig, published: Collection[str], checkpoint: Checkpoint) -> None:
-    """Refuse fewer layers than config.json asks for, before time is spent on building them."""
+    """Refuse a checkpoint with fewer layers than config.json, before the layers are built."""
     asked = len(config.layer_types)
     layers = [name.removeprefix(LAYERS) for name in published if name.startswith(LAYERS)]
     held = len({name.partition(".")[0] for name in layers})
@@ -181,13 +187,13 @@ def _check(
 def _in_both_spellings(
     placements: Iterable[Placement], published: Collection[str], unexpected: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """Tensors whose values another has as well, and the last word of its name."""
+    """Yield tensors whose values another tensor also has, with the last part of its name."""
     pairs = (
         (other.name, placement.name.removesuffix(".weight").rpartition(".")[2])
         for placement in placements
         if placement.instead is not None and placement.name in published
-        # A tensor of gate and up may be wanted for one of them alone, and is then expected. All
-        # others are unexpected, and there may be thousands.
+        # A joint tensor of gate and up may be needed for only one of them, and is then expected.
+        # All other duplicates are unexpected, and there may be thousands.
         for other in itertools.islice(placement.instead(), None if unexpected else 1)
     )
     for name, holder in itertools.islice(pairs, _MANY):
@@ -196,7 +202,7 @@ def _in_both_spellings(
 
 
 def _other_spelling(missing: Iterable[Placement]) -> Iterator[str]:
-    """A sentence on the first missing tensor that can also be spelled in another way."""
+    """Yield a sentence on the first missing tensor that has an alternative spelling."""
     for placement in missing:
         if placement.instead is not None:
             first, *others = placement.instead()

@@ -1,1 +1,1 @@
-"""Ops that layers call, and their kernels for Hopper GPUs; `README.md` has the rules of both."""
+"""Ops called by model layers, and their Pallas kernels for Hopper GPUs (rules: `README.md`)."""

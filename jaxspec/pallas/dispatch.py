@@ -1,8 +1,8 @@
-"""Kernel or reference: the one place that chooses, and that can say what was chosen.
+"""Choose between the kernel and the reference of an op, and record the choice.
 
-The choice is made while an op is traced, from the device that programs run on by default. Leaving
-it to the lowering (`jax.lax.platform_dependent`) would trace both forms of every op, also where
-this JAX cannot trace the kernel, and nobody could say afterwards which of them ran.
+The choice is made while an op is traced, for the default device. Leaving it to the lowering
+(`jax.lax.platform_dependent`) would trace both forms of every op, even where this JAX cannot trace
+the kernel, and would not report which of them ran.
 """
 
 import contextlib
@@ -15,38 +15,39 @@ import jax.numpy as jnp
 from jaxspec import device
 
 _log = logging.getLogger(__name__)
-_MEASURED = 0, 11  # the version of jax
-_chosen: dict[str, list[str]] = {}  # by op, in order of appearance
-_heard: list[tuple[str, str, int]] | None = None  # all choices, while somebody listens
+_MEASURED = 0, 11  # JAX version on which the kernels were measured
+_chosen: dict[str, list[str]] = {}  # implementations by op, in the order of their first choice
+_heard: list[tuple[str, str, int]] | None = None  # choices inside `choices()`, else None
 
 
 def runs_kernel(op: str, why_not: str | None, *, rows: int, by_choice: bool = False) -> bool:
-    """Whether `op` runs its kernel here; noted for `implementations`, and logged when new.
+    """Return whether `op` runs its kernel; record the choice for `implementations` and log it.
 
-    Without rows no kernel runs, because a launch must have a block: XLA drops the reference, whose
-    arrays are empty, so nothing runs and nothing is noted.
+    Without rows the result is False and nothing is recorded: a launch needs at least one block,
+    and XLA removes the reference, whose arrays are empty.
 
     Args:
-        op: the name of the op.
-        why_not: why the kernel does not take these operands; None means that it does.
-        rows: rows or tokens of the operands, padding included.
-        by_choice: the reference is preferred where `why_not` is given, so no warning is logged.
+        op: Name of the op.
+        why_not: Reason why the kernel does not support these operands; None means that it does.
+        rows: Number of rows or tokens of the operands, padding included.
+        by_choice: If True, `why_not` means that the reference is preferred: log no warning.
     """
     if not rows:
         return False
     is_hopper, missing = kernels_here()
     why = missing or why_not
     chosen = "kernel" if why is None else f"XLA: {why}"
-    # Where kernels are for the device, an op without its kernel is slower than expected.
+    # On a GPU that has kernels, an op that does not run its kernel is slower than expected.
     level = logging.WARNING if why and is_hopper and not by_choice else logging.INFO
     note(op, chosen, level)
     return why is None
 
 
 def note(op: str, chosen: str, level: int) -> None:
-    """Remember what `op` runs as, and log it, if that is new.
+    """Record the implementation of `op`; log it if it is new.
 
-    A program that was traced in another process calls it again, with what `choices` listed there.
+    When a program that another process traced is loaded from the cache, `note` is called with
+    the entries that `choices` collected there.
     """
     if _heard is not None:
         _heard.append((op, chosen, level))
@@ -58,7 +59,7 @@ def note(op: str, chosen: str, level: int) -> None:
 
 @contextlib.contextmanager
 def choices() -> Iterator[list[tuple[str, str, int]]]:
-    """What is chosen inside, new or not: the arguments of `note`."""
+    """Collect every choice made inside the context, new or not, as arguments of `note`."""
     global _heard
     _heard = heard = []
     try:
@@ -68,20 +69,24 @@ def choices() -> Iterator[list[tuple[str, str, int]]]:
 
 
 def layer_index(pool: jax.Array, layer: int) -> jax.Array:
-    """`layer` on the device, so that all layers share one kernel; IndexError if `pool` lacks it."""
+    """Return `layer` as a device array, so that all layers share one compiled kernel.
+
+    Raises:
+        IndexError: `pool` has no such layer.
+    """
     return jnp.asarray(range(pool.shape[0])[layer], jnp.int32)
 
 
 def implementations() -> dict[str, tuple[str, ...]]:
-    """What each op that has a kernel runs as in this process: "kernel", or "XLA: " and why.
+    """Return the implementations of each op in this process: "kernel", or "XLA: " and the reason.
 
-    More than one where an op was traced with operands of several kinds.
+    An op that was traced with different kinds of operands may have several.
     """
     return {op: tuple(chosen) for op, chosen in _chosen.items()}
 
 
 def kernels_here() -> tuple[bool, str | None]:
-    """Whether kernels are for the default device, and why none runs there or None."""
+    """Return whether the default device is a Hopper GPU, and why no kernel can run (or None)."""
     here = device.default_device()
     if here.platform != "gpu":
         return False, f"the device is a {here.platform}"

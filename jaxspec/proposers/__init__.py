@@ -1,13 +1,13 @@
-"""HOW TO DRAFT: one file a proposer, and the table of them."""
+"""Proposers: one file per draft method, and the table of methods."""
 
 import importlib
 
-from jaxspec.models.base import Model, ModelRecipe
+from jaxspec.models.base import Model, ModelSpec
+from jaxspec.options import SpeculativeConfig
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
-from jaxspec.speculation import SpeculativeConfig
 
-# `SpeculativeConfig.method` -> module:class, which has a `from_config(config, model)`; where the
-# options name a checkpoint, `from_config(config, model, recipe)`.
+# `SpeculativeConfig.method` -> module:class, which has a classmethod `from_config(config, model)`;
+# if the options name a checkpoint, `from_config(config, model, drafter)`.
 PROPOSERS = {
     "mtp": "jaxspec.proposers.mtp:MTPProposer",
     "ngram": "jaxspec.proposers.ngram:NgramProposer",
@@ -22,14 +22,14 @@ __all__ = ["PROPOSERS", "DraftInputs", "Drafts", "Proposer", "make_proposer"]
 
 
 def make_proposer(
-    config: SpeculativeConfig, model: Model, drafter: ModelRecipe | None = None
+    config: SpeculativeConfig, model: Model, drafter: ModelSpec | None = None
 ) -> Proposer:
-    """The proposer that `config.method` names, for `model`, whose parameters need no values.
+    """Return the proposer of `config.method` for `model`, whose parameters need no values.
 
-    `drafter`: what the checkpoint that the options name is made from.
+    `drafter` is the spec of the checkpoint that the options name, if any.
 
     Raises:
-        ValueError: the configuration is not for such a model.
+        ValueError: the configuration does not fit the model.
     """
     module, name = PROPOSERS[config.method].split(":")
     others = () if drafter is None else (drafter,)

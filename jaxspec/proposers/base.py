@@ -1,6 +1,6 @@
-"""What a proposer takes and gives: `DraftInputs`, `Drafts` and the abstract `Proposer`.
+"""Interface of proposers: `DraftInputs`, `Drafts` and the abstract class `Proposer`.
 
-Users extend `Proposer` too: README.md has the rules and an example.
+Users may subclass `Proposer` too: README.md has the rules and an example.
 """
 
 import abc
@@ -12,52 +12,52 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache import CacheOptions, CacheSpec, History, Pools, TokenHistory
-from jaxspec.models.base import Model, ModelInputs, Published
+from jaxspec.models.base import CheckpointModule, Model, ModelInputs
 from jaxspec.pallas.paging.slot_mapping import slot_mapping
 from jaxspec.regions import DecodeRegion
-from jaxspec.sampler import Sampler
+from jaxspec.requests.sampling_features import SamplingFeatures
 from jaxspec.sampling import SamplingInputs
 
 
 @flax.struct.dataclass
 class HostPaths:
-    """How the host expects rows to go on, from what it knew when the step was planned."""
+    """Expected next tokens of each row, as predicted on the host when the step was planned."""
 
-    tokens: Int[Array, "rows path"]  # then -1
-    first: Int[Array, " rows"]  # index in its request of the first of them
-    match: Int[Array, " rows"]  # tokens that led to it
+    tokens: Int[Array, "rows path"]  # padded with -1
+    first: Int[Array, " rows"]  # index of `tokens[:, 0]` in the request
+    match: Int[Array, " rows"]  # length of the matched tokens before the path
 
 
 @flax.struct.dataclass
 class DraftInputs:
-    """What the step knows when it drafts: everything after `update`."""
+    """Inputs of `Proposer.propose`: the step's tokens, and its rows after `update`."""
 
-    model: ModelInputs  # this step's tokens; `tokens` are those that were verified
-    hidden: Float[Array, "tokens hidden"]  # the trunk's output at each
-    # The residual stream at each of `Proposer.taps`, side by side; None without taps.
+    model: ModelInputs  # this step; its `tokens` are the verified ones
+    hidden: Float[Array, "tokens hidden"]  # trunk output for each token
+    # Residual streams at `Proposer.taps`, concatenated; None without taps.
     aux_hidden: Float[Array, "tokens taps*hidden"] | None
-    next_tokens: Int[Array, " tokens"]  # the token after each, junk behind a rejected draft
+    next_tokens: Int[Array, " tokens"]  # token after each; undefined after a rejected draft
     last_index: Int[Array, " rows"]  # index in `hidden` of each row's last valid token
     slots: Int[Array, " rows"]
-    num_computed: Int[Array, " rows"]  # index in its request of the row's newest token
+    num_computed: Int[Array, " rows"]  # index of the row's newest token in its request
     max_len: Int[Array, " rows"]
     last_token: Int[Array, " rows"]  # the newest token
-    num_emitted: Int[Array, " decode_rows"]  # tokens of the rectangle that stand, in each row
-    # As `DecodeRegion` has them of each row, for a step that begins with the newest token.
+    num_emitted: Int[Array, " decode_rows"]  # valid tokens of each row in the rectangle
+    # As in `DecodeRegion`, for a step that begins with the newest token.
     state_offset: Int[Array, " rows"]
     ring_length: Int[Array, " rows"]
-    should_draft: Bool[Array, " rows"]  # rows that decode next; the others' drafts are not read
-    proposer_key: Int[Array, " rows"]  # what `Proposer.request_key` gave for the row's request
+    should_draft: Bool[Array, " rows"]  # rows that decode next; drafts of others are not read
+    proposer_key: Int[Array, " rows"]  # `Proposer.request_key` of the row's request
     sampling: SamplingInputs  # per row
-    paths: HostPaths | None  # None: the method drafts on the device alone
+    paths: HostPaths | None  # None if the method drafts on the device alone
     page_size: int = flax.struct.field(pytree_node=False)
-    sampler: Sampler = flax.struct.field(pytree_node=False)
-    num_drafts: int = flax.struct.field(pytree_node=False)  # to make: as many as the step verified
+    features: SamplingFeatures = flax.struct.field(pytree_node=False)
+    num_drafts: int = flax.struct.field(pytree_node=False)  # drafts to make: as many as verified
 
     def write_history(self, history: History) -> History:
-        """The pool of a `TokenHistory` with this step's tokens and each row's newest one.
+        """Return the pool of a `TokenHistory` with this step's tokens and each row's newest one.
 
-        A rejected draft lies behind the newest token, or is overwritten by it.
+        A rejected draft is after the newest token, or is overwritten by it.
         """
         tables, live = self.model.page_tables, self.slots > 0
         newest = slot_mapping(tables, self.slots, self.num_computed, live, page_size=self.page_size)
@@ -65,14 +65,14 @@ class DraftInputs:
         return TokenHistory.write(history, newest, self.last_token)
 
     def row_inputs(self, ahead: int) -> ModelInputs:
-        """A decode rectangle of width 1: each row at the position `ahead` of its newest token's.
+        """Return a decode rectangle of width 1: each row `ahead` positions after its newest token.
 
-        Rows that draft nothing, or would read beyond their end, are padding. `tokens` are zeros.
+        Rows that draft nothing, or that would read past their end, are padding. `tokens` are zeros.
         """
         positions = self.num_computed + ahead
         live = self.should_draft & (positions < self.max_len)
         tables = self.model.page_tables
-        slots = jnp.where(live, self.slots, 0)  # no slice of the rows: see `runner.prepare`
+        slots = jnp.where(live, self.slots, 0)  # rows are not sliced: see `runner.prepare`
         return ModelInputs(
             tokens=jnp.zeros_like(positions),
             positions=positions,
@@ -83,7 +83,7 @@ class DraftInputs:
                 slots=slots,
                 num_computed=positions,
                 query_len=jnp.where(live, 1, 0),
-                # A pass of one token leaves its state in candidate 0, and is in the ring.
+                # A pass of one token writes its state to candidate 0, and its token to the ring.
                 state_offset=jnp.zeros_like(positions) if ahead > 0 else self.state_offset,
                 ring_length=self.ring_length + ahead,
             ),
@@ -96,53 +96,54 @@ class DraftInputs:
 class Drafts:
     """Guesses of the `DraftInputs.num_drafts` tokens after each row's newest one."""
 
-    # -1: a placeholder; it and all after it are rejected. So is an id that the vocabulary lacks.
+    # A placeholder (-1), an id outside the vocabulary, and all drafts after these are rejected.
     tokens: Int[Array, "rows drafts"]
-    num_drafts: Int[Array, " rows"]  # how many to verify; 0 is a verify of width 1
-    logits: Float[Array, "rows drafts vocab"] | None  # what they were drawn from; None: one-hot
+    num_drafts: Int[Array, " rows"]  # drafts to verify; 0 is a verify of width 1
+    logits: Float[Array, "rows drafts vocab"] | None  # drawn from these; None for one-hot
 
     @staticmethod
     def none(num_rows: int) -> "Drafts":
-        """No drafts for any of so many rows."""
+        """Return no drafts for `num_rows` rows."""
         return Drafts(jnp.zeros((num_rows, 0), jnp.int32), jnp.zeros(num_rows, jnp.int32), None)
 
 
 class Proposer(abc.ABC):
-    """Drafts on the device, inside the step.
+    """Base class of draft methods, which run on the device inside the step.
 
-    A proposer is a frozen dataclass of its own options. It is stateless; `init_tables` makes the
-    arrays that it reads.
+    A proposer is a frozen dataclass of its options. It is stateless; `init_tables` makes the arrays
+    that it reads.
     """
 
-    num_drafts: int  # K, the most that it is asked for; 0: it only reads
+    num_drafts: int  # K, the maximum per step; 0 if the method drafts nothing
     is_probabilistic: bool = False  # `Drafts.logits` is given, except in greedy programs
-    taps: tuple[int, ...] = ()  # where it reads the residual stream: see `Model.forward`
+    taps: tuple[int, ...] = ()  # layers of `DraftInputs.aux_hidden`: see `Model.forward`
 
     @abc.abstractmethod
     def propose(
         self, model: Model, inputs: DraftInputs, pools: Pools, tables: Any
     ) -> tuple[Drafts, Pools]:
-        """Drafts for every row, and the pools with the drafter's own keys and values written.
+        """Return drafts for every row, and the pools with the drafter's keys and values written.
 
-        Where none are asked for, the drafter still keeps what it needs of the step's tokens.
+        If no drafts are requested (`inputs.num_drafts` is 0), the drafter must still write what it
+        needs of the step's tokens.
         """
 
     def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
-        """Pools of the drafter's own, beside the model's and in the same pages and slots."""
+        """Return the drafter's additional pools, in the same pages and slots as the model's."""
         return ()
 
     def states(self, pools: Pools, rows: DecodeRegion, tables: Any) -> Pools:
-        """Those of a second model as `Model.states` has them, by the names of its own pools."""
+        """Return the recurrent states of a second model, by pool name (see `Model.states`)."""
         return {}
 
-    def init_tables(self, model: Model, drafter: Published | None = None) -> Any:
-        """A pytree of read-only device arrays that `propose` gets back each step.
+    def init_tables(self, model: Model, drafter: CheckpointModule | None = None) -> Any:
+        """Return a pytree of read-only device arrays that every call of `propose` gets as `tables`.
 
-        Called when the engine is made: traced, for the memory that they take, and then with the
-        loaded `model`. `drafter` is the checkpoint that the user named for it, if any.
+        Called when the engine is made: first traced, to measure the memory of the arrays, then with
+        the loaded `model`. `drafter` is the checkpoint named in the options, if any.
         """
         return ()
 
     def request_key(self, prompt: Sequence[int], seed: int) -> int:
-        """The request's entry in the tables. The host calls this once for each request."""
+        """Return the request's entry in the tables. The host calls this once per request."""
         return 0

@@ -1,4 +1,4 @@
-"""Chain: the drafts of each row, one after the other, likeliest or drawn."""
+"""Drafting of one token after another per row, greedy or sampled."""
 
 from collections.abc import Callable
 
@@ -10,9 +10,10 @@ from jaxspec.sampling import NO_TOKEN, draw_draft
 
 
 class Chain:
-    """Takes the likeliest tokens, or draws where the proposer draws and the program may.
+    """Drafts of each row so far: the likeliest tokens, or drawn ones if proposer and program draw.
 
-    A drafter may score some ids alone, with indices into them in place of ids.
+    A drafter may score a subset of the vocabulary; its scores are then indexed by position in
+    `ids`.
     """
 
     def __init__(
@@ -22,10 +23,10 @@ class Chain:
         vocab_size: int,
         ids: Int[Array, " scored"] | None = None,
     ):
-        """Begin without a draft. `ids`: those that are scored, ascending; None: all."""
+        """Begin without drafts. `ids` are the scored ids, ascending; None scores all."""
         self._inputs, self._vocab_size, self._ids = inputs, vocab_size, ids
-        # A program that draws no token does not read the distribution of its drafts.
-        self._draws = is_probabilistic and inputs.sampler.draws
+        # A program that draws no tokens does not read the distribution of the drafts.
+        self._draws = is_probabilistic and inputs.features.draws
         self._tokens: list[Int[Array, " rows"]] = []
         self._logits: list[Float[Array, "rows vocab"]] = []
 
@@ -34,10 +35,10 @@ class Chain:
         greedy: Callable[[Int[Array, "rows 0"]], Int[Array, " rows"]],
         scores: Callable[[], Float[Array, "rows scored"]],
     ) -> Int[Array, " rows"]:
-        """The next draft (int32) of each row; -1 where there is none.
+        """Return the next draft (int32) of each row; -1 where there is none.
 
-        One of the two is called: `greedy` gives the index of the largest score, passing over none
-        of the forbidden ids that it gets, and `scores` gives them all.
+        One of the two functions is called: `greedy` returns the index of the largest score that is
+        not among the forbidden ids given to it (none here), and `scores` returns all scores.
         """
         place, rows = len(self._tokens), self._inputs.slots.shape[0]
         if self._draws:
@@ -54,7 +55,7 @@ class Chain:
         return token
 
     def drafts(self) -> Drafts:
-        """All of them, for the rows that draft."""
+        """Return all drafts, for the rows that draft."""
         if not self._tokens:
             return Drafts.none(self._inputs.slots.shape[0])
         return Drafts(
@@ -65,17 +66,18 @@ class Chain:
 
 
 def ids_at(indices: Int[Array, " rows"], ids: Int[Array, " scored"]) -> Int[Array, " rows"]:
-    """The ids (int32) at `indices`; -1 stays, which says that there is none."""
+    """Return the ids (int32) at `indices`; -1 stays -1."""
     return jnp.where(indices < 0, NO_TOKEN, ids[indices])
 
 
 def over_all_ids(
     scores: Float[Array, "rows scored"], ids: Int[Array, " scored"], vocab_size: int
 ) -> Float[Array, "rows vocab"]:
-    """`scores` of `ids` (ascending), and -inf for what is never drafted.
+    """Scatter `scores` of `ids` (ascending) into the vocabulary; all other ids get -inf.
 
     Rejection sampling stays exact: it needs the distribution q that a draft was drawn from, and
-    softmax gives the other ids q = 0. The target's share of those comes from the excess p - q.
+    softmax gives the other ids q = 0. The target's probability of these ids is in the excess
+    `p - q`.
     """
     all_scores = jnp.full((scores.shape[0], vocab_size), -jnp.inf, scores.dtype)
     return all_scores.at[:, ids].set(scores, indices_are_sorted=True, unique_indices=True)

@@ -1,28 +1,28 @@
-"""A proposer of the user's own: the instance that was given, or one of the class that was named."""
+"""User-defined proposers: an instance from the options, or one of a named class."""
 
 import importlib
 from typing import Any
 
 from jaxspec.checks import shown
 from jaxspec.models.base import Model
+from jaxspec.options import SpeculativeConfig
+from jaxspec.options.draft_methods import CustomOptions
 from jaxspec.proposers.base import Proposer
-from jaxspec.speculation import SpeculativeConfig
-from jaxspec.speculation.custom import CustomOptions
 
 
 class CustomProposer:
-    """What stands for the user's class in `PROPOSERS`; it has no instances."""
+    """Entry of `PROPOSERS` for user-defined classes; it is never instantiated."""
 
     @staticmethod
     def from_config(config: SpeculativeConfig, model: Model) -> Proposer:
-        """The user's proposer, which drafts `config.num_drafts` or is able to draft more.
+        """Return the user's proposer, which can draft at least `config.num_drafts` tokens.
 
         Raises:
             ValueError: there is no such class, or it does not follow `Proposer` or `config`.
         """
         given = config.options.proposer
         proposer = _class(given).from_config(config, model) if isinstance(given, str) else given
-        CustomOptions(proposer)  # as it checks an instance
+        CustomOptions(proposer)  # validates the instance
         if not isinstance(proposer, Proposer):
             raise ValueError(
                 "A proposer must be an instance of a subclass of jaxspec.proposers.Proposer, got "
@@ -46,15 +46,15 @@ class CustomProposer:
 
 
 def _class(place: str) -> Any:
-    """The class that `place` names, "module:Class".
+    """Import the class named by `place`, "module:Class".
 
     Raises:
-        ValueError: there is none that has `from_config`.
+        ValueError: there is no such class, or it has no `from_config`.
     """
     module, name = place.split(":")
     try:
         found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the module does when it is imported
+    except Exception as error:  # importing runs arbitrary code of the module
         raise ValueError(
             f"The proposer's class {shown(place)} must be there to import, and is not: {error}. "
             "Install its module, or put its folder on PYTHONPATH; or give an instance."

@@ -1,4 +1,4 @@
-"""Drafts from a second model, which reads the same tokens as the target."""
+"""Drafts of a second, smaller model that reads the same tokens as the target."""
 
 import dataclasses
 from typing import Any
@@ -11,43 +11,43 @@ from jaxspec.cache import (
     CacheSpec,
     Pools,
     RecurrentPool,
-    owned,
+    namespaced,
     pools_of,
     with_pools_of,
 )
-from jaxspec.models.base import Model, ModelInputs, ModelRecipe, Published
+from jaxspec.models.base import CheckpointModule, Model, ModelInputs, ModelSpec
+from jaxspec.options import SpeculativeConfig
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
 from jaxspec.proposers.chain import Chain
 from jaxspec.regions import DecodeRegion
-from jaxspec.speculation import SpeculativeConfig
 
 _OWNER = "draft"
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftModelProposer(Proposer):
-    """A model of its own weights and pools, on the target's page tables and slots.
+    """Draft with a model that has its own weights and pools, on the target's pages and slots.
 
-    A pass over the step's tokens takes what stands: a row's last token, the drafts that were
-    accepted, and chunks of prompts. So nothing of it is ever rolled back. Then come K passes of one
-    token a row, from the newest on. What these leave is never counted: keys and values behind the
-    newest token are overwritten before they are read, and recurrent states are dropped.
+    The first pass reads the step's valid tokens: a row's last token, its accepted drafts, and
+    chunks of prompts. So nothing is ever rolled back. K passes of one token per row follow, from
+    the newest token on. Their results are temporary: keys and values after the newest token are
+    overwritten before they are read, and recurrent states are dropped.
 
     "Fast Inference from Transformers via Speculative Decoding" (arXiv 2211.17192).
     """
 
     num_drafts: int
-    recipe: ModelRecipe
+    model_spec: ModelSpec
     is_probabilistic: bool = False
 
     @classmethod
     def from_config(
-        cls, config: SpeculativeConfig, model: Model, drafter: ModelRecipe
+        cls, config: SpeculativeConfig, model: Model, drafter: ModelSpec
     ) -> "DraftModelProposer":
-        """A proposer of `config.num_drafts` drafts.
+        """Create a proposer of `config.num_drafts` drafts.
 
         Raises:
-            ValueError: the drafter is no model, or has another vocabulary than `model`.
+            ValueError: the drafter is not a whole model, or its vocabulary size is not `model`'s.
         """
         if not issubclass(drafter.family, Model):
             raise ValueError(
@@ -64,23 +64,21 @@ class DraftModelProposer(Proposer):
         return cls(config.num_drafts, drafter, is_drawn)
 
     def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
-        """The drafter's own pools."""
-        return owned(_OWNER, self.recipe.model().cache_specs(options))
+        return namespaced(_OWNER, self.model_spec.model().cache_specs(options))
 
-    def init_tables(self, model: Model, drafter: Published | None) -> tuple[Array, ...]:
-        """The drafter's weights."""
-        return self.recipe.weights_of(drafter)
+    def init_tables(self, model: Model, drafter: CheckpointModule | None) -> tuple[Array, ...]:
+        """Return the drafter's weights."""
+        return self.model_spec.weights_of(drafter)
 
     def states(self, pools: Pools, rows: DecodeRegion, tables: tuple[Array, ...]) -> Pools:
-        """See `Proposer.states`: it has read what the target has, so its counts are the same."""
-        drafter: Model = self.recipe.with_weights(tables)
+        """See `Proposer.states`. `rows` applies to the drafter too: it read the same tokens."""
+        drafter: Model = self.model_spec.with_weights(tables)
         return with_pools_of(_OWNER, {}, drafter.states(pools_of(_OWNER, pools), rows))
 
     def propose(
         self, model: Model, inputs: DraftInputs, pools: Pools, tables: tuple[Array, ...]
     ) -> tuple[Drafts, Pools]:
-        """See `Proposer.propose`."""
-        drafter: Model = self.recipe.with_weights(tables)
+        drafter: Model = self.model_spec.with_weights(tables)
         _, own = drafter.forward(_that_stand(inputs), pools_of(_OWNER, pools))
         pools = with_pools_of(_OWNER, pools, own)
         own = {name: _never_folded(pool) for name, pool in own.items()}
@@ -98,9 +96,10 @@ class DraftModelProposer(Proposer):
 
 
 def _never_folded(pool: Any) -> Any:
-    """The pool for passes that nothing counts: a ring has room for their tokens, and keeps all.
+    """Return the pool with a replay ring that is never folded, for the passes that draft.
 
-    A pass that folded would count its tokens, and the next pass would add them once more.
+    The ring has room for their tokens. A pass that folded would count its tokens in the state, and
+    the next pass would add them once more.
     """
     if not isinstance(pool, RecurrentPool) or pool.ring is None:
         return pool
@@ -109,7 +108,7 @@ def _never_folded(pool: Any) -> Any:
 
 
 def _that_stand(inputs: DraftInputs) -> ModelInputs:
-    """The step's tokens without the drafts that were rejected."""
+    """Return the step's tokens without rejected drafts."""
     step = inputs.model
     stand = jnp.arange(step.width)[None, :] < inputs.num_emitted[:, None]
     chunks = jnp.ones(step.live.shape[0] - stand.size, bool)

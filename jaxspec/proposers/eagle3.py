@@ -1,44 +1,44 @@
-"""Drafts with an EAGLE-3 head: a layer of its own that reads some of the target's layers."""
+"""Drafts of an EAGLE-3 head: a decoder layer that reads hidden states of the target."""
 
 import dataclasses
 
 from jaxtyping import Array
 
-from jaxspec.cache import CacheOptions, CacheSpec, Pools, owned, pools_of, with_pools_of
-from jaxspec.models.base import Model, ModelRecipe, Published, Selection
+from jaxspec.cache import CacheOptions, CacheSpec, Pools, namespaced, pools_of, with_pools_of
+from jaxspec.models.base import CheckpointModule, Model, ModelSpec, Selection
 from jaxspec.models.eagle3 import Eagle3Config, Eagle3Head
+from jaxspec.options import SpeculativeConfig
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
 from jaxspec.proposers.chain import Chain
-from jaxspec.speculation import SpeculativeConfig
 
 _OWNER = "draft"
 
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Proposer(Proposer):
-    """A head with weights and pools of its own, on the target's page tables (arXiv 2503.01840).
+    """Draft with a head that has separate weights and pools, on the target's page tables.
 
-    The first pass takes all tokens of the step, with the target's residual streams and the tokens
-    shifted by one, so the head's keys and values of accepted tokens always come from the target;
-    those of rejected drafts are overwritten before they are read. Then come K - 1 passes of one
-    token a row, each on the state of the pass before it.
+    The first pass reads all tokens of the step, with the target's residual streams and the tokens
+    shifted by one. The head's keys and values of accepted tokens are thus always computed from the
+    target's outputs; those of rejected drafts are overwritten before they are read. K - 1 passes of
+    one token per row follow, each on the state of the pass before it (arXiv 2503.01840).
 
-    The head may score a vocabulary smaller than the target's. What it lacks is never drafted.
+    The head may score a vocabulary smaller than the target's; other ids are never drafted.
     """
 
     num_drafts: int
-    recipe: ModelRecipe
+    model_spec: ModelSpec
     taps: tuple[int, ...] = ()
     is_probabilistic: bool = False
 
     @classmethod
     def from_config(
-        cls, config: SpeculativeConfig, model: Model, drafter: ModelRecipe
+        cls, config: SpeculativeConfig, model: Model, drafter: ModelSpec
     ) -> "Eagle3Proposer":
-        """A proposer of `config.num_drafts` drafts.
+        """Create a proposer of `config.num_drafts` drafts.
 
         Raises:
-            ValueError: the drafter is no EAGLE-3 head, or none for such a model.
+            ValueError: the drafter is not an EAGLE-3 head, or was made for another model.
         """
         name = config.options.model
         if not issubclass(drafter.family, Eagle3Head):
@@ -54,21 +54,19 @@ class Eagle3Proposer(Proposer):
         return cls(config.num_drafts, drafter, taps, is_drawn)
 
     def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
-        """The head's own pool."""
-        return owned(_OWNER, self.recipe.model().cache_specs(options))
+        return namespaced(_OWNER, self.model_spec.model().cache_specs(options))
 
-    def init_tables(self, model: Model, drafter: Published | None) -> tuple[Array, ...]:
-        """The head's weights."""
-        return self.recipe.weights_of(drafter)
+    def init_tables(self, model: Model, drafter: CheckpointModule | None) -> tuple[Array, ...]:
+        """Return the head's weights."""
+        return self.model_spec.weights_of(drafter)
 
     def propose(
         self, model: Model, inputs: DraftInputs, pools: Pools, tables: tuple[Array, ...]
     ) -> tuple[Drafts, Pools]:
-        """See `Proposer.propose`."""
-        head: Eagle3Head = self.recipe.with_weights(tables)
+        head: Eagle3Head = self.model_spec.with_weights(tables)
         embed = model.embed if head.embedding is None else head.embedding
         assert inputs.aux_hidden is not None
-        # The newest token stands at `num_computed`; the first pass reads the one before it.
+        # The newest token is at `num_computed`; the first pass reads the one before it.
         last_tokens = Selection(inputs.last_index, inputs.row_inputs(-1))
         output, own = head(
             embed(inputs.next_tokens),
@@ -87,7 +85,7 @@ class Eagle3Proposer(Proposer):
                 lambda forbidden, h=output.scored: head.lm_head.greedy_tokens(h, forbidden),
                 lambda h=output.scored: head.lm_head(h),
             )
-        # Without drafts XLA drops the pass above, but for its keys and values.
+        # Without drafts, XLA removes the pass above except for its keys and values.
         return chain.drafts(), with_pools_of(_OWNER, pools, own)
 
 
@@ -102,7 +100,7 @@ def _check_size(name: object, what: str, own: int, of_target: int) -> None:
 def _taps(
     name: object, own: Eagle3Config, asked: tuple[int, ...] | None, num_layers: int
 ) -> tuple[int, ...]:
-    """The layers that the head reads: those asked for, config.json's, or where EAGLE-3 put them."""
+    """Return the layers that the head reads: by the options, config.json, or EAGLE-3's default."""
     taps = asked or own.aux_layer_ids or (2, num_layers // 2, num_layers - 3)
     if len(taps) != own.num_aux:
         raise ValueError(

@@ -1,20 +1,20 @@
-"""No drafts: it keeps what some layers made of each token, for whoever follows the requests."""
+"""A method without drafts: stores hidden states of some layers for each token."""
 
 import dataclasses
 from typing import Any
 
 from jaxspec.cache import CacheOptions, CacheSpec, HiddenStates, Pools
 from jaxspec.models.base import Model
+from jaxspec.options import SpeculativeConfig
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
-from jaxspec.speculation import SpeculativeConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class ExtractHiddenStatesProposer(Proposer):
-    """Writes the residual stream at `taps` into pages, beside the keys and values of the tokens.
+    """Write the residual stream at `taps` into pages, alongside the keys and values of the tokens.
 
-    So chunks, preemption and forks treat both alike. `jaxspec.extraction` reads the pages when a
-    request ends.
+    Prompt chunks, preemption and forks then handle both alike. `jaxspec.hidden_states` reads
+    the pages when a request ends.
     """
 
     hidden_size: int
@@ -23,7 +23,7 @@ class ExtractHiddenStatesProposer(Proposer):
 
     @classmethod
     def from_config(cls, config: SpeculativeConfig, model: Model) -> "ExtractHiddenStatesProposer":
-        """A proposer that reads the layers that `config` names.
+        """Create a proposer that reads the layers named in `config`.
 
         Raises:
             ValueError: the model lacks one of them.
@@ -37,13 +37,12 @@ class ExtractHiddenStatesProposer(Proposer):
         return cls(model.config.hidden_size, taps)
 
     def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
-        """The states of every token."""
-        return (HiddenStates(len(self.taps) * self.hidden_size, options.dtype),)
+        features = len(self.taps) * self.hidden_size
+        return (HiddenStates(features=features, dtype=options.dtype),)
 
     def propose(
         self, model: Model, inputs: DraftInputs, pools: Pools, tables: Any
     ) -> tuple[Drafts, Pools]:
-        """See `Proposer.propose`."""
         assert inputs.aux_hidden is not None
         kept = pools[HiddenStates.name]
         kept = HiddenStates.write(kept, inputs.model.kv_slots, inputs.aux_hidden)

@@ -1,4 +1,4 @@
-"""Drafts with the model's own multi-token-prediction head, run K times in a row."""
+"""Drafts of the model's multi-token-prediction (MTP) head, run K times in a row."""
 
 import dataclasses
 from typing import Literal
@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxspec.cache import Pools
-from jaxspec.models.base import DraftHead, Model, Published, Selection
+from jaxspec.models.base import CheckpointModule, DraftHead, Model, Selection
+from jaxspec.options import SpeculativeConfig
 from jaxspec.pallas.matmul.argmax_matmul import gains_from_float8
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
 from jaxspec.proposers.chain import Chain
-from jaxspec.speculation import SpeculativeConfig
 from jaxspec.weight import Float8, Weight
 
 _Tables = tuple[Array | None, Weight] | tuple[()]
@@ -19,24 +19,25 @@ _Tables = tuple[Array | None, Weight] | tuple[()]
 
 @dataclasses.dataclass(frozen=True)
 class MTPProposer(Proposer):
-    """The head of Qwen3-Next and Qwen3.5 (DeepSeek-V3 report, arXiv 2412.19437, section 2.2).
+    """Draft with the MTP head of Qwen3-Next and Qwen3.5.
 
-    The first pass takes all tokens of the step, with the trunk's output and the tokens shifted by
-    one, so the head's keys and values of accepted tokens always come from the trunk; those of
-    rejected drafts are overwritten before they are read. It attends, and feeds forward, for each
-    row's last token alone, which the draft follows. Then come K - 1 passes of one token a row,
-    each on the output of the pass before it.
+    The head is as in the DeepSeek-V3 report (arXiv 2412.19437, section 2.2). Its first pass reads
+    all tokens of the step, with the trunk's output and the tokens shifted by one. The head's keys
+    and values of accepted tokens are thus always computed from the trunk's output; those of
+    rejected drafts are overwritten before they are read. Attention and feed-forward run only for
+    each row's last token, which the draft follows. K - 1 passes of one token per row follow, each
+    on the output of the pass before it.
 
-    With `vocab_ids` each pass scores those tokens alone, by a copy of their columns of the output
-    head, which is most of what a draft reads (FR-Spec, arXiv 2502.14856).
+    With `vocab_ids`, each pass scores only those ids, with a copy of their columns of the output
+    head. The output head is most of what a draft reads (FR-Spec, arXiv 2502.14856).
 
-    Greedy drafts may be scored by a copy in 8 bits, which has half the bytes: the target verifies
-    them by the head itself. Those that are drawn need the distribution, hence the head.
+    Greedy drafts may be scored with an 8-bit copy of the head, at half the bytes: the target
+    verifies them with the head itself. Drawn drafts need the distribution, hence the head itself.
     """
 
     num_drafts: int
     is_probabilistic: bool = False
-    # Ascending; None: all. They are read from the tables, so that proposers share a program.
+    # Ascending; None means all. Stored in the tables, so that proposers share a program.
     vocab_ids: tuple[int, ...] | None = dataclasses.field(default=None, compare=False)
     head_dtype: Literal["auto", "float8_e4m3fn"] | None = dataclasses.field(
         default="auto", compare=False
@@ -44,10 +45,11 @@ class MTPProposer(Proposer):
 
     @classmethod
     def from_config(cls, config: SpeculativeConfig, model: Model) -> "MTPProposer":
-        """A proposer of `config.num_drafts` drafts.
+        """Create a proposer of `config.num_drafts` drafts.
 
         Raises:
-            ValueError: a draft vocabulary is not the model's, or 8 bits are to give a distribution.
+            ValueError: a draft id is not in the model's vocabulary, or `draft_head_dtype` is
+                "float8_e4m3fn" with probabilistic drafts.
         """
         is_drawn = config.draft_sample_method == "probabilistic"
         if is_drawn and config.options.draft_head_dtype == "float8_e4m3fn":
@@ -62,10 +64,11 @@ class MTPProposer(Proposer):
             head_dtype=config.options.draft_head_dtype,
         )
 
-    def init_tables(self, model: Model, drafter: Published | None = None) -> _Tables:
-        """The ids (None: all) and their columns of the output head, copied once.
+    def init_tables(self, model: Model, drafter: CheckpointModule | None = None) -> _Tables:
+        """Return the draft ids (None for all) and a copy of their columns of the output head.
 
-        In each step the copy would cost what it saves. There are none for the head as it is.
+        A copy in each step would cost what it saves. Without ids and without an 8-bit copy there
+        are no tables: the head itself is read.
         """
         ids = None if self.vocab_ids is None else jnp.asarray(self.vocab_ids, jnp.int32)
         columns = model.lm_head_columns(ids)
@@ -85,10 +88,10 @@ class MTPProposer(Proposer):
         pools: Pools,
         tables: _Tables,
     ) -> tuple[Drafts, Pools]:
-        """See `Proposer.propose`. ValueError if the model has no draft head."""
+        """See `Proposer.propose`. Raises ValueError if the model has no draft head."""
         head = _head_of(model)
         ids, columns = tables or (None, None)
-        # The newest token stands at `num_computed`; the first pass reads the one before it.
+        # The newest token is at `num_computed`; the first pass reads the one before it.
         last_tokens = Selection(inputs.last_index, inputs.row_inputs(-1))
         hidden, pools = head.select(
             model.embed(inputs.next_tokens), inputs.hidden, inputs.model, pools, last_tokens
@@ -103,7 +106,7 @@ class MTPProposer(Proposer):
                 lambda forbidden, h=hidden: model.greedy_tokens(h, forbidden, columns),
                 lambda h=hidden: model.logits(h, columns),
             )
-        # Without drafts XLA drops the pass above, but for its keys and values.
+        # Without drafts, XLA removes the pass above except for its keys and values.
         return chain.drafts(), pools
 
 

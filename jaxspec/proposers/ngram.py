@@ -1,4 +1,4 @@
-"""Drafts that are looked up: what followed the same last tokens earlier in the request."""
+"""Drafts by prompt lookup: what followed the same last tokens earlier in the request."""
 
 import dataclasses
 from typing import Any
@@ -9,17 +9,17 @@ from jaxtyping import Array, Int
 
 from jaxspec.cache import CacheOptions, CacheSpec, Pools, TokenHistory
 from jaxspec.models.base import Model
+from jaxspec.options import SpeculativeConfig
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
-from jaxspec.speculation import SpeculativeConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class NgramProposer(Proposer):
     """Prompt lookup (Saxena, 2023) on the device, over the tokens of prompt and output.
 
-    The longest match of the newest `shortest` to `longest` tokens counts, and of equally long ones
-    the last. Its continuation is repeated where it reaches the newest token before K drafts are
-    full:
+    The longest match of the newest `shortest` to `longest` tokens is used, and the last one among
+    equally long matches. If its continuation reaches the newest token before K drafts are complete,
+    it is repeated:
 
         tokens        x a b c y a b c      the newest are "a b c"
         match           a b c
@@ -32,18 +32,15 @@ class NgramProposer(Proposer):
 
     @classmethod
     def from_config(cls, config: SpeculativeConfig, model: Model) -> "NgramProposer":
-        """A proposer of `config.num_drafts` drafts."""
         bounds = config.options.prompt_lookup_min, config.options.prompt_lookup_max
         return cls(config.num_drafts, *bounds)
 
     def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
-        """The tokens of every request."""
         return (TokenHistory(),)
 
     def propose(
         self, model: Model, inputs: DraftInputs, pools: Pools, tables: Any
     ) -> tuple[Drafts, Pools]:
-        """See `Proposer.propose`."""
         page_tables, slots = inputs.model.page_tables, inputs.slots
         history = inputs.write_history(pools[TokenHistory.name])
         pools = pools | {TokenHistory.name: history}
@@ -67,9 +64,10 @@ def look_up(
     longest: int,
     num_drafts: int,
 ) -> tuple[Int[Array, "rows drafts"], Array]:
-    """What followed the last match in each row's first `lengths` tokens, and whether there is one.
+    """Return what followed the last of the longest matches, and the rows that have a match.
 
-    Both are int32 ids `[rows, num_drafts]` and bool `[rows]`.
+    Only the first `lengths` tokens of each row are read. Both results are arrays: int32 ids
+    `[rows, num_drafts]` and bool `[rows]`.
     """
     size = tokens.shape[1]
     index = lax.broadcasted_iota(jnp.int32, tokens.shape, 1)
@@ -80,7 +78,7 @@ def look_up(
         earlier = jnp.pad(tokens, ((0, 0), (back, 0)))[:, :size]
         matches &= (earlier == wanted) & (index >= back) & (place >= 0)[:, None]
         matched += matches.astype(jnp.int32)
-    # The longest match, then the last: as one number, so that one reduction finds it.
+    # Longest match first, then the last one, as one number for a single reduction.
     score = jnp.where(matched >= shortest, matched * size + index, -1)
     best = jnp.max(score, axis=1)
     start = best % size + 1

@@ -1,4 +1,4 @@
-"""Drafts that the host thought of, as far as they still follow what has been emitted since."""
+"""Drafts from paths that the host predicted, if they match the tokens emitted since."""
 
 import dataclasses
 from typing import Any
@@ -8,34 +8,31 @@ from jaxtyping import Array, Int
 
 from jaxspec.cache import CacheOptions, CacheSpec, Pools, TokenHistory
 from jaxspec.models.base import Model
+from jaxspec.options import SpeculativeConfig
 from jaxspec.proposers.base import DraftInputs, Drafts, HostPaths, Proposer
-from jaxspec.speculation import SpeculativeConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class SuffixProposer(Proposer):
-    """Aligns the paths that the host's suffix index found (`jaxspec.scheduler.suffix_drafter`).
+    """Draft from paths that the host's suffix index found (`jaxspec.scheduler.suffix_index`).
 
-    The host knows tokens some dispatches late. Where those that came since are the path's first
-    ones, the next are the drafts; else there are none.
+    The host receives tokens some dispatches late. If the tokens emitted since are the first ones of
+    the path, the next ones are the drafts; otherwise there are none.
     """
 
     num_drafts: int
-    factor: float  # drafts for each token of the match, the path's own that came since counted in
+    factor: float  # drafts per matched token, including tokens of the path emitted since
 
     @classmethod
     def from_config(cls, config: SpeculativeConfig, model: Model) -> "SuffixProposer":
-        """A proposer of `config.num_drafts` drafts at most."""
         return cls(config.num_drafts, config.options.suffix_decoding_max_spec_factor)
 
     def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
-        """The tokens of every request."""
         return (TokenHistory(),)
 
     def propose(
         self, model: Model, inputs: DraftInputs, pools: Pools, tables: Any
     ) -> tuple[Drafts, Pools]:
-        """See `Proposer.propose`."""
         slots, newest, paths = inputs.slots, inputs.num_computed, inputs.paths
         history = inputs.write_history(pools[TokenHistory.name])
         pools = pools | {TokenHistory.name: history}
@@ -54,14 +51,14 @@ class SuffixProposer(Proposer):
 def align(
     paths: HostPaths, newest: Int[Array, " rows"], came: Int[Array, "rows path"], num_drafts: int
 ) -> tuple[Int[Array, "rows drafts"], Array]:
-    """What follows each row's newest token in its path, and whether all before it came so.
+    """Return the path's tokens after each row's newest one, and the rows that followed the path.
 
-    `newest` is that token's index in its request, and `came` has what stands at the path's places,
-    junk behind the newest. The drafts end with -1s.
+    `newest` is that token's index in its request. `came` holds the request's tokens at the
+    positions of the path; those after `newest` are undefined. The drafts are padded with -1.
     """
     length = paths.tokens.shape[1]
     place = jnp.arange(length)[None, :]
-    since = newest + 1 - paths.first  # tokens that came
+    since = newest + 1 - paths.first  # tokens emitted since the path was made
     follows = jnp.all((paths.tokens == came) | (place >= since[:, None]), axis=1)
     ahead = since[:, None] + jnp.arange(num_drafts)[None, :]
     drafts = jnp.take_along_axis(paths.tokens, jnp.clip(ahead, 0, length - 1), axis=1)

@@ -1,4 +1,7 @@
-"""Blueprint: an engine's programs and the shapes of their arguments, before there are weights."""
+"""`Blueprint`: static inputs and argument shapes of an engine's programs, known before weights.
+
+Tracing processes start from it while the weights are read.
+"""
 
 import dataclasses
 import functools
@@ -12,12 +15,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.cache import state_policy
-from jaxspec.config import StateConfig, StepShapes
-from jaxspec.models.base import Model, ModelRecipe, Published
-from jaxspec.plan import Program, plan_layout
+from jaxspec.models.base import CheckpointModule, Model, ModelSpec
+from jaxspec.plan.plan import AnyProgram, Program, plan_layout
+from jaxspec.plan.step_shapes import StateConfig, StepShapes
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState
-from jaxspec.runner.memory import Holdings
+from jaxspec.runner.memory import MemoryUsage
 from jaxspec.runner.programs import program_cache, program_key, trace_processes
 from jaxspec.runner.programs.trace_processes import EarlyTraces
 from jaxspec.runner.step import StepConfig
@@ -29,18 +32,17 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
-    """The static inputs of an engine's programs, and the shapes of the arrays that they take.
+    """Static inputs of an engine's programs, and `jax.ShapeDtypeStruct`s of their arguments.
 
-    Another process can trace the programs from it. Arrays are shapes and dtypes
-    (`jax.ShapeDtypeStruct`).
+    Another process can trace the programs from it.
     """
 
-    recipe: ModelRecipe
+    model_spec: ModelSpec
     config: StepConfig
-    holdings: Holdings
+    memory_usage: MemoryUsage
     weights: tuple[Any, ...]
     state: EngineState
-    depends: Any  # what the programs close over: its `program_key.words`, or else `config`
+    depends: Any  # constants of the programs: `program_key.words` of `config`, or `config`
 
     @staticmethod
     def of(
@@ -52,23 +54,23 @@ class Blueprint:
         verifier: Verifier,
         states: StateConfig,
         kv_dtype: jnp.dtype | None = None,
-        drafter: Published | None = None,
+        drafter: CheckpointModule | None = None,
     ) -> "Blueprint":
         """Return the blueprint of an engine.
 
         Args:
-            model: The model; its parameters need no values.
-            shapes: The sizes of programs and of the state.
+            model: The model; its parameters may be abstract.
+            shapes: Sizes of the programs and of the state.
             proposer: Makes drafts; None for plain decoding.
-            dtype: Of the weights and of what is computed.
-            verifier: Accepts drafts.
-            states: How recurrent states are kept.
-            kv_dtype: Of the cached keys and values; None for `dtype`.
-            drafter: The checkpoint that the proposer was made for; it needs no values either.
+            dtype: Dtype of the weights and of the computation.
+            verifier: Accepts or rejects drafts.
+            states: Policy and dtype of recurrent states.
+            kv_dtype: Dtype of the KV cache; None means `dtype`.
+            drafter: Model or head that the proposer drafts with; its parameters may be abstract.
         """
         graph, weights = nnx.split(model)
         leaves, tree = jax.tree.flatten(weights)
-        holdings = Holdings.of(
+        memory_usage = MemoryUsage.of(
             model,
             proposer,
             drafter,
@@ -82,46 +84,47 @@ class Blueprint:
             weights=tree,
             proposer=proposer,
             verifier=verifier,
-            specs=holdings.specs,
+            specs=memory_usage.specs,
             states=state_policy(states),
-            # A GPU would otherwise multiply float32 in TF32.
+            # GPUs multiply float32 in TF32 by default.
             matmul_precision="highest" if dtype == jnp.float32 else None,
         )
         return Blueprint(
-            recipe=ModelRecipe.of(model, dtype),
+            model_spec=ModelSpec.of(model, dtype),
             config=config,
-            holdings=holdings,
+            memory_usage=memory_usage,
             weights=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves),
-            state=jax.eval_shape(functools.partial(holdings.empty_state, shapes)),
+            state=jax.eval_shape(functools.partial(memory_usage.empty_state, shapes)),
             depends=program_key.words(config) or config,
         )
 
-    def fingerprint(self, program: Program) -> str | None:
-        """Return the program's `program_key.fingerprint`."""
+    def fingerprint(self, program: AnyProgram) -> str | None:
         return program_key.fingerprint(self._args(program), (self.depends, program))
 
-    def request(self, program: Program) -> bytes | None:
+    def request(self, program: AnyProgram) -> bytes | None:
         """Return a pickled `TraceRequest` for the program, or None if it can't be pickled."""
         args, depends = self._args(program), (self.depends, program)
         try:
-            return pickle.dumps(TraceRequest.of(self.recipe, self.config, program, args, depends))
-        except Exception as error:  # a proposer of the user's, say, that can't be pickled
+            return pickle.dumps(
+                TraceRequest.of(self.model_spec, self.config, program, args, depends)
+            )
+        except Exception as error:  # for example, a user's proposer that can't be pickled
             _log.info("no other process traces a program: %r", error)
             return None
 
-    def trace_early(self, programs: Iterable[Program]) -> EarlyTraces:
-        """Let processes trace the steps among `programs` that no earlier process has kept.
+    def trace_early(self, programs: Iterable[AnyProgram]) -> EarlyTraces:
+        """Start processes that trace the steps among `programs` that the program cache lacks.
 
-        Where processes are not worth their start (`num_processes`) they trace none.
+        None are started where that would not save time (`trace_processes.num_processes`).
         """
-        keys = {p: self.fingerprint(p) for p in programs if p.num_steps}
+        keys = {p: self.fingerprint(p) for p in programs if isinstance(p, Program)}
         lacking = {p: key for p, key in keys.items() if key and program_cache.lacks(key)}
         if not trace_processes.num_processes(len(lacking)):
             lacking = {}
         requests = {key: self.request(program) for program, key in lacking.items()}
         return EarlyTraces({key: each for key, each in requests.items() if each is not None})
 
-    def _args(self, program: Program) -> tuple[Any, ...]:
+    def _args(self, program: AnyProgram) -> tuple[Any, ...]:
         size = plan_layout(program, self.config.shapes).size
         packed = jax.ShapeDtypeStruct((size,), jnp.int32)
-        return self.weights, self.holdings.tables, self.state.of(program), packed
+        return self.weights, self.memory_usage.tables, self.state.of(program), packed

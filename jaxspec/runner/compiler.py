@@ -1,4 +1,4 @@
-"""Compiler: compiles an engine's first programs before requests, the others in the background."""
+"""`Compiler`: compiles an engine's programs, on demand or in a background thread."""
 
 import atexit
 import contextlib
@@ -12,7 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax.stages
 
-from jaxspec.plan import Program
+from jaxspec.plan.plan import AnyProgram, Program
+from jaxspec.requests.sampling_features import LADDER, SamplingFeatures, rung
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import (
     Notice,
@@ -22,24 +23,22 @@ from jaxspec.runner.warmup import (
     programs,
     warm_up,
 )
-from jaxspec.sampler import LADDER, Sampler, rung
 
 _log = logging.getLogger(__name__)
-_BATCH = 8  # programs that are traced side by side; the end of Python waits for them
-_MOST_AT_ONCE = 4  # programs that compile at the same time: XLA takes several cores for each
-_EMPTY_RUNS = 3  # a GPU records its command buffers in the second, and the third is timed
-_SECONDS_AT_EXIT = 60.0  # that the end of Python waits for a program that compiles
+_BATCH = 8  # programs traced concurrently; the interpreter's exit waits for them
+_MOST_AT_ONCE = 4  # programs compiled concurrently; XLA uses several cores for each
+_EMPTY_RUNS = 3  # a GPU records its command buffers in the second run; the third is timed
+_SECONDS_AT_EXIT = 60.0  # longest wait for a compiling program at interpreter exit
 Guarded = Callable[[Callable[[], object]], object]
 
 
 class Compiler:
-    """Compiles the programs of a runner, and publishes each that can be used.
+    """Compiles the programs of a runner, and publishes each one when it is ready.
 
-    In the background, after the few that can run any request: then no request waits for a program
-    but the first. On demand: the programs of a rung of the ladder, before its first request.
-
-    A thread compiles in the background. It runs a new program between two steps, in a turn of its
-    own for each run, so that no row waits longer than for one step.
+    With `in_background`, the first request waits for the few programs that can run any request, and
+    a thread compiles the others. It runs a new program between two steps, in a separate turn for
+    each run, so that a row waits for one empty run at most. Otherwise the programs of a rung of the
+    ladder are compiled before its first request.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class Compiler:
         *,
         in_turn: Guarded,
         guard: Guarded,
-        publish: Callable[[Iterable[Program]], None],
+        publish: Callable[[Iterable[AnyProgram]], None],
         on_run: Callable[[Program, float], None],
         notice: Notice,
         in_background: bool,
@@ -58,29 +57,29 @@ class Compiler:
         Args:
             runner: Compiles and runs programs.
             in_turn: Calls a function while no step is dispatched.
-            guard: Calls a function that may lose the runner's state, in a turn.
-            publish: Is given programs that plans may name from now on, in a turn.
-            on_run: Is called with each program and the seconds of an empty run, in a turn.
-            notice: How people are told of programs that a request waits for.
-            in_background: Whether programs are compiled in the background.
+            guard: Calls a function, and resets the engine if it raises; used within a turn.
+            publish: Called within a turn with programs that plans may use from now on.
+            on_run: Called within a turn with each program and the seconds of an empty run.
+            notice: How to report the compilation of programs that a request waits for.
+            in_background: Compile programs in the background.
         """
         self._runner, self._in_turn, self._guard = runner, in_turn, guard
         self._publish, self._on_run = publish, on_run
         self._notice: Notice = notice
         self._in_background = in_background
-        self._served: frozenset[Sampler] = frozenset()  # rungs whose requests need not wait
+        self._served: frozenset[SamplingFeatures] = frozenset()  # rungs whose requests can run
         self._background: _Background | None = None
-        self._lock = threading.Lock()  # of the background's start and end
+        self._lock = threading.Lock()  # held while the background thread is started or stopped
         self._is_closed = False
-        self.seconds: dict[str, float] = {}  # of compiling, by the label of a program
+        self.seconds: dict[str, float] = {}  # compile times by program label
 
-    def ensure(self, samplers: Iterable[Sampler]) -> None:
-        """Compile what requests with these needs can't run without; return at once if it is there.
+    def ensure(self, feature_sets: Iterable[SamplingFeatures]) -> None:
+        """Compile the programs that requests with these features need, unless compiled.
 
         Raises:
-            RuntimeError: As `in_turn`.
+            RuntimeError: as in `in_turn`.
         """
-        rungs = frozenset(map(rung, samplers))
+        rungs = frozenset(map(rung, feature_sets))
         if rungs <= self._served:
             return
         if self._in_background and rungs <= set(LADDER):
@@ -90,15 +89,15 @@ class Compiler:
         else:
             self.complete(rungs)
 
-    def complete(self, samplers: Iterable[Sampler] = LADDER) -> None:
-        """Compile all programs of the rungs that these samplers need, and wait for them.
+    def complete(self, feature_sets: Iterable[SamplingFeatures] = LADDER) -> None:
+        """Compile all programs of the rungs that these features need, and wait for them.
 
         Raises:
-            RuntimeError: As `in_turn`.
+            RuntimeError: as in `in_turn`.
         """
-        self._in_turn(lambda: None)  # refuses a call from within a step, which would wait for ever
+        self._in_turn(lambda: None)  # raises within a step, where `_stop` would deadlock
         self._stop()
-        shapes, rungs = self._runner.shapes, frozenset(map(rung, samplers))
+        shapes, rungs = self._runner.shapes, frozenset(map(rung, feature_sets))
         self._in_turn(lambda: self._compile(programs(shapes, rungs | self._served)))
         self._served |= rungs
         if self._in_background:
@@ -107,17 +106,16 @@ class Compiler:
             self._start(())
 
     def close(self) -> None:
-        """Compile nothing more; a program that compiles now is dropped when it is done."""
+        """Stop compiling; a program being compiled is dropped when it is done."""
         self._is_closed = True
         if self._background is not None:
             self._background.stop.set()
 
     @property
     def is_busy(self) -> bool:
-        """True while programs compile in the background."""
         return self._background is not None and self._background.thread.is_alive()
 
-    def _compile(self, wanted: Sequence[Program]) -> None:
+    def _compile(self, wanted: Sequence[AnyProgram]) -> None:
         self.seconds |= warm_up(
             self._runner,
             wanted,
@@ -127,7 +125,7 @@ class Compiler:
         )
         self._publish(wanted)
 
-    def _start(self, first: Iterable[Sampler]) -> None:
+    def _start(self, first: Iterable[SamplingFeatures]) -> None:
         with self._lock:
             left = later_programs(self._runner.shapes, first)
             left = [program for program in left if not self._runner.is_warm(program)]
@@ -142,7 +140,7 @@ class Compiler:
                 self._background = None
 
     def _install(self, program: Program, compiled: jax.stages.Compiled, seconds: float) -> None:
-        """Run a program that was compiled in the background, and let plans name it."""
+        """Run a program compiled in the background, and publish it."""
         times = []
         for _ in range(_EMPTY_RUNS):
             run = self._guarded(lambda: times.append(self._runner.run_empty(program, compiled)))
@@ -170,7 +168,7 @@ class _ClosedError(Exception):
 
 
 class _Background:
-    """A thread that compiles programs; it ends with the list, with `stop` or with Python."""
+    """Thread that compiles a list of programs until `stop` is set or the interpreter exits."""
 
     def __init__(
         self,
@@ -197,7 +195,7 @@ def _compile_all(
     thread = threading.current_thread()
 
     def end() -> None:
-        # Python ends: a thread that is within XLA then would crash.
+        # Called at interpreter exit, when a thread inside XLA would crash.
         stop.set()
         thread.join(_SECONDS_AT_EXIT)
 
@@ -207,7 +205,7 @@ def _compile_all(
     try:
         for start in range(0, len(left), _BATCH):
             _compile_batch(runner, left[start : start + _BATCH], install, stop, pool, count)
-    except (_ClosedError, RuntimeError) as error:  # of a closed engine, or as Python ends
+    except (_ClosedError, RuntimeError) as error:  # the engine is closed, or the interpreter exits
         _log.info("nothing more is compiled in the background: %r", error)
     finally:
         pool.shutdown(cancel_futures=True)
@@ -222,14 +220,14 @@ def _compile_batch(
     pool: ThreadPoolExecutor,
     count: int,
 ) -> None:
-    """Lower programs one after the other, and compile `count` of them at the same time."""
+    """Lower programs one after another, and compile `count` of them concurrently."""
     compiling = deque[tuple[Program, Future[tuple[jax.stages.Compiled, float]]]]()
 
     def install_oldest() -> None:
         program, future = compiling.popleft()
         try:
             compiled, seconds = future.result()
-        except Exception as error:  # the programs that are there run its steps
+        except Exception as error:  # its steps run by the programs already compiled
             _log.warning("a program is not compiled (%s): %r", label(program), error)
         else:
             if not stop.is_set():

@@ -1,15 +1,15 @@
-"""DevicePlan: the packed plan of a step, typed, as the device reads it."""
+"""`DevicePlan`: typed view of the packed plan of a step, for the device."""
 
 from typing import NamedTuple
 
 from jaxtyping import Array, Int
 
-from jaxspec.config import StepShapes
-from jaxspec.plan import Program, plan_layout
+from jaxspec.plan.plan import MoveRows, Program, plan_layout
+from jaxspec.plan.step_shapes import StepShapes
 
 
 class DevicePlan(NamedTuple):
-    """The fields of `jaxspec.plan.plan_layout`, which says what they hold. All are int32."""
+    """Fields of `jaxspec.plan.plan.plan_layout`, which documents them. All are int32."""
 
     prev_positions: Int[Array, " batch"]
     num_decode: Int[Array, ""]
@@ -26,12 +26,13 @@ class DevicePlan(NamedTuple):
     source_pages: Int[Array, " moves"]
     target_pages: Int[Array, " moves"]
     target_tables: Int[Array, "moves pages"]
-    # Engines that draft on the device alone have none of these.
+    # None unless drafts come from the host.
     paths: Int[Array, "batch path"] | None = None
     path_from: Int[Array, " batch"] | None = None
     path_match: Int[Array, " batch"] | None = None
 
     @staticmethod
-    def unpack(packed: Int[Array, " plan"], program: Program, shapes: StepShapes) -> "DevicePlan":
-        """Views of `StepPlan.packed`."""
+    def unpack(
+        packed: Int[Array, " plan"], program: Program | MoveRows, shapes: StepShapes
+    ) -> "DevicePlan":
         return DevicePlan(**plan_layout(program, shapes).unpack(packed))

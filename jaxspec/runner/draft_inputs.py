@@ -1,4 +1,4 @@
-"""DraftInputs of a step: every token's successor, and where each row now stands."""
+"""`DraftInputs` of a step: the successor of each token, and the updated rows."""
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +6,11 @@ from jaxtyping import Array, Int
 
 from jaxspec.models.base import ForwardOutput
 from jaxspec.proposers.base import DraftInputs, HostPaths
+from jaxspec.requests.sampling_features import SamplingFeatures
 from jaxspec.runner.batch_state import BatchState
 from jaxspec.runner.device_plan import DevicePlan
 from jaxspec.runner.prepare import StepInputs
 from jaxspec.runner.verify import sampling_inputs
-from jaxspec.sampler import Sampler
 from jaxspec.sampling import Acceptance
 
 
@@ -20,9 +20,9 @@ def draft_inputs(
     acceptance: Acceptance,
     active: BatchState,
     plan: DevicePlan,
-    sampler: Sampler,
+    features: SamplingFeatures,
 ) -> DraftInputs:
-    """What a proposer may read. `active` are the updated rows, in the order of `inputs.active`."""
+    """Return the inputs of the proposer; `active` are the updated rows of `inputs.active`."""
     places = inputs.places
     num_emitted, _ = places.split_rows(acceptance.num_emitted)
     newest = jnp.arange(places.num_rows) * places.width + jnp.maximum(num_emitted - 1, 0)
@@ -45,13 +45,12 @@ def draft_inputs(
         sampling=sampling_inputs(active),
         paths=_paths(plan, inputs.index),
         page_size=inputs.page_size,
-        sampler=sampler,
+        features=features,
         num_drafts=places.width - 1,
     )
 
 
 def _paths(plan: DevicePlan, index: Int[Array, " active"]) -> HostPaths | None:
-    """The paths of the rows at `index` in the batch."""
     if plan.paths is None or plan.path_from is None or plan.path_match is None:
         return None
     columns = HostPaths(plan.paths, plan.path_from, plan.path_match)
@@ -59,12 +58,12 @@ def _paths(plan: DevicePlan, index: Int[Array, " active"]) -> HostPaths | None:
 
 
 def next_tokens(inputs: StepInputs, acceptance: Acceptance) -> Int[Array, " tokens"]:
-    """The token after each of the step's tokens.
+    """Return the token after each of the step's tokens.
 
-    What its row emitted at a verified token follows it. Behind the last emitted one that is junk,
-    but the keys and values made from it are overwritten before they are read. A prompt token is
-    followed by the next of its chunk, and the last of a chunk by the prompt's next one or by the
-    token that the step emitted.
+    A verified token is followed by the token emitted at its place. After the last emitted one the
+    result is arbitrary; the keys and values computed from it are overwritten before they are read.
+    A prompt token is followed by the next token of its prompt, and the last one by the token that
+    the step emitted.
     """
     verified, ends = inputs.places.split_rows(jnp.maximum(acceptance.tokens, 0))
     if inputs.model.prefill is None:

@@ -1,4 +1,4 @@
-"""Memory: what holds how much of the device's, and how many pages fit beside the rest."""
+"""Device memory: its use by weights, pools and tables, and the number of pages that fit."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec import device
-from jaxspec.cache import HOLDERS, CacheOptions, CacheSpec, holders, state_policy
-from jaxspec.config import StateConfig, StepShapes
-from jaxspec.models.base import Model, Published
+from jaxspec.cache import MEMORY_LABELS, CacheOptions, CacheSpec, holders, state_policy
+from jaxspec.models.base import CheckpointModule, Model
+from jaxspec.plan.step_shapes import StateConfig, StepShapes
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState, empty_state
 
 HOLDER_WORDS = {
-    **{name: f"{held.words}\n({' x '.join(held.per)})" for name, held in HOLDERS.items()},
+    **{name: f"{held.words}\n({' x '.join(held.per)})" for name, held in MEMORY_LABELS.items()},
     "weights": "weights",
     "page_tables": "page tables\n(slots)",
     "rows": "batch state\n(rows)",
@@ -26,23 +26,27 @@ HOLDER_WORDS = {
     "seen_tokens": "tokens that were seen\n(slots)",
     "bias_tables": "biases of tokens\n(slots)",
 }
-"""Holders of memory by what `Holdings.bytes` calls them, in words for pictures."""
+"""Labels in plots for the keys of `MemoryUsage.bytes`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryBudget:
-    """What weights and caches may take together; a step's own arrays live in what is left."""
+    """Limit for weights and caches together; a step's temporaries use the rest of the device."""
 
     device_bytes: int
-    utilization: float  # the share of them
-    fixed_pages: bool  # the user said how many pages; else there may be fewer than asked for
-    others_bytes: int = 0  # what else is held already, such as another engine
+    utilization: float  # fraction of `device_bytes` to use
+    fixed_pages: bool  # the user set num_pages; otherwise fewer pages are allowed
+    others_bytes: int = 0  # bytes in use before loading, for example by another engine
 
     @staticmethod
     def of(utilization: float, num_pages: int | None) -> "MemoryBudget | None":
-        """The default device's, before anything is loaded; None if it does not tell, as a CPU.
+        """Return the budget of the default device; call it before anything is loaded.
 
-        A GPU tells what JAX may take of it: three quarters, or XLA_PYTHON_CLIENT_MEM_FRACTION.
+        A GPU reports the memory that JAX may use: three quarters of it, or the fraction
+        XLA_PYTHON_CLIENT_MEM_FRACTION.
+
+        Returns:
+            The budget, or None if the device does not report its memory (CPU).
 
         Raises:
             ValueError: `utilization` is not in (0, 1].
@@ -57,31 +61,30 @@ class MemoryBudget:
 
     @property
     def max_bytes(self) -> int:
-        """The bound."""
         return int(self.device_bytes * self.utilization) - self.others_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Holdings:
-    """What a runner of a model holds, whatever its sizes; it tells that before there is memory."""
+class MemoryUsage:
+    """Arrays of a model's runner, as a function of its shapes; computed before allocation."""
 
-    weights: Any  # shapes and dtypes in place of arrays, and so the tables
-    tables: Any  # the proposer's
+    weights: Any  # shapes and dtypes, as in `tables`
+    tables: Any  # the drafter tables
     specs: tuple[CacheSpec, ...]
-    drawn_ids: int  # of the distributions that drafts are drawn from
+    drawn_ids: int  # size of the distributions that drafts are sampled from; 0 if greedy
     vocab_size: int
 
     @staticmethod
     def of(
         model: Model,
         proposer: Proposer | None,
-        drafter: Published | None = None,
+        drafter: CheckpointModule | None = None,
         *,
         dtype: jnp.dtype,
         kv_dtype: jnp.dtype,
         states: StateConfig,
-    ) -> "Holdings":
-        """Those of a runner for `model` and its `drafter`, whose parameters need no values."""
+    ) -> "MemoryUsage":
+        """Return the memory use for a model and its drafter; their parameters may be abstract."""
         options = CacheOptions(dtype, kv_dtype, jnp.dtype(states.dtype), state_policy(states))
         weights = _described(model)
         tables, drawn_ids, specs = (), 0, model.cache_specs(options)
@@ -89,14 +92,13 @@ class Holdings:
             tables = nnx.eval_shape(proposer.init_tables, model, drafter)
             drawn_ids = model.vocab_size if proposer.is_probabilistic else 0
             specs += proposer.cache_specs(options)
-        return Holdings(weights, tables, specs, drawn_ids, model.vocab_size)
+        return MemoryUsage(weights, tables, specs, drawn_ids, model.vocab_size)
 
     def empty_state(self, shapes: StepShapes) -> EngineState:
-        """The state of a runner of such sizes, without requests."""
         return empty_state(shapes, self.specs, self.drawn_ids, self.vocab_size)
 
     def bytes(self, shapes: StepShapes) -> dict[str, int]:
-        """Bytes by what holds them, in a runner of such sizes."""
+        """Return the bytes of each part of a runner with these shapes."""
         state = jax.eval_shape(lambda: self.empty_state(shapes))
         held = {"weights": self.weights, **holders(self.specs, state.pools)}
         held |= {"page_tables": state.page_tables, "rows": state.rows}
@@ -118,13 +120,16 @@ def fit(
     budget: MemoryBudget | None,
     held_with: Callable[[StepShapes], dict[str, int]],
 ) -> StepShapes:
-    """`shapes`, with as many of its pages as the budget has room for; None has room for all.
+    """Reduce `num_pages` to what fits, and set `num_checkpoints` by `prefix_cache_share`.
 
-    And with as many checkpoints of states beside the pages as `prefix_cache_share` says.
-    `held_with`: `Holdings.bytes`.
+    Args:
+        shapes: Shapes with the wanted number of pages.
+        budget: Memory to use; None means unlimited.
+        held_with: Returns the bytes of a runner with given shapes: `MemoryUsage.bytes`.
 
     Raises:
-        ValueError: the pages that the user asked for do not fit, or not even those of one sample.
+        ValueError: the number of pages set by the user, or that of one sample of `max_model_len`
+            tokens, does not fit.
     """
 
     def total(num_pages: int, num_checkpoints: int = 0) -> int:
@@ -137,14 +142,14 @@ def fit(
     state = total(shapes.num_pages, 2) - total(shapes.num_pages, 1) if share else 0
 
     def fitted(num_pages: int) -> StepShapes:
-        beside = num_pages * page * share / (1 - share)  # bytes of checkpoints
+        beside = num_pages * page * share / (1 - share)  # bytes for checkpoints
         count = max(2, int(beside / max(1, state))) if share else 0
         return dataclasses.replace(shapes, num_pages=num_pages, num_checkpoints=count)
 
     if budget is None:
         return fitted(shapes.num_pages)
-    room = budget.max_bytes - (held - shapes.num_pages * page)  # for pages and checkpoints
-    null = total(shapes.num_pages, 1) - held - state if share else 0  # the null checkpoint
+    room = budget.max_bytes - (held - shapes.num_pages * page)  # bytes for pages and checkpoints
+    null = total(shapes.num_pages, 1) - held - state if share else 0  # bytes of the null checkpoint
     fitting = min(shapes.num_pages, int((room - null) * (1 - share)) // page)
     fitting = min(fitting, (room - null - fitted(max(fitting, 2)).num_checkpoints * state) // page)
     needed = shapes.num_pages if budget.fixed_pages else 1 + shapes.pages_per_seq
@@ -171,12 +176,12 @@ def _refusal(shapes: StepShapes, budget: MemoryBudget, held: dict[str, int]) -> 
 
 
 def memory_map(held: dict[str, int], shapes: StepShapes) -> str:
-    """A line for each holder in `Holdings.bytes` that holds something, by size, and a sum."""
+    """Format `MemoryUsage.bytes`: a line per non-empty part, largest first, and the total."""
     units = {
         "pages": f"{shapes.num_pages} pages of {shapes.page_size} tokens",
         "slots": f"{shapes.num_slots} slots",
     }
-    counts = {name: units[holder.per[0]] for name, holder in HOLDERS.items()}
+    counts = {name: units[holder.per[0]] for name, holder in MEMORY_LABELS.items()}
     counts |= {"checkpoints": f"{shapes.num_checkpoints} states of prefixes"}
     counts |= dict.fromkeys(("seen_tokens", "bias_tables", "draft_logits"), units["slots"])
     sizes = sorted((item for item in held.items() if item[1]), key=lambda item: -item[1])
@@ -189,7 +194,7 @@ def memory_map(held: dict[str, int], shapes: StepShapes) -> str:
 
 
 def human(num_bytes: int) -> str:
-    """So many bytes in a unit that people read: "1.5 GiB"."""
+    """Format a number of bytes with a unit, such as "1.5 GiB"."""
     size, unit = num_bytes / 1024, "KiB"
     for larger in ("MiB", "GiB"):
         if size >= 1024:

@@ -1,4 +1,4 @@
-"""A step's output: the device writes it, and `PendingOutput` alone waits for it."""
+"""Output of a step, packed on the device, and `PendingOutput`, which waits for it on the host."""
 
 import time
 from concurrent.futures import Executor, Future
@@ -10,43 +10,47 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxspec.layout import PackedLayout
-from jaxspec.plan import StepOutput
-from jaxspec.sampler import LOGPROBS, PROMPT_LOGPROBS, Sampler
+from jaxspec.plan.plan import StepOutput
+from jaxspec.requests.sampling_features import LOGPROBS, PROMPT_LOGPROBS, SamplingFeatures
 
 
 def pack_output(layout: PackedLayout, /, **fields: Array) -> Int[Array, "rows fields"]:
-    """A step's rows of the packed output, from every field of `layout` (see `output_layout`)."""
+    """Pack all fields of `layout` (see `output_layout`) into the rows of a step's output."""
     return jnp.concatenate([layout.bits(name, fields[name]) for name in layout.fields], axis=1)
 
 
 class DeviceOutput(NamedTuple):
-    """What a program gives: an array for all, and one for each thing that its sampler reports."""
+    """Output arrays of a program; optional ones exist if its sampling features report them."""
 
     packed: Any  # int32 [steps, rows, output_layout(K).size]
-    logprobs: Any = None  # as `StepOutput`'s
-    prompt_logprobs: Any = None  # as `StepOutput`'s
+    logprobs: Any = None  # see `StepOutput.logprobs`
+    prompt_logprobs: Any = None  # see `StepOutput.prompt_logprobs`
 
     @staticmethod
-    def structure(sampler: Sampler) -> "DeviceOutput":
-        """The output of programs with such a sampler, with a leaf in place of each array."""
+    def structure(features: SamplingFeatures) -> "DeviceOutput":
+        """Return the pytree structure of the outputs of programs with these features."""
         return DeviceOutput(
             packed=0,
-            logprobs=0 if LOGPROBS in sampler else None,
-            prompt_logprobs=0 if PROMPT_LOGPROBS in sampler else None,
+            logprobs=0 if LOGPROBS in features else None,
+            prompt_logprobs=0 if PROMPT_LOGPROBS in features else None,
         )
 
 
 class PendingOutput:
-    """The output of a dispatch, which puts it into the host's memory."""
+    """Output of a dispatch, on its way to host memory."""
 
     def __init__(self, output: DeviceOutput, layout: PackedLayout, watcher: Executor | None = None):
-        """`layout` is `output_layout(K)`. A `watcher` (one thread, for traces) notes when the step
-        was done.
+        """Start the copies to the host.
+
+        Args:
+            output: Output of the program.
+            layout: Layout of its rows, `output_layout(K)`.
+            watcher: Executor with one thread, in which the time of completion is measured.
         """
         self._packed, *self._reports = output
         for report in self._reports:
             if isinstance(report, jax.Array):
-                report.copy_to_host_async()  # `result` would begin each copy after the one before
+                report.copy_to_host_async()  # all at once; `result` would copy one after another
         self._layout = layout
         self._done: Future[float] | None = (
             watcher.submit(_time_when_done, self._packed) if watcher else None
@@ -54,16 +58,16 @@ class PendingOutput:
 
     @staticmethod
     def empty(layout: PackedLayout) -> "PendingOutput":
-        """That of a plan which gives no row anything, and for which nobody need wait."""
+        """Return the output of a plan without rows, which is ready at once."""
         return PendingOutput(DeviceOutput(np.zeros((0, 0, layout.size), np.int32)), layout)
 
     def result(self) -> StepOutput:
-        """Wait for the step, then its output as NumPy arrays."""
+        """Wait for the step and return its output as NumPy arrays."""
         reports = [None if each is None else np.asarray(each) for each in self._reports]
         return StepOutput.unpack(np.asarray(self._packed), self._layout, *reports)
 
     def done_time(self) -> float | None:
-        """When the device was done with the step (`time.perf_counter`); None if unwatched."""
+        """Return the `time.perf_counter` of the step's completion; None without a watcher."""
         return self._done.result() if self._done else None
 
 

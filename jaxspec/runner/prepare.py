@@ -1,4 +1,4 @@
-"""Prepare: plan and batch state -> the step's tokens, positions and slots, from device counts."""
+"""Prepare: compute a step's tokens, positions and KV slots from the plan and the batch state."""
 
 from typing import Any, NamedTuple
 
@@ -9,68 +9,65 @@ from jaxtyping import Array, Bool, Int
 
 from jaxspec.models.base import ModelInputs
 from jaxspec.pallas.paging.slot_mapping import slot_mapping
-from jaxspec.plan import Program
+from jaxspec.plan.plan import Program
 from jaxspec.regions import DecodeRegion, PrefillRegion
 from jaxspec.runner.batch_state import BatchState
 from jaxspec.runner.device_plan import DevicePlan
 
 
 class Places(NamedTuple):
-    """How a step's rows and its scored tokens lie: the rectangle of those that decode comes first.
+    """Order of a step's rows and scored tokens: first the decode rectangle, then the chunks.
 
-    For `num_rows` = 2, `width` = 3 and one chunk of prompt, whose last token is scored:
+    For `num_rows` = 2, `width` = 3 and one prompt chunk, whose last token is scored:
 
         active rows      a b | c
         scored tokens    a a a b b b | c
     """
 
-    num_rows: int  # rows of the rectangle
-    width: int  # tokens of each, 1 + K
+    num_rows: int  # rows of the decode rectangle
+    width: int  # tokens per row, 1 + K
 
     def split_rows(self, rows: Any) -> tuple[Any, Any]:
-        """An array or a pytree with an entry an active row, cut into decode rows and chunks."""
+        """Split an array or pytree with one entry per active row into decode rows and chunks."""
         parts = slice(self.num_rows), slice(self.num_rows, None)
         first, last = (jax.tree.map(lambda x, part=part: x[part], rows) for part in parts)
         return first, last
 
     def split_tokens(self, tokens: Array) -> tuple[Array, Array]:
-        """An array with an entry a scored token, cut into the rectangle's and the chunks' ends."""
+        """Split an array with one entry per scored token into the rectangle's and the chunks'."""
         first, last = jnp.split(tokens, [self.num_rows * self.width])
         return first, last
 
     def rectangle(self, tokens: Array) -> Array:
-        """`[num_rows * width, ...]` as `[num_rows, width, ...]`."""
+        """Reshape `[num_rows * width, ...]` to `[num_rows, width, ...]`."""
         return tokens.reshape(self.num_rows, self.width, *tokens.shape[1:])
 
 
 @flax.struct.dataclass
 class StepInputs:
-    """What a step works on. Its active rows are the rectangle's, then the prefill region's."""
+    """Inputs of a step. Its active rows are those of the rectangle, then those of the chunks."""
 
     active: BatchState  # padding is an empty row
-    index: Int[Array, " active"]  # each active row's index in the batch; past its end: padding
+    index: Int[Array, " active"]  # index of each active row in the batch; past its end if padding
     model: ModelInputs
-    logits_indices: Int[Array, " scored"]  # tokens that are scored: all that decode, chunk ends
-    drafts: Int[Array, "rows drafts"]  # that decode rows may verify
-    num_draft_tokens: Int[Array, " active"]  # how many they do; 0 in a prefill
-    produces_token: Bool[Array, " active"]  # the step makes at least one token for the row
-    first_position: Int[Array, " active"]  # index in its request of the first of them
-    next_prefill_token: Int[Array, " seqs"]  # what follows a chunk; -1: the step makes it
+    logits_indices: Int[Array, " scored"]  # scored tokens: all of the rectangle, and chunk ends
+    drafts: Int[Array, "rows drafts"]  # drafts of the decode rows
+    num_draft_tokens: Int[Array, " active"]  # number of drafts to verify; 0 in a prefill
+    produces_token: Bool[Array, " active"]  # the step emits at least one token for the row
+    first_position: Int[Array, " active"]  # position of the first emitted token
+    next_prefill_token: Int[Array, " seqs"]  # prompt token after the chunk; -1 after the last one
     page_size: int = flax.struct.field(pytree_node=False)
 
     @property
     def places(self) -> Places:
-        """How the active rows and the scored tokens lie."""
         return Places(self.model.decode.slots.shape[0], self.model.width)
 
 
 class _TokenColumns(NamedTuple):
-    """The tokens of a region, one entry each."""
-
     tokens: Int[Array, " tokens"]
     positions: Int[Array, " tokens"]
     slots: Int[Array, " tokens"]
-    live: Bool[Array, " tokens"]  # the others are padding
+    live: Bool[Array, " tokens"]  # False for padding
 
 
 def prepare(
@@ -80,10 +77,10 @@ def prepare(
     page_size: int,
     program: Program,
 ) -> StepInputs:
-    """This step's inputs. `rows` are already remapped.
+    """Return the inputs of a step; `rows` are already remapped.
 
-    The host says which rows decode and which prompt chunks come along. Where a row stands, how many
-    drafts it has and which state is its true one, only the device knows.
+    The plan selects the rows that decode and the prompt chunks. Positions, numbers of drafts and
+    valid states are only in the device's rows.
     """
     num_rows, num_seqs = rows.num_rows, plan.prefill_lens.shape[0]
     num_decode_rows = program.decode_rows
@@ -131,10 +128,10 @@ def prepare(
 
 
 def _num_draft_tokens(rows: BatchState, num_drafts: int) -> Int[Array, " rows"]:
-    """How many of each row's drafts are verified, `num_drafts` at most; 0 if it has ended.
+    """Return the number of drafts to verify in each row, at most `num_drafts`; 0 if finished.
 
-    A draft beyond the request's end is not: with c tokens computed and at most m in all, token
-    c + 2 + j would follow draft j, so j <= m - 3 - c.
+    Drafts that could not be emitted are skipped: with c tokens computed and at most m in all, token
+    c + 2 + j follows draft j, so j <= m - 3 - c.
     """
     room = jnp.maximum(rows.max_len - 2 - rows.num_computed, 0)
     most = jnp.minimum(room, jnp.minimum(rows.max_drafts, num_drafts))
@@ -144,12 +141,12 @@ def _num_draft_tokens(rows: BatchState, num_drafts: int) -> Int[Array, " rows"]:
 def _decode_region(
     rows: BatchState, drafts: Int[Array, "rows drafts"], num_drafts: Int[Array, " rows"]
 ) -> tuple[DecodeRegion, _TokenColumns]:
-    """The rectangle, which has each row's last token, then its drafts, `num_drafts` of them."""
+    """Return the decode rectangle: the last token of each row, then its `num_drafts` drafts."""
     query_len = jnp.where(rows.is_live, 1 + num_drafts, 0)
     tokens = jnp.concatenate([rows.last_token[:, None], drafts], axis=1)
     offset = jnp.arange(tokens.shape[1])[None, :]
-    # A row that has ended is padding. `where` also keeps a bare column from the kernels: a sliced
-    # operand becomes a CUDA graph inside the step's graph.
+    # A finished row is padding. `where` also keeps the kernels' operands from being plain slices of
+    # the rows, which would become a CUDA graph inside the step's graph.
     region = DecodeRegion(
         slots=jnp.where(rows.is_live, rows.slot, 0),
         num_computed=jnp.where(rows.is_live, rows.num_computed, 0),
@@ -166,7 +163,6 @@ def _decode_region(
 
 
 def _prefill_region(rows: BatchState, plan: DevicePlan) -> tuple[PrefillRegion, _TokenColumns]:
-    """The chunks of prompts, end to end."""
     starts = jnp.cumsum(plan.prefill_lens, dtype=jnp.int32)
     region = PrefillRegion(
         slots=rows.slot,

@@ -1,8 +1,8 @@
-"""Propose: the drafts of every row, checked. The step trusts no shape, no id and no count in them.
+"""Propose: call the proposer and check its drafts.
 
-Shapes are checked while the step is traced, which is before a request is queued. Ids are values of
-the device. One that the vocabulary lacks becomes `DROPPED`, which stands no more than a placeholder
-does, and is counted in the step that would have verified it.
+Shapes and dtypes are checked while the step is traced, which is before a request is queued. On the
+device, counts are clipped, and ids outside the vocabulary are replaced by `DROPPED`, which is never
+accepted and is counted in the step that would have verified the draft.
 """
 
 import dataclasses
@@ -20,18 +20,19 @@ from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
 from jaxspec.runner.prepare import StepInputs
 from jaxspec.sampling import NO_TOKEN
 
-DROPPED = -2  # in place of a draft whose id the vocabulary lacks
+DROPPED = -2  # replaces drafts outside the vocabulary
 
 
 def propose(
     proposer: Proposer, model: Model, inputs: DraftInputs, pools: Pools, tables: Any
 ) -> tuple[Drafts, Pools]:
-    """What `Proposer.propose` gives, with ids in the vocabulary and at most as many as asked for.
+    """Return the result of `Proposer.propose` with valid ids and counts.
 
     Raises:
-        ValueError: arrays are not as `Drafts` says, or the pools are other ones.
+        ValueError: an array has another shape or dtype than `Drafts` documents, or the returned
+            pools differ from the given ones.
     """
-    # A copy: what a proposer writes into the dict that it gets is nobody's business.
+    # A copy, so that a proposer may write into the dict.
     given = proposer.propose(model, inputs, dict(pools), tables)
     drafts, after = _checked(proposer, model.vocab_size, inputs, pools, given)
     is_known = (drafts.tokens >= NO_TOKEN) & (drafts.tokens < model.vocab_size)
@@ -44,7 +45,7 @@ def propose(
 
 
 def num_dropped(inputs: StepInputs) -> Int[Array, " active"]:
-    """Drafts that each row verifies in this step and that were dropped."""
+    """Return the number of dropped drafts among those that each row verifies in this step."""
     places = inputs.places
     num_verified, chunks = places.split_rows(inputs.num_draft_tokens)
     is_verified = jnp.arange(places.width - 1)[None, :] < num_verified[:, None]
@@ -85,11 +86,11 @@ def _checked(
 
 
 def _needs_logits(proposer: Proposer, inputs: DraftInputs) -> bool:
-    return proposer.is_probabilistic and inputs.sampler.draws and inputs.num_drafts > 0
+    return proposer.is_probabilistic and inputs.features.draws and inputs.num_drafts > 0
 
 
 def _kind(value: Any) -> str:
-    """An array by its dtype and shape, a tuple by its members, all else by its type."""
+    """Describe an array by dtype and shape, a tuple by its entries, other values by type."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype} {list(value.shape)}"
     if isinstance(value, tuple):
@@ -104,7 +105,6 @@ def _structure(pools: Any) -> Any:
 
 
 def _differing(pools: Pools, after: Any) -> Any:
-    """The names of the pools that differ."""
     if not isinstance(after, dict):
         return type(after).__name__
     names = [*pools, *(name for name in after if name not in pools)]

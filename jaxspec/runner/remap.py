@@ -1,4 +1,7 @@
-"""Remap: each request's row follows it from where the last plan had it to where this one has it."""
+"""Remap: move each request's row from its position in the last plan to that in this plan.
+
+Also adds new rows and their pages to the state.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -10,12 +13,12 @@ from jaxspec.runner.device_plan import DevicePlan
 def remap(
     state: BatchState, prev_positions: Int[Array, " rows"], new_rows: BatchState
 ) -> BatchState:
-    """Every field of row i is `state[prev_positions[i]]`, or `new_rows[i]` where that is negative.
+    """Return rows of which row i is `state[prev_positions[i]]`, or `new_rows[i]` if negative.
 
-    Nothing else moves rows, and it happens once a step: a count that were gathered twice, or a row
-    that kept what its last owner left there, would pick another request's recurrent state.
+    Rows move only here, all fields together, once per plan. A field left in place, or moved twice,
+    would combine the row with another request's recurrent state.
 
-        state            a  b  c          two requests left, c moved up, d is new
+        state            a  b  c          a and b finished, c moves up, d is new
         prev_positions   2 -1 -1
         new_rows         .  d  0
         result           c  d  0
@@ -26,7 +29,7 @@ def remap(
 
 
 def scatter_new_rows(index: Int[Array, " new"], entries: BatchState, num_rows: int) -> BatchState:
-    """`num_rows` rows, empty but for `entries` at `index`; a negative index is padding."""
+    """Return `num_rows` empty rows with `entries` at `index`; negative indices are padding."""
     target = jnp.where(index < 0, num_rows, index)
     nothing = jnp.zeros((num_rows, entries.fields.shape[1]), jnp.int32)
     return BatchState(nothing).put(target, entries)
@@ -35,7 +38,7 @@ def scatter_new_rows(index: Int[Array, " new"], entries: BatchState, num_rows: i
 def update_page_tables(
     page_tables: Int[Array, "slots pages"], new_rows: BatchState, plan: DevicePlan
 ) -> Int[Array, "slots pages"]:
-    """The tables with the slots of new requests emptied and this plan's pages appended."""
+    """Clear the page tables of new requests' slots, and append this plan's pages."""
     num_slots = page_tables.shape[0]
     reset = jnp.where(new_rows.slot > 0, new_rows.slot, num_slots)
     page_tables = page_tables.at[reset].set(0, mode="drop")
@@ -46,6 +49,6 @@ def update_page_tables(
 def write_page_tables(
     page_tables: Int[Array, "slots pages"], plan: DevicePlan
 ) -> Int[Array, "slots pages"]:
-    """The tables with the whole rows that a plan of moves brings for its target slots."""
+    """Overwrite the page tables of the target slots of a plan of moves."""
     slots = jnp.where(plan.target_slots > 0, plan.target_slots, page_tables.shape[0])
     return page_tables.at[slots].set(plan.target_tables, mode="drop")

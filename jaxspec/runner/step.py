@@ -1,6 +1,9 @@
-"""The step: from plan to output, as one program. Read this file first.
+"""The step: one XLA program from plan to output. Read this file first.
 
-remap -> prepare -> forward -> verify -> update -> draft, all but the first `num_steps` times
+    remap -> prepare -> forward -> verify -> update -> draft
+
+A program with `num_steps` > 1 repeats all stages but the first. The programs of plans that move
+rows, write sampling tables or export states are made here, too.
 """
 
 import dataclasses
@@ -13,10 +16,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxspec.cache import CacheSpec, Kept, Moves, StatePolicy, copy, export, restore
-from jaxspec.config import StepShapes
+from jaxspec.cache import CacheSpec, Moves, SavedState, StatePolicy, copy, export, restore
 from jaxspec.models.base import Model
-from jaxspec.plan import EXPORT, RESTORE, TABLES, Program, output_layout, plan_layout
+from jaxspec.plan.plan import (
+    EXPORT,
+    AnyProgram,
+    CopyBlock,
+    ExportState,
+    MoveRows,
+    Program,
+    WriteTables,
+    output_layout,
+    plan_layout,
+)
+from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.proposers.base import Drafts, Proposer
 from jaxspec.regions import DecodeRegion
 from jaxspec.runner.batch_state import BatchState, EngineState
@@ -41,39 +54,49 @@ from jaxspec.sampling import NO_TOKEN, Verifier
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-    """What is fixed for all of an engine's programs. Closed over by them, never traced."""
+    """Static inputs of all programs of an engine, closed over by them and never traced."""
 
     shapes: StepShapes
     model: nnx.GraphDef
-    weights: Any  # PyTreeDef of the model's `nnx.State`; a step gets the leaves
-    proposer: Proposer | None  # None: plain decoding, K = 0
+    weights: Any  # PyTreeDef of the model's `nnx.State`; a step takes the leaves
+    proposer: Proposer | None  # None means plain decoding, K = 0
     verifier: Verifier
-    specs: tuple[CacheSpec, ...]  # of the state's pools
+    specs: tuple[CacheSpec, ...]  # specs of the state's pools
     states: StatePolicy
-    matmul_precision: str | None = None  # None: JAX's default
+    matmul_precision: str | None = None  # None means JAX's default
 
 
 @functools.lru_cache(maxsize=128)
-def jitted_step(config: StepConfig, program: Program) -> jax.stages.Wrapped:
-    """The step of `make_step`, jitted with its state donated; engines of equal shape share it."""
+def jitted_step(config: StepConfig, program: AnyProgram) -> jax.stages.Wrapped:
+    """Return `make_step` jitted with a donated state; engines with equal configs share it."""
     return jax.jit(make_step(config, program), donate_argnums=2, compiler_options=XLA_OPTIONS)
 
 
 def make_step(
+    config: StepConfig, program: AnyProgram
+) -> Callable[..., tuple[EngineState, DeviceOutput]]:
+    """Return the function `step(weights, tables, state, packed_plan) -> (state, output)`.
+
+    Its arguments are the leaves of `config.weights`, the drafter tables, an `EngineState` to be
+    donated, and the packed plan, int32 `[size]` (`plan_layout`). The output is in pinned host
+    memory; its rows are the decode rows and then the prompts.
+    """
+    match program:
+        case Program():
+            return _make_step(config, program)
+        case MoveRows():
+            return _make_moves(config, program)
+        case WriteTables():
+            return _make_tables(config)
+        case ExportState():
+            return _make_export(config)
+        case CopyBlock():
+            raise TypeError("A block is copied by the programs of runner.blocks.BlockCopies.")
+
+
+def _make_step(
     config: StepConfig, program: Program
 ) -> Callable[..., tuple[EngineState, DeviceOutput]]:
-    """The function `step(weights, tables, state, packed_plan) -> (state, output)`.
-
-    `weights` are the leaves of `config.weights`, `tables` the proposer's arrays; `state` is to be
-    donated. The output is on the host; its rows are the decode rows and the prompts.
-    """
-    if program == TABLES:
-        return _make_tables(config)
-    if program == EXPORT:
-        return _make_export(config)
-    if program.is_moves:
-        return _make_moves(config, program)
-
     def step(
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
     ) -> tuple[EngineState, DeviceOutput]:
@@ -84,37 +107,31 @@ def make_step(
                 lambda state, _: _one_step(config, program, model, tables, plan, state),
                 _place_rows(config, state, plan),
                 length=program.num_steps,
-                unroll=program.num_steps == 1,  # then no loop
+                unroll=program.num_steps == 1,  # no loop for a single step
             )
-        # Pinned host memory: the step writes there, and nobody has to ask for a copy. On a device
-        # an output lies in a new buffer each step, where XLA puts temporaries as well; and wherever
-        # an address changed, a CUDA graph must be updated.
+        # The step writes its output to pinned host memory, so the host needs no separate copy. An
+        # output on the device would get a new buffer in each step, among XLA's temporaries, and a
+        # CUDA graph must be updated wherever an address has changed.
         return state, jax.device_put(output, jax.memory.Space.Host)
 
-    # The name that profiles and compilation logs show.
+    # Name in profiles and compilation logs.
     times = f"_{program.num_steps}_times" if program.num_steps > 1 else ""
     shape = "_".join(map(str, program.shape))
-    step.__name__ = f"step_{shape}_{program.sampler}{times}"
+    step.__name__ = f"step_{shape}_{program.features}{times}"
     return step
 
 
 def _make_moves(
-    config: StepConfig, program: Program
+    config: StepConfig, program: MoveRows
 ) -> Callable[..., tuple[EngineState, DeviceOutput]]:
-    """The program of plans that copy slots and pages; like a step's, but nothing is computed.
-
-    It is a program of its own so that no other pays: in XLA a copy of no slots moves as many bytes
-    as one of all that there is room for, 0.8 GB for 8 slots of a 9B model.
-    """
-
     def moves(
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
     ) -> tuple[EngineState, DeviceOutput]:
         plan = DevicePlan.unpack(packed, program, config.shapes)
         state = _place_rows(config, state, plan)
         sources, targets, pools = plan.source_slots, plan.target_slots, state.pools
-        if program == RESTORE:
-            assert state.checkpoints is not None  # it has those of an engine, if there are any
+        if program.restores:
+            assert state.checkpoints is not None  # only engines with checkpoints plan restores
             pools = restore(config.specs, pools, state.checkpoints, sources, targets)
             sources = targets = jnp.zeros_like(targets)
         moves = Moves(sources, targets, plan.source_pages, plan.target_pages)
@@ -130,17 +147,17 @@ def _make_moves(
         )
         return state, _no_output(config)
 
-    moves.__name__ = "restore" if program == RESTORE else "moves"
+    moves.__name__ = "restore" if program.restores else "moves"
     return moves
 
 
 def _make_tables(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceOutput]]:
-    """The program of plans that write the tables of a slot: the state is theirs after it."""
+    """Return the program that writes the sampling tables of a slot."""
 
     def tables(
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
     ) -> tuple[EngineState, DeviceOutput]:
-        assert state.tables.bias is not None  # a program with BIAS has them
+        assert state.tables.bias is not None  # programs with BIAS have bias tables
         bias = state.tables.bias.with_slot(packed)
         state = dataclasses.replace(state, tables=dataclasses.replace(state.tables, bias=bias))
         return state, _no_output(config)
@@ -149,7 +166,7 @@ def _make_tables(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceO
 
 
 def _make_export(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceOutput]]:
-    """The program of plans that keep the state of one row, and copy the page that it goes on in."""
+    """Return the program that saves the state of one row, and copies its partly filled page."""
 
     def export_state(
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
@@ -169,7 +186,7 @@ def _make_export(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceO
         if config.proposer is not None:
             states |= config.proposer.states(state.pools, region, tables)
         assert state.checkpoints is not None
-        kept = Kept(region, one["checkpoint"])
+        kept = SavedState(region, one["checkpoint"])
         nothing = jnp.zeros_like(row.slot)
         pages = one["source_page"], one["target_page"]
         state = dataclasses.replace(
@@ -188,7 +205,7 @@ def _no_output(config: StepConfig) -> DeviceOutput:
 
 
 def _place_rows(config: StepConfig, state: EngineState, plan: DevicePlan) -> EngineState:
-    """The rows and pages that the plan speaks of."""
+    """Return the state with the plan's rows in place and its pages appended."""
     entries = BatchState(plan.new_rows)
     new_rows = scatter_new_rows(plan.new_row_index, entries, config.shapes.max_num_seqs)
     return dataclasses.replace(
@@ -206,18 +223,18 @@ def _one_step(
     plan: DevicePlan,
     state: EngineState,
 ) -> tuple[EngineState, DeviceOutput]:
-    """A forward pass, what it accepts, and the drafts of the next; every row stays in its place."""
+    """Run a forward pass, verify its drafts, and make those of the next step; rows do not move."""
     page_size = config.shapes.page_size
     inputs = prepare(state.rows, state.page_tables, plan, page_size, program)
 
     taps = () if config.proposer is None else config.proposer.taps
     output, pools = model.forward(inputs.model, state.pools, taps)
-    # Without prompt tokens every position is scored; skip the gather, which XLA would make a copy.
+    # Without prompt tokens every position is scored: skip the gather, which XLA makes a copy.
     hidden = output.hidden
     scored = hidden if inputs.model.prefill is None else hidden[inputs.logits_indices]
-    sampling, sampler = with_chunks(state.tables, inputs), program.sampler
+    sampling, features = with_chunks(state.tables, inputs), program.features
     acceptance, logits = verify(
-        model, scored, inputs, state.draft_logits, config.verifier, sampler, sampling
+        model, scored, inputs, state.draft_logits, config.verifier, features, sampling
     )
     acceptance, finish = truncate_at_stop(
         acceptance,
@@ -230,7 +247,7 @@ def _one_step(
 
     draft_logits = state.draft_logits
     if config.proposer is not None:
-        proposer_inputs = draft_inputs(output, inputs, acceptance, active, plan, sampler)
+        proposer_inputs = draft_inputs(output, inputs, acceptance, active, plan, features)
         drafts, pools = propose(config.proposer, model, proposer_inputs, pools, tables)
         active = active.with_fields(
             drafts=_widened(drafts.tokens, config.shapes.num_drafts), num_drafts=drafts.num_drafts
@@ -247,8 +264,8 @@ def _one_step(
     )
     reported = DeviceOutput(
         packed,
-        emitted_logprobs(logits, inputs, acceptance, sampler),
-        prompt_logprobs(model, hidden, inputs, acceptance, sampler),
+        emitted_logprobs(logits, inputs, acceptance, features),
+        prompt_logprobs(model, hidden, inputs, acceptance, features),
     )
     state = dataclasses.replace(
         state,
@@ -265,7 +282,7 @@ def _with_distributions(
     drafts: Drafts,
     slots: Int[Array, " rows"],
 ) -> Float[Array, "slots drafts vocab"] | None:
-    """`draft_logits` with those of drafts that were drawn, by the slot of their row."""
+    """Store the logits of sampled drafts in the slots of their rows."""
     if draft_logits is None or drafts.logits is None:
         return draft_logits
     where = jnp.where(slots > 0, slots, len(draft_logits))
@@ -274,6 +291,6 @@ def _with_distributions(
 
 
 def _widened(tokens: Int[Array, "rows some"], columns: int) -> Int[Array, "rows columns"]:
-    """`tokens` with columns of -1 behind, for all that the widest program has."""
+    """Pad `tokens` with -1 to the number of columns of the widest program."""
     padding = (0, 0), (0, columns - tokens.shape[1])
     return jnp.pad(tokens, padding, constant_values=NO_TOKEN)

@@ -1,4 +1,4 @@
-"""The tokens of a step into the tables of sampling: chunks before the verify, the rest after it."""
+"""Updates of the sampling tables by a step: prompt chunks before verify, other tokens after it."""
 
 import dataclasses
 
@@ -12,9 +12,9 @@ from jaxspec.sampling.tables import SamplingTables
 
 
 def with_chunks(tables: SamplingTables, inputs: StepInputs) -> SamplingTables:
-    """The tables with the step's chunks, so that the ends of prompts are sampled by all of them.
+    """Add the step's chunks to the tables, so that tokens at prompt ends are sampled with them.
 
-    A chunk that begins its request finds what a former one left in the slot, and clears it.
+    The first chunk of a request clears the entries of the slot's previous request.
     """
     prefill = inputs.model.prefill
     if prefill is None or tables.is_empty:
@@ -43,7 +43,7 @@ def with_chunks(tables: SamplingTables, inputs: StepInputs) -> SamplingTables:
 def with_verified(
     tables: SamplingTables, inputs: StepInputs, acceptance: Acceptance
 ) -> SamplingTables:
-    """The tables with what the verify made valid: input tokens, and the drafts that stand."""
+    """Add the tokens made valid by the verify step: input tokens and accepted drafts."""
     if tables.is_empty:
         return tables
     rows, _ = inputs.places.split_rows(inputs.active)
@@ -65,13 +65,13 @@ def with_verified(
 
 
 def step_tokens(inputs: StepInputs) -> Int[Array, "rows width"]:
-    """The rectangle's tokens (int32): of each row its last token, then its drafts."""
+    """Return the rectangle's tokens (int32): the last token of each row, then its drafts."""
     rows, _ = inputs.places.split_rows(inputs.active)
     return jnp.concatenate([rows.last_token[:, None], inputs.drafts], axis=1)
 
 
 def stop_ids(tables: SamplingTables, rows: BatchState) -> Int[Array, "rows stops"]:
-    """All stop ids (int32) of each row, then -1."""
+    """Return all stop ids (int32) of each row, padded with -1."""
     if tables.bias is None:
         return rows.stop_ids
     more = tables.bias.more_stop_ids[rows.table_slot]

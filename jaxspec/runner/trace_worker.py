@@ -1,7 +1,7 @@
-"""A process that traces one program for another: `trace_processes.py` starts it.
+"""Worker process that traces one program, started by `trace_processes.py`.
 
-Standard input brings a pickled `TraceRequest`. The answer is what `program_cache` keeps of the
-program. The process that asks has started this one, so they trust each other.
+Standard input has a pickled `TraceRequest`, trusted because only the parent process can write it.
+The answer is the content of the program's file in the program cache.
 """
 
 import dataclasses
@@ -14,36 +14,36 @@ import jax
 from flax import nnx
 
 from jaxspec import device
-from jaxspec.models.base import ModelRecipe
-from jaxspec.plan import Program
+from jaxspec.models.base import ModelSpec
+from jaxspec.plan.plan import AnyProgram
 from jaxspec.runner.programs import program_cache, program_key
 from jaxspec.runner.step import StepConfig, jitted_step
 
 
 class TraceRequest(NamedTuple):
-    """A program in what another process can make it from."""
+    """Picklable inputs from which another process can trace a program."""
 
-    recipe: ModelRecipe
+    model_spec: ModelSpec
     config: StepConfig  # without the model and its weights, which can't be pickled
-    program: Program
-    arguments: tuple[Any, ...]  # of the step, behind the weights, as shapes and dtypes
+    program: AnyProgram
+    arguments: tuple[Any, ...]  # shapes and dtypes of the step's arguments after the weights
     target: device.StandIn
-    platform: str  # as lowering calls it
-    settings: dict[str, Any]  # of JAX
-    fingerprint: str | None  # of the program, by `program_key.fingerprint`
+    platform: str  # platform name for lowering
+    settings: dict[str, Any]  # JAX's settings
+    fingerprint: str | None  # `program_key.fingerprint` of the program
 
     @staticmethod
     def of(
-        recipe: ModelRecipe,
+        model_spec: ModelSpec,
         config: StepConfig,
-        program: Program,
+        program: AnyProgram,
         args: tuple[Any, ...],
         closed_over: Any,
     ) -> "TraceRequest":
-        """The request for a program that this process would call with the arrays `args`."""
+        """Create the request for a program that this process will call with `args`."""
         _, *others = args
         return TraceRequest(
-            recipe=recipe,
+            model_spec=model_spec,
             config=dataclasses.replace(config, model=None, weights=None),
             program=program,
             arguments=jax.tree.map(program_key.described, tuple(others)),
@@ -55,16 +55,16 @@ class TraceRequest(NamedTuple):
 
 
 def trace(request: TraceRequest) -> bytes:
-    """What is to be kept of the program.
+    """Trace and export the program (`program_cache.traced`).
 
     Raises:
-        ValueError: this process would trace another program.
+        ValueError: the fingerprint differs, so that this process would trace another program.
     """
     for name, value in request.settings.items():
         if getattr(jax.config, name, value) != value:
             jax.config.update(name, value)
     device.trace_for(request.target)
-    graph, weights = nnx.split(request.recipe.model())
+    graph, weights = nnx.split(request.model_spec.model())
     leaves, tree = jax.tree.flatten(weights)
     config = dataclasses.replace(request.config, model=graph, weights=tree)
     args = tuple(leaves), *request.arguments
@@ -77,7 +77,7 @@ def trace(request: TraceRequest) -> bytes:
 
 
 def main(answer: int) -> None:
-    """Answer one request on the file descriptor `answer`, and leave the GPU alone."""
+    """Answer one request on the file descriptor `answer`, without using the GPU."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_platform_name", "")
     with os.fdopen(answer, "wb") as file:

@@ -1,4 +1,7 @@
-"""Update: Acceptance -> the next batch state. The device alone counts; the host only reads."""
+"""Update: compute the next batch state from the acceptance.
+
+Counts are kept on the device only; the host reads them from step outputs.
+"""
 
 import dataclasses
 
@@ -6,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxspec.cache import StatePolicy
-from jaxspec.request import Finish
+from jaxspec.requests.request import Finish
 from jaxspec.runner.batch_state import BatchState
 from jaxspec.sampling import NO_TOKEN, Acceptance
 
@@ -18,16 +21,21 @@ def truncate_at_stop(
     emits: Bool[Array, " rows"],
     stop_ids: Int[Array, "rows stops"] | None = None,
 ) -> tuple[Acceptance, Int[Array, " rows"]]:
-    """The acceptance cut after a row's last token, and its new `finish`.
+    """Truncate the acceptance after each row's last token, and return it with the new `finish`.
 
-    `first_index` is the index in its request of the row's first emitted token, `emits` whether the
-    step makes tokens for it, and `stop_ids` all that it has; None: those of its fields. A row ends
-    at a stop id or at its length limit, whichever comes first; with an error where verification had
-    no token to give: NaN logits, or every token forbidden.
+    A row ends at a stop id or at its length limit, whichever comes first, and with an error if the
+    verify step has no token for it: NaN logits, or every token forbidden.
 
-    The counts are true afterwards. Where a stop is the second of three drafts that stand, two
-    tokens are emitted and one draft is accepted: the stop itself is the row's newest token, which
-    nothing has computed.
+    The counts are adjusted. If a stop id is the second of three accepted drafts, two tokens are
+    emitted and one draft counts as accepted: the stop id is the row's last token, whose state is
+    not computed.
+
+    Args:
+        acceptance: Result of `verify`.
+        rows: The active rows.
+        first_index: Position of each row's first emitted token.
+        emits: Rows for which the step emits tokens.
+        stop_ids: All stop ids of each row, padded with -1; None means `rows.stop_ids`.
     """
     may_emit = emits & rows.is_live
     tokens = jnp.where(may_emit[:, None], acceptance.tokens, NO_TOKEN)
@@ -41,7 +49,7 @@ def truncate_at_stop(
     after_end = jnp.cumsum(ends, axis=1) - ends.astype(jnp.int32) > 0
     tokens = jnp.where(after_end, NO_TOKEN, tokens)
     real = tokens != NO_TOKEN
-    # The target's own token behind the drafts that stand is missing. A stop before it wins below.
+    # The target's token after the accepted drafts is missing. A stop before it takes precedence.
     failed = may_emit & (acceptance.num_emitted <= acceptance.num_accepted)
     finish = jnp.select(
         [jnp.any(is_stop & real, axis=1), jnp.any(is_last & real, axis=1), failed],
@@ -60,11 +68,11 @@ def update(
     prefill_lens: Int[Array, " seqs"],
     states: StatePolicy,
 ) -> BatchState:
-    """The active rows after a step; the last `seqs` of them took a chunk of prompt.
+    """Return the active rows after a step; the last `seqs` of them computed a prompt chunk.
 
-    A verify makes the input token and the accepted drafts valid: as many as it emitted. A chunk
-    makes all its tokens valid. Where the true state then is, the policy says. A row for which
-    nothing was computed keeps every field.
+    A verify step makes the state valid for the input token and the accepted drafts, which are as
+    many as the emitted tokens. A chunk makes it valid for all its tokens. `states` updates the
+    location of the valid recurrent state. A row without computed tokens keeps its fields.
     """
     num_decode = rows.num_rows - prefill_lens.shape[0]
     is_chunk = jnp.arange(rows.num_rows) >= num_decode

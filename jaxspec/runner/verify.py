@@ -1,4 +1,4 @@
-"""Verify: hidden states -> Acceptance, for rows that decode and chunks that end their prompt."""
+"""Verify: compute an `Acceptance` from hidden states, for decode rows and final prompt chunks."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.base import Model
-from jaxspec.row import SAMPLING_FIELDS
+from jaxspec.plan.row import SAMPLING_FIELDS
+from jaxspec.requests.sampling_features import SamplingFeatures
 from jaxspec.runner.batch_state import BatchState
 from jaxspec.runner.prepare import Places, StepInputs
 from jaxspec.runner.tables import step_tokens
-from jaxspec.sampler import Sampler
 from jaxspec.sampling import (
     NO_TOKEN,
     Acceptance,
@@ -23,17 +23,17 @@ from jaxspec.sampling.tables import SamplingTables
 
 
 def sampling_inputs(rows: BatchState) -> SamplingInputs:
-    """How each row's tokens are drawn."""
+    """Return the sampling parameters of each row."""
     names = [field.name for field in SAMPLING_FIELDS]
     return SamplingInputs({name: getattr(rows, name) for name in names})
 
 
 def _with_tables(inputs: StepInputs, tables: SamplingTables) -> tuple[SamplingInputs, ...]:
-    """How tokens are drawn in the rectangle and at chunk ends, each by its tables and prefix."""
+    """Return the sampling inputs of the rectangle and of chunk ends, with tables and drafts."""
     parts = inputs.places.split_rows(sampling_inputs(inputs.active))
     if tables.is_empty:
         return parts
-    tokens = step_tokens(inputs)  # the tables have those of chunks
+    tokens = step_tokens(inputs)  # those of chunks are in the tables
     before = tokens, jnp.zeros((parts[1].seed.shape[0], 0), jnp.int32)
     return tuple(
         SamplingInputs(
@@ -51,25 +51,34 @@ def verify(
     inputs: StepInputs,
     draft_logits: Float[Array, "slots drafts vocab"] | None,
     verifier: Verifier,
-    sampler: Sampler,
+    features: SamplingFeatures,
     tables: SamplingTables = SamplingTables(),  # noqa: B008  frozen, and without arrays
 ) -> tuple[Acceptance, Float[Array, "scored vocab"] | None]:
-    """The drafts of each active row that stand, and the token after them; and the target's logits.
+    """Return the accepted drafts of each active row with the token after them, and the logits.
 
-    `hidden` is the trunk's output at `inputs.logits_indices`, and `tables` have the step's chunks
-    (`with_chunks`). The end of a chunk is a row without drafts: it takes the target's token, as
-    plain decoding does. Rows that produce no token in this step (`inputs.produces_token`) get one
-    all the same, which `truncate_at_stop` drops.
+    The end of a chunk is a row without drafts, which emits the target's token as in plain decoding.
+    Rows that produce no token in this step (`inputs.produces_token`) get one here, too, which
+    `truncate_at_stop` removes.
 
-    The logits (float32) are the model's own at each scored token, or None where the `sampler` makes
-    none.
+    Args:
+        model: The target.
+        hidden: Output of the trunk at `inputs.logits_indices`.
+        inputs: Inputs of the step.
+        draft_logits: Logits that sampled drafts were drawn from, by slot.
+        verifier: Accepts or rejects drafts.
+        features: Sampling features of the program.
+        tables: Sampling tables that include the step's chunks (`with_chunks`).
+
+    Returns:
+        The acceptance, and the target's unprocessed logits (float32) at each scored token, or None
+        if `features` need no logits.
     """
     places = inputs.places
     decode, ends = _with_tables(inputs, tables)
     first, end_positions = places.split_rows(inputs.first_position)
     offset = jnp.arange(places.width)[None, :]
     positions = first[:, None] + offset
-    logits = model.logits(hidden) if sampler.makes_logits else None
+    logits = model.logits(hidden) if features.makes_logits else None
     tokens, end_tokens = _target_tokens(
         model,
         hidden,
@@ -77,9 +86,9 @@ def verify(
         places,
         _Scored(decode.repeat(places.width), positions.reshape(-1)),
         _Scored(ends, end_positions),
-        sampler,
+        features,
     )
-    # Nothing behind a row's last draft may stand, whatever lies there.
+    # Mask the entries after each row's last draft, so that they are never accepted.
     num_drafts, _ = places.split_rows(inputs.num_draft_tokens)
     slots, _ = places.split_rows(inputs.active.slot)
     accepted = verifier(
@@ -89,7 +98,7 @@ def verify(
         None if draft_logits is None else draft_logits[slots, : places.width - 1],
         decode,
         positions,
-        sampler=sampler,
+        features=features,
     )
     padding = (0, 0), (0, places.width - 1)
     emitted_at_ends = jnp.pad(end_tokens[:, None], padding, constant_values=NO_TOKEN)
@@ -101,7 +110,7 @@ def verify(
 
 
 class _Scored(NamedTuple):
-    """Scored tokens: how the target's own token is drawn at each, and its index in its request."""
+    """Sampling inputs of the target's token at each scored token, and its position."""
 
     inputs: SamplingInputs
     positions: Int[Array, " n"]
@@ -114,13 +123,13 @@ def _target_tokens(
     places: Places,
     decode: _Scored,
     ends: _Scored,
-    sampler: Sampler,
+    features: SamplingFeatures,
 ) -> tuple[Int[Array, " verified"], Int[Array, " ends"]]:
-    """The tokens (int32) of plain decoding, in the rectangle and at chunk ends."""
+    """Return the tokens (int32) of plain decoding, in the rectangle and at chunk ends."""
     if logits is None:
         forbidden = jnp.concatenate([forbidden_ids(*decode), forbidden_ids(*ends)])
         return places.split_tokens(model.greedy_tokens(hidden, forbidden))
     verified, end_logits = places.split_tokens(logits)
-    # Two draws: rejection sampling reads no token of the rectangle, and XLA then drops that draw.
-    tokens = draw(verified, *decode, sampler=sampler)
-    return tokens, draw(end_logits, *ends, sampler=sampler)
+    # Drawn separately: rejection sampling does not read the rectangle's, so XLA removes that draw.
+    tokens = draw(verified, *decode, features=features)
+    return tokens, draw(end_logits, *ends, features=features)

@@ -1,4 +1,4 @@
-"""Warm-up: compiles programs before the requests that need them, so nothing compiles later."""
+"""Lists of an engine's programs, and `warm_up`, which compiles and runs them."""
 
 import contextlib
 import sys
@@ -10,8 +10,7 @@ from typing import Literal
 import jax.stages
 from tqdm import tqdm
 
-from jaxspec.config import StepShapes
-from jaxspec.plan import (
+from jaxspec.plan.plan import (
     EXPORT,
     MOVES,
     READ,
@@ -20,37 +19,49 @@ from jaxspec.plan import (
     TABLES,
     WRITE,
     WRITE_STATE,
+    AnyProgram,
     Program,
+)
+from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.requests.sampling_features import (
+    EVERYTHING,
+    LADDER,
+    PROMPT_LOGPROBS,
+    TOP_K,
+    SamplingFeatures,
+    to_compile,
 )
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.programs.kernels import compile_kernels
 from jaxspec.runner.programs.trace_processes import num_cores
-from jaxspec.sampler import EVERYTHING, LADDER, PROMPT_LOGPROBS, TOP_K, Sampler, to_compile
 
 Notice = Literal["bar", "line", "none"]
-"""How people are told that programs compile: by a bar, by a line, or not at all."""
-_OF_PREFIXES = {
-    "export": "keeping a prefix",
-    "restore": "beginning on a prefix",
-    "read": "pages to the host",
-    "write": "pages from the host",
-    "read_state": "a state to the host",
-    "write_state": "a state from the host",
+"""How compilation is reported: by a progress bar, by a line on standard error, or not at all."""
+_BETWEEN_STEPS = {
+    MOVES: "copies of a prompt's state",
+    RESTORE: "beginning on a prefix",
+    TABLES: "tables of what a request forbids",
+    EXPORT: "keeping a prefix",
+    READ: "pages to the host",
+    WRITE: "pages from the host",
+    READ_STATE: "a state to the host",
+    WRITE_STATE: "a state from the host",
 }
 
 
-def programs(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
-    """Return every program that plans can need, if their rows need no other samplers than these.
+def programs(shapes: StepShapes, feature_sets: Iterable[SamplingFeatures]) -> list[AnyProgram]:
+    """Return all programs that plans of requests with these feature sets can use.
 
-    They are those of the samplers that `to_compile` names; prompts have no TOP_K rung.
+    They are those of `to_compile(feature_sets)`; programs with prompts have no TOP_K rung.
     """
-    return [*_steps(shapes, to_compile(samplers)), *_between_steps(shapes)]
+    return [*_steps(shapes, to_compile(feature_sets)), *_between_steps(shapes)]
 
 
-def first_programs(shapes: StepShapes) -> list[Program]:
-    """Return the fewest programs that can run any request.
+def first_programs(shapes: StepShapes) -> list[AnyProgram]:
+    """Return the smallest list of programs that can run any request.
 
-    One decodes and one reads prompts, both of the largest size and with every sampling feature.
+    It has one decode and one prefill program, of the largest size and with all sampling features,
+    and those that run between steps.
     """
     rows, drafts = shapes.max_num_seqs, shapes.num_drafts
     return [
@@ -60,86 +71,86 @@ def first_programs(shapes: StepShapes) -> list[Program]:
     ]
 
 
-def later_programs(shapes: StepShapes, first: Iterable[Sampler] = ()) -> list[Program]:
-    """Return the programs of the ladder that are no `first_programs`, the most useful ones first.
+def later_programs(shapes: StepShapes, first: Iterable[SamplingFeatures] = ()) -> list[Program]:
+    """Return the ladder's programs other than `first_programs`, the most useful ones first.
 
     Args:
-        shapes: The sizes of the engine's programs.
-        first: Rungs of the ladder whose programs come before the others.
+        shapes: Sizes of the engine's programs.
+        first: Rungs of the ladder to put before the others.
     """
     there, wanted = set(first_programs(shapes)), set(first)
     order = sorted(LADDER, key=lambda each: (each not in wanted, LADDER.index(each)))
     return [program for program in _steps(shapes, order) if program not in there]
 
 
-def _steps(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
+def _steps(shapes: StepShapes, feature_sets: Iterable[SamplingFeatures]) -> list[Program]:
     return list(
-        dict.fromkeys(  # in order, each once
-            Program(rows, tokens, _of_prompts(sampler) if tokens else sampler, num_steps, drafts)
-            for sampler in samplers
-            for rows, tokens, drafts in _shapes_of(shapes, sampler)
+        dict.fromkeys(  # unique, in order
+            Program(rows, tokens, _of_prompts(features) if tokens else features, num_steps, drafts)
+            for features in feature_sets
+            for rows, tokens, drafts in _shapes_of(shapes, features)
             for num_steps in shapes.num_steps(tokens)
         )
     )
 
 
-def _of_prompts(sampler: Sampler) -> Sampler:
-    """Return the sampler of steps with prompts, in which TOP_K would save little time."""
-    return EVERYTHING if sampler == TOP_K else sampler
+def _of_prompts(features: SamplingFeatures) -> SamplingFeatures:
+    """Return the features of steps with prompts, in which TOP_K would save little time."""
+    return EVERYTHING if features == TOP_K else features
 
 
-def _shapes_of(shapes: StepShapes, sampler: Sampler) -> list[tuple[int, int, int]]:
-    """Return the compiled shapes; logprobs of prompts are rare, so one size of prompts does."""
-    if PROMPT_LOGPROBS not in sampler:
+def _shapes_of(shapes: StepShapes, features: SamplingFeatures) -> list[tuple[int, int, int]]:
+    """Return the compiled shapes; prompt logprobs are rare and have only one prefill size."""
+    if PROMPT_LOGPROBS not in features:
         return shapes.compiled()
     largest = shapes.max_num_seqs, shapes.prefill_tokens[-1]
     return [shape for shape in shapes.compiled() if not shape[1] or shape[:2] == largest]
 
 
-def _between_steps(shapes: StepShapes) -> list[Program]:
-    """Return what moves rows and writes tables; an engine of one row has no row to copy to."""
+def _between_steps(shapes: StepShapes) -> list[AnyProgram]:
+    """Return the programs between steps; an engine of one row needs no moves."""
     moves = [MOVES] if shapes.max_num_seqs > 1 else []
     return [*moves, TABLES, *_of_prefixes(shapes)]
 
 
-def _of_prefixes(shapes: StepShapes) -> list[Program]:
-    """What keeps prefixes, and lets requests begin on them."""
+def _of_prefixes(shapes: StepShapes) -> list[AnyProgram]:
+    """Return the programs that save cached prefixes and start requests on them."""
     if shapes.prefix_caching == "off":
         return []
     has_states = shapes.num_checkpoints > 0
-    pieces = of_pieces(shapes) if shapes.host_bytes else []
-    return [RESTORE, *([EXPORT] if has_states else []), *pieces]
+    blocks = of_blocks(shapes) if shapes.host_bytes else []
+    return [RESTORE, *([EXPORT] if has_states else []), *blocks]
 
 
-def of_pieces(shapes: StepShapes) -> list[Program]:
-    """What copies pages and states to the host's memory, and back."""
+def of_blocks(shapes: StepShapes) -> list[AnyProgram]:
+    """Return the programs that copy blocks between the pools and host memory."""
     return [READ, WRITE, *([READ_STATE, WRITE_STATE] if shapes.num_checkpoints else [])]
 
 
 def warm_up(
     runner: ModelRunner,
-    wanted: Iterable[Program],
+    wanted: Iterable[AnyProgram],
     *,
     notice: Notice = "none",
     guard: Callable[[Callable[[], object]], object] = lambda run: run(),
     on_run: Callable[[Program, float], None] = lambda program, seconds: None,
 ) -> dict[str, float]:
-    """Compile those of the `wanted` programs that are not compiled yet, and run each.
+    """Compile the `wanted` programs that are not compiled yet, and run each of them.
 
     Args:
-        runner: Compiles them, and runs them on its state, which they leave as it is.
+        runner: Compiles the programs and runs them on empty plans, which do not change its state.
         wanted: The programs.
-        notice: How people are told.
-        guard: Calls what runs the programs: an interrupt loses the state.
-        on_run: Is called with each program and the seconds of an empty run.
+        notice: How to report the compilation.
+        guard: Calls the function that runs the programs; an interrupt then loses the state.
+        on_run: Called with each program and the seconds of an empty run.
 
     Returns:
-        Seconds of compiling by the label of each program. Several compile at the same time.
+        Compile times in seconds by program label. Several programs compile concurrently.
     """
     missing = [program for program in wanted if not runner.is_warm(program)]
     if not missing:
         return {}
-    # The label comes last: a narrow terminal cuts it off.
+    # The label is last, so that a narrow terminal truncates only it.
     layout = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}"
     pool = ThreadPoolExecutor(min(len(missing), num_cores()), "jaxspec-compile")
     with _line(missing) if notice == "line" else contextlib.nullcontext():
@@ -154,15 +165,17 @@ def warm_up(
                 seconds = _compile(runner, missing, pool, bar)
         finally:
             pool.shutdown(cancel_futures=True)
-        # Not earlier: compiling for a GPU times kernels, and steps would disturb that.
+        # Run only after all compiling: compilers time GPU kernels, which steps would disturb.
         guard(lambda: _run(runner, missing, on_run))
     return seconds
 
 
 @contextlib.contextmanager
-def _line(missing: Sequence[Program]) -> Iterator[None]:
-    """One line on standard error: what compiles, and in the end how long it took."""
-    kinds = dict.fromkeys(str(program.sampler) for program in missing if program.num_steps)
+def _line(missing: Sequence[AnyProgram]) -> Iterator[None]:
+    """Print one line to standard error: the programs, and finally the time."""
+    kinds = dict.fromkeys(
+        str(program.features) for program in missing if isinstance(program, Program)
+    )
     what = f" ({', '.join(kinds)})" if kinds else ""
     count = f"{len(missing)} program" + "s" * (len(missing) > 1)
     started, end = time.perf_counter(), "stopped after"
@@ -176,17 +189,19 @@ def _line(missing: Sequence[Program]) -> Iterator[None]:
 
 
 def _run(
-    runner: ModelRunner, compiled: Iterable[Program], on_run: Callable[[Program, float], None]
+    runner: ModelRunner, compiled: Iterable[AnyProgram], on_run: Callable[[Program, float], None]
 ) -> None:
     for program in compiled:
-        on_run(program, runner.warm_up(program))
+        seconds = runner.warm_up(program)
+        if isinstance(program, Program):
+            on_run(program, seconds)
 
 
 def _compile(
-    runner: ModelRunner, missing: Sequence[Program], pool: ThreadPoolExecutor, bar: tqdm
+    runner: ModelRunner, missing: Sequence[AnyProgram], pool: ThreadPoolExecutor, bar: tqdm
 ) -> dict[str, float]:
-    """Lower one after the other, which is Python, while XLA compiles what is lowered."""
-    compiling: dict[Program, Future[float]] = {}
+    """Lower programs one after another (Python) while XLA compiles the lowered ones."""
+    compiling: dict[AnyProgram, Future[float]] = {}
     new = {program for program in missing if not runner.is_kept(program)}
     bar.set_postfix_str("tracing")
     with contextlib.closing(runner.trace_ahead(missing)) as traced:
@@ -206,9 +221,10 @@ def _compile(
 
 
 def _timed(lowered: jax.stages.Lowered, seconds: float, is_new: bool) -> float:
-    """Compile the program, and return `seconds` plus the seconds of compiling.
+    """Compile the program, and return `seconds` plus the compile time.
 
-    A program that is not new was kept on disk, and XLA's executable most likely beside it.
+    A program that is not new is in the program cache, and its executable most likely in JAX's
+    compilation cache.
     """
     start = time.perf_counter()
     if is_new:
@@ -217,17 +233,13 @@ def _timed(lowered: jax.stages.Lowered, seconds: float, is_new: bool) -> float:
     return seconds + time.perf_counter() - start
 
 
-def label(program: Program) -> str:
-    """A program as a person would name it: "8 rows, 3 drafts, 64 prompt tokens, greedy"."""
-    if program == TABLES:
-        return "tables of what a request forbids"
-    if program.checkpoint != "none":
-        return _OF_PREFIXES[program.checkpoint]
-    if program.is_moves:
-        return "copies of a prompt's state"
+def label(program: AnyProgram) -> str:
+    """Return a readable label: "8 rows, 3 drafts, 64 prompt tokens, greedy"."""
+    if not isinstance(program, Program):
+        return _BETWEEN_STEPS[program]
     rows = f"{program.decode_rows} row" + "s" * (program.decode_rows > 1)
     drafts = f", {program.num_drafts} draft" + "s" * (program.num_drafts > 1)
     drafts = drafts if program.num_drafts else ""
     prompt = f", {program.prefill_tokens} prompt tokens" if program.prefill_tokens else ""
     steps = f", {program.num_steps} steps" if program.num_steps > 1 else ""
-    return f"{rows}{drafts}{prompt}, {program.sampler}{steps}"
+    return f"{rows}{drafts}{prompt}, {program.features}{steps}"

@@ -1,4 +1,4 @@
-"""Logits to tokens: the processors, the draw, and the verification of drafts."""
+"""Sampling: logits processors, token and draft sampling, and verification of drafts."""
 
 from jaxspec.sampling.draw import draw, draw_draft
 from jaxspec.sampling.noise import Use, gumbel_noise, uniform_noise

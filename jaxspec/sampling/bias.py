@@ -1,4 +1,4 @@
-"""What a request forbids and favours: logit_bias, allowed_token_ids, bad_words, many stop ids."""
+"""Logit bias, allowed token ids, bad words and additional stop ids, read from the bias tables."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -10,7 +10,7 @@ from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 def add_bias(
     logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Float[Array, "n vocab"]:
-    """Return `logits` (float32) plus the bias of each id; -inf outside `allowed_token_ids`.
+    """Add each id's bias to `logits` (float32), and mask ids outside `allowed_token_ids` with -inf.
 
     Raises:
         ValueError: the inputs have no tables.
@@ -22,10 +22,10 @@ def add_bias(
 def more_forbidden_ids(
     inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Int[Array, "n forbidden"]:
-    """Return the ids (int32) that the tables forbid at `positions`, and -1.
+    """Return the ids (int32) that the tables forbid at `positions`, padded with -1.
 
-    These are the ends of bad words whose beginning is the newest output, and stop ids below the
-    minimum length.
+    These are the last ids of bad words whose other ids are the newest output, and stop ids below
+    the minimum length.
 
     Raises:
         ValueError: the inputs have no tables.
@@ -40,7 +40,10 @@ def more_forbidden_ids(
 def _newest_output(
     tables: BiasTables, inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Int[Array, "n prefix"]:
-    """The tokens (int32) in front of `positions` that a bad word may begin with; -1: no output."""
+    """Return the output tokens (int32) before `positions` that a bad word may begin with.
+
+    Entries that would lie in the prompt are -1.
+    """
     length = tables.recent.shape[1]
     index = positions[:, None] - jnp.arange(length - 1, 0, -1, dtype=jnp.int32)[None, :]
     newest = jnp.take_along_axis(tables.recent[inputs.table_slot], index % length, axis=1)

@@ -1,4 +1,4 @@
-"""BiasTables: what each request forbids and favours, where that is more than its row holds."""
+"""Tables of the biases and forbidden ids that do not fit in a request's row."""
 
 import dataclasses
 
@@ -7,25 +7,26 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.matmul.scores import NO_TOKEN
-from jaxspec.table_plan import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MORE_STOP_IDS, table_layout
+from jaxspec.plan.table_plan import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MORE_STOP_IDS, table_layout
 
 
 @flax.struct.dataclass
 class BiasTables:
-    """By slot. A row reads those of its `table_slot`; slot 0 has none, and nothing writes there.
+    """Biases, bad words and additional stop ids of each slot.
 
-    So a request without tables is never touched by what a former one left in its slot, and one
-    with tables has all of its slot's written before it enters (`plan.TABLES`).
+    A row reads the entry of its `table_slot`: its slot, or 0 if its request has no tables. Slot 0
+    changes nothing and is never written. The whole entry of a slot is written before its request
+    enters the batch (`plan.TABLES`), so values of an earlier request are never read.
     """
 
-    bias: Float[Array, "slots vocab"]  # added to logits; -inf: the id is not allowed
-    bad_words: Int[Array, "slots words length"]  # each behind a padding of -1
-    more_stop_ids: Int[Array, "slots stops"]  # behind those of the row; -1: none
-    recent: Int[Array, "slots length"]  # the newest tokens, at their index modulo `length`
+    bias: Float[Array, "slots vocab"]  # added to logits; -inf for ids that are not allowed
+    bad_words: Int[Array, "slots words length"]  # right-aligned, padded with -1
+    more_stop_ids: Int[Array, "slots stops"]  # those that do not fit in the row, padded with -1
+    recent: Int[Array, "slots length"]  # newest tokens; token `i` is at `i % length`
 
     @staticmethod
     def empty(num_slots: int, vocab_size: int) -> "BiasTables":
-        """Tables that change nothing."""
+        """Create tables that change nothing."""
         words = num_slots, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS
         return BiasTables(
             bias=jnp.zeros((num_slots, vocab_size), jnp.float32),
@@ -35,7 +36,7 @@ class BiasTables:
         )
 
     def with_slot(self, packed: Int[Array, " plan"]) -> "BiasTables":
-        """With the tables of one slot as a plan has them (`jaxspec.table_plan`)."""
+        """Return tables with one slot written from a packed plan (`jaxspec.plan.table_plan`)."""
         slots, vocab_size = self.bias.shape
         plan = table_layout(vocab_size).unpack(packed)
         bit = jnp.arange(32, dtype=jnp.int32)[None, :]
@@ -54,9 +55,10 @@ class BiasTables:
     def with_tokens(
         self, slots: Int[Array, " n"], tokens: Int[Array, " n"], indices: Int[Array, " n"]
     ) -> "BiasTables":
-        """With tokens at their index in their request; slot 0 takes none.
+        """Return tables with `tokens` stored as the newest ones; rows in slot 0 are skipped.
 
-        No two of a request may be `length` apart or more.
+        `indices` are those of the tokens in their requests. Within one request they must differ by
+        less than `length`, or two tokens would share an entry.
         """
         where = jnp.where(slots > 0, slots, self.recent.shape[0])
         column = indices % self.recent.shape[1]
@@ -67,9 +69,9 @@ class BiasTables:
     def ends_of_bad_words(
         self, slots: Int[Array, " n"], before: Int[Array, "n prefix"]
     ) -> Int[Array, "n words"]:
-        """The ids (int32) that would complete a bad word behind the tokens `before`; else -1.
+        """Return the ids (int32) that would complete a bad word after the tokens `before`; else -1.
 
-        `before` has the last `length - 1` tokens of output, and -1 where there are none.
+        `before` holds the last `length - 1` tokens of output, and -1 where there are none.
         """
         words = self.bad_words[slots]
         start, end = words[:, :, :-1], words[:, :, -1]

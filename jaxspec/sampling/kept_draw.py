@@ -1,8 +1,8 @@
-"""The draw from large rows under min-p, top-k and top-p, without a mask of the vocabulary.
+"""Drawing from a large vocabulary under min-p, top-k and top-p, without masking all logits.
 
-A small top-k leaves few ids, and noise for those alone decides. Elsewhere the token is drawn
-without top-k and top-p first: if they keep it, it is the token. Only the other rows need the end of
-what is kept, and a second draw with the same noise. Under a top-p of 0.9 that is a tenth of them.
+A small top-k leaves few ids, and only those get noise. The other rows first draw without top-k and
+top-p: if these keep the token, it is the result. Only the remaining rows search for the last kept
+id and draw a second time, with the same noise. With a top-p of 0.9, that is a tenth of them.
 """
 
 import jax.numpy as jnp
@@ -10,25 +10,25 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas.selection import LastKept, best_noisy, sums_above
 from jaxspec.pallas.selection.noise import RowKeys, gumbel, random_bits
-from jaxspec.sampler import MAX_SMALL_TOP_K, MIN_P, SMALL_TOP_K, TOP_K_TOP_P
+from jaxspec.requests.sampling_features import MAX_SMALL_TOP_K, MIN_P, SMALL_TOP_K, TOP_K_TOP_P
 from jaxspec.sampling.candidates import largest
 from jaxspec.sampling.params import SamplingInputs
 from jaxspec.sampling.top_k_top_p import Ordered, has_small_top_k, last_in_large
 
 CUTS = frozenset({MIN_P, SMALL_TOP_K, TOP_K_TOP_P})
-"""Names of the processors that `draw_kept` does the work of."""
+"""Names of the processors that `draw_kept` implements."""
 
 
 def draw_kept(
     scores: Float[Array, "n vocab"], inputs: SamplingInputs, keys: RowKeys, names: frozenset[str]
 ) -> Int[Array, " n"]:
-    """Return the token (int32) that `best_noisy` finds in what the processors `names` leave.
+    """Return the token (int32) that `best_noisy` would choose after the processors `names`.
 
     Args:
         scores: `adjusted_logits` (float32), of more than `MAX_SORTED` ids.
-        inputs: of each row.
-        keys: of each row's noise.
-        names: some of `CUTS`.
+        inputs: sampling parameters of the rows.
+        keys: key of each row's noise.
+        names: a subset of `CUTS`.
     """
     few, floor = Ordered(*largest(scores, MAX_SMALL_TOP_K)), jnp.full(len(scores), -jnp.inf)
     if MIN_P in names:
@@ -49,7 +49,7 @@ def draw_kept(
 
 def _draw_from_few(few: Ordered, inputs: SamplingInputs, keys: RowKeys) -> Int[Array, " n"]:
     num_kept = few.num_kept(inputs.top_k, inputs.top_p)
-    num_kept = jnp.where(inputs.is_greedy, 1, num_kept)  # the likeliest of all
+    num_kept = jnp.where(inputs.is_greedy, 1, num_kept)  # the likeliest id
     is_kept = jnp.arange(few.ids.shape[1], dtype=jnp.int32)[None, :] < num_kept[:, None]
     keys = RowKeys(*(key[:, None] for key in keys))
     noise = gumbel(random_bits(keys, few.ids.astype(jnp.uint32)))
@@ -67,10 +67,10 @@ def _keeps(
     tokens: Int[Array, " n"],
     wanted: Bool[Array, " n"],
 ) -> Bool[Array, " n"]:
-    """Return the rows whose token surely lies within top-k and top-p; false if both are on.
+    """Return the rows whose token is certainly kept by top-k and top-p; False if both are on.
 
-    A token is kept if all logits from its own on sum to less than what top-k or top-p keeps: then
-    the search would end below it. That leaves out the last logit which is kept.
+    A token is kept if the count (top-k) or mass (top-p) of all logits at or above its own is below
+    the limit. The last kept logit may fail this test.
     """
     has_top_k = (inputs.top_k > 0) & (inputs.top_k < scores.shape[1])
     has_top_p = inputs.top_p < 1.0

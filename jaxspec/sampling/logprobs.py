@@ -1,21 +1,22 @@
-"""What is reported of tokens: their log-probabilities, ranks, and the likeliest in their places."""
+"""Log-probabilities and ranks of tokens, and the likeliest ids at their positions."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.logprobs import LAYOUT
+from jaxspec.requests.logprobs import LAYOUT
+from jaxspec.requests.sampling_params import MAX_LOGPROBS
 from jaxspec.sampling.candidates import largest
 from jaxspec.sampling.params import NO_TOKEN
-from jaxspec.sampling_params import MAX_LOGPROBS
 
 
 def pack_logprobs(
     logits: Float[Array, "n vocab"], tokens: Int[Array, " n"]
 ) -> Int[Array, "n fields"]:
-    """The fields of `logprobs.LAYOUT` for each of `tokens`, packed as int32.
+    """Return the fields of `logprobs.LAYOUT` for each of `tokens`, packed as int32.
 
-    `logits` (float32) are those of the token's place; a token of -1 gets fields of no meaning. The
-    logits are read twice: for the maxima of `largest`, then for the sum and the rank at once.
+    `logits` (float32) are those at the token's position. The fields of a token of -1 are
+    meaningless. The logits are read twice: for the maxima of `largest`, then for the sum and the
+    rank together.
     """
     if not len(logits):
         return jnp.zeros((0, LAYOUT.size), jnp.int32)

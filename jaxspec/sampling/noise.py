@@ -1,4 +1,4 @@
-"""Noise: random numbers that are functions of (seed, position, use) alone."""
+"""Random numbers that are functions of (seed, position, use) alone."""
 
 import enum
 
@@ -10,22 +10,22 @@ from jaxspec.pallas.selection.noise import RowKeys, gumbel, open_uniform, random
 
 
 class Use(enum.IntEnum):
-    """Purpose of a random number: numbers of two uses are independent.
+    """Purpose of a random number; numbers of two uses are independent.
 
-    Were the test of a draft to share the noise that drew it, the output would be biased.
+    If the acceptance test of a draft shared the noise that drew it, the output would be biased.
     """
 
-    TARGET = 0  # a token drawn from the target's distribution
-    DRAFT = 1  # a token drawn by a proposer
-    ACCEPT = 2  # the test of a draft
-    RESIDUAL = 3  # the token in place of a rejected draft
-    CORRUPT = 4  # which drafts of the oracle proposer are wrong
+    TARGET = 0  # token drawn from the target's distribution
+    DRAFT = 1  # draft drawn by a proposer
+    ACCEPT = 2  # acceptance test of a draft
+    RESIDUAL = 3  # token that replaces a rejected draft
+    CORRUPT = 4  # choice of the oracle proposer's wrong drafts
 
     def at_place(self, place: int | Int[Array, "..."]) -> Int[Array, "..."]:
-        """Return the use (int32) at a place of a step, from 0 on; at place 0 it is the use itself.
+        """Return the use (int32) at a place of a step, from 0 on; at place 0, the use itself.
 
-        Two steps of a request that draw at one position draw it at two places, and their numbers
-        are independent.
+        If two steps of a request draw at the same position, they do so at different places, so
+        their numbers are independent.
         """
         return jnp.asarray(self + len(Use) * place, jnp.int32)
 
@@ -33,7 +33,7 @@ class Use(enum.IntEnum):
 def row_keys(
     seeds: Int[Array, " n"], positions: Int[Array, " n"], use: Use | Int[Array, " n"]
 ) -> RowKeys:
-    """Return the key of each row's noise, by threefry."""
+    """Return the key of each row's noise, made by threefry."""
     bits = _threefry(seeds, positions, use, (2,))
     return RowKeys(bits[:, 0], bits[:, 1])
 
@@ -49,8 +49,8 @@ def gumbel_noise(
     Args:
         seeds: int32.
         positions: int32.
-        use: one for all rows, or int32.
-        ids: of each row (int32), or the size of the vocabulary, for all ids in order.
+        use: one for all rows, or int32 per row.
+        ids: ids of each row (int32), or the vocabulary size for all ids in order.
     """
     if isinstance(ids, int):
         ids = jnp.arange(ids, dtype=jnp.int32)[None, :]
@@ -72,7 +72,7 @@ def _threefry(
     shape: tuple[int, ...],
 ) -> UInt32[Array, "n ..."]:
     def of_row(seed, position, use):
-        # The generator is named, so that a user's default one cannot change the output.
+        # An explicit implementation: JAX's configurable default must not change the output.
         key = jax.random.key(seed, impl="threefry2x32")
         key = jax.random.fold_in(jax.random.fold_in(key, position), use)
         return jax.random.bits(key, shape, jnp.uint32)

@@ -1,4 +1,4 @@
-"""Penalties for what was said before: presence, frequency and repetition."""
+"""Repetition, frequency and presence penalties."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -9,13 +9,14 @@ from jaxspec.sampling.params import SamplingInputs
 def penalize(
     logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Float[Array, "n vocab"]:
-    """`logits` (float32) less what their ids have coming for where they stand already.
+    """Apply repetition, frequency and presence penalties to `logits` (float32).
 
-    An id in the prompt or the output has a logit above 0 divided by `repetition_penalty`, and one
-    below multiplied. Then `frequency_penalty` is taken off for each time that it was output, and
-    `presence_penalty` once (Keskar et al. 2019 and OpenAI's API, as vLLM has them).
+    For an id in the prompt or the output, a logit above 0 is divided by `repetition_penalty`, and
+    one below is multiplied by it. Then `frequency_penalty` is subtracted once per occurrence in the
+    output, and `presence_penalty` once (Keskar et al. 2019 and OpenAI's API; same order as vLLM).
 
-    A row's prefix is what the tables count and the step's tokens in front of it, drafts among them.
+    The tokens before a row are those counted in the tables and the step's tokens before its logits,
+    drafts included.
 
     Raises:
         ValueError: the inputs have no counts.
@@ -23,13 +24,13 @@ def penalize(
     if inputs.tables is None or inputs.tables.seen is None or inputs.tokens is None:
         raise ValueError("Penalties must have counts of tokens. This is a bug in jaxspec.")
     seen, ids = inputs.tables.seen, jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
-    # Rows without penalties read slot 0, which the L2 cache holds: others read 3 bytes an id.
+    # Rows without penalties read slot 0, which stays in L2; the others read 3 bytes per id.
     slot = jnp.where(has_penalty(inputs), inputs.slot, 0)
     in_prompt, counts = seen.in_prompt[slot], seen.counts[slot].astype(jnp.int32)
-    # By comparison and not by a scatter: XLA makes all of this one pass over the logits.
+    # Comparisons, not a scatter: XLA fuses all of this into one pass over the logits.
     for place in range(inputs.tokens.shape[1]):
         is_token = ids == inputs.tokens[:, place, None]
-        # The last token of a prompt may be computed beside rows that decode.
+        # A decode row may compute the last token of a prompt.
         is_prompt = (inputs.num_computed + place < inputs.prompt_len)[:, None]
         in_prompt |= is_token & is_prompt
         counts += (is_token & ~is_prompt).astype(jnp.int32)
@@ -40,6 +41,6 @@ def penalize(
 
 
 def has_penalty(inputs: SamplingInputs) -> Bool[Array, " n"]:
-    """Return the rows that ask for a penalty."""
+    """Return the rows whose request has a penalty."""
     is_repetition = inputs.repetition_penalty != 1.0
     return is_repetition | (inputs.frequency_penalty != 0.0) | (inputs.presence_penalty != 0.0)

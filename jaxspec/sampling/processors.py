@@ -1,4 +1,4 @@
-"""Logits to logits: what a request forbids becomes -inf, and temperature flattens the rest."""
+"""Logits processors, their order, and the ids that a request forbids."""
 
 from typing import Protocol
 
@@ -6,14 +6,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas.matmul.scores import has_argmax, mask_columns
-from jaxspec.sampler import (
+from jaxspec.requests.sampling_features import (
     BIAS,
     MIN_P,
     PENALTIES,
     SMALL_TOP_K,
     TEMPERATURE,
     TOP_K_TOP_P,
-    Sampler,
+    SamplingFeatures,
 )
 from jaxspec.sampling.bias import add_bias, more_forbidden_ids
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
@@ -22,11 +22,12 @@ from jaxspec.sampling.top_k_top_p import mask_small_top_k, mask_top_k_top_p
 
 
 class LogitsProcessor(Protocol):
-    """A pure function of the rows' logits; `PROCESSORS` lists all.
+    """Pure function of rows of logits; all of them are in `PROCESSORS`.
 
-    `SamplingParams.sampler` says which requests want it. A program has it if one of its rows may
-    want it, so it must leave the logits of every other row bit for bit as they were, and a NaN a
-    NaN. A greedy row must keep its largest logit, unless the processor is there to change it.
+    `SamplingParams.features` names those that a request needs. A program applies a processor to all
+    rows if one may need it, so it must leave the logits of every other row bitwise unchanged, and
+    keep NaNs. A greedy row must keep its largest logit, unless the processor's purpose is to change
+    it.
     """
 
     def __call__(
@@ -36,7 +37,10 @@ class LogitsProcessor(Protocol):
         positions: Int[Array, " n"],
         /,
     ) -> Float[Array, "n vocab"]:
-        """New logits (float32). `positions` (int32): the index in its request of each token."""
+        """Return new logits (float32).
+
+        `positions` (int32) is the index in its request of each token to draw.
+        """
         ...
 
 
@@ -45,15 +49,15 @@ def process_logits(
     inputs: SamplingInputs,
     positions: Int[Array, " n"],
     *,
-    sampler: Sampler,
+    features: SamplingFeatures,
 ) -> Float[Array, "n vocab"]:
-    """Return logits (float32) of the distribution that a token is drawn from.
+    """Return the logits (float32) of the distribution that a token is drawn from.
 
-    `adjusted_logits`, then the sampler's other processors in the order of `PROCESSORS`.
+    Applies `adjusted_logits`, then the other processors of `features` in the order of `PROCESSORS`.
     `positions` (int32) is the index in its request of the token to draw.
     """
-    logits = adjusted_logits(logits, inputs, positions, sampler=sampler)
-    for name in cuts(sampler):
+    logits = adjusted_logits(logits, inputs, positions, features=features)
+    for name in cuts(features):
         logits = PROCESSORS[name](logits, inputs, positions)
     return logits
 
@@ -63,46 +67,40 @@ def adjusted_logits(
     inputs: SamplingInputs,
     positions: Int[Array, " n"],
     *,
-    sampler: Sampler,
+    features: SamplingFeatures,
 ) -> Float[Array, "n vocab"]:
-    """Return logits (float32) with biases, penalties and temperature, and -inf for forbidden ids.
+    """Apply biases, penalties and temperature (float32), and mask forbidden ids with -inf.
 
-    A finite logit stays finite, so `has_argmax` says whether the row can be drawn from.
+    A finite logit that is not forbidden stays finite, so `has_argmax` of the result is
+    `has_choice`.
     """
     logits = logits.astype(jnp.float32)
-    if BIAS in sampler:
+    if BIAS in features:
         logits = add_bias(logits, inputs, positions)
     scaled = logits
     for name in (PENALTIES, TEMPERATURE):
-        if name in sampler:
+        if name in features:
             scaled = PROCESSORS[name](scaled, inputs, positions)
     if scaled is not logits:
         most = jnp.finfo(jnp.float32).max
         scaled = jnp.where(jnp.isfinite(logits), jnp.clip(scaled, -most, most), scaled)
     forbidden = forbidden_ids(inputs, positions)
-    if BIAS in sampler:
+    if BIAS in features:
         forbidden = jnp.concatenate([forbidden, more_forbidden_ids(inputs, positions)], axis=1)
-    # Penalties and temperature leave -inf as it is, so the scatter may come last: it overwrites
-    # what was made here. In the model's logits, which logprobs read again, it would make a copy.
+    # Penalties and temperature keep -inf, so the scatter can be the last step, in place on an array
+    # made here. The model's logits, which logprobs read again, would have to be copied for it.
     return mask_columns(scaled, forbidden)
 
 
-def cuts(sampler: Sampler) -> list[str]:
+def cuts(features: SamplingFeatures) -> list[str]:
     """Return the names of the processors that follow `adjusted_logits`, in their order."""
-    names = set(sampler.processors) - {BIAS, PENALTIES, TEMPERATURE}
+    names = set(features.processors) - {BIAS, PENALTIES, TEMPERATURE}
     return sorted(names, key=list(PROCESSORS).index)
 
 
 def forbidden_ids(inputs: SamplingInputs, positions: Int[Array, " n"]) -> Int[Array, "n stops"]:
-    """The row's stop ids (int32) where `positions < min_len` (min_tokens); else -1."""
+    """Return the row's stop ids (int32) where `positions < min_len` (min_tokens); else -1."""
     return jnp.where((positions < inputs.min_len)[:, None], inputs.stop_ids, NO_TOKEN)
-
-
-def mask_stop_ids(
-    logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
-) -> Float[Array, "n vocab"]:
-    """`logits` with -inf at the row's `forbidden_ids`."""
-    return mask_columns(logits, forbidden_ids(inputs, positions))
 
 
 def has_choice(
@@ -110,36 +108,36 @@ def has_choice(
     inputs: SamplingInputs,
     positions: Int[Array, " n"],
     *,
-    sampler: Sampler,
+    features: SamplingFeatures,
 ) -> Bool[Array, " n"]:
-    """Whether a token can be drawn: no NaN, and something finite is left to allow.
+    """Return the rows that can draw a token: no NaN, and some finite logit is allowed.
 
-    `logits` are the raw ones, and what the row forbids counts as not there. After top-k and top-p a
-    forced token (+inf) stands alone among -inf, so those are not looked at.
+    `logits` are the raw ones; forbidden ids do not count. Top-k and top-p are not applied: after
+    them, a forced token (+inf) would leave no finite logit.
     """
-    return has_argmax(adjusted_logits(logits, inputs, positions, sampler=sampler))
+    return has_argmax(adjusted_logits(logits, inputs, positions, features=features))
 
 
 def scale_by_temperature(
     logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Float[Array, "n vocab"]:
-    """`logits / temperature`; greedy rows are left as they are."""
+    """Return `logits / temperature`; greedy rows are unchanged."""
     return logits / jnp.where(inputs.is_greedy, 1.0, inputs.temperature)[:, None]
 
 
 def mask_min_p(
     logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Float[Array, "n vocab"]:
-    """`logits` (float32) with -inf where a token is less than `min_p` times as likely as the best.
+    """Mask tokens (-inf) that are less than `min_p` times as likely as the likeliest one.
 
-    The likeliest always stays, and so does every row in which `min_p` is 0.
+    The likeliest token is always kept. Rows whose `min_p` is 0 are unchanged.
     """
-    # log(0) is -inf, below which nothing lies.
+    # log(0) is -inf, which masks nothing.
     least = jnp.max(logits, axis=1) + jnp.log(inputs.min_p)
     return jnp.where(logits < least[:, None], -jnp.inf, logits)
 
 
-# In vLLM's order. Their names are what a `Sampler` holds and `SamplingParams.sampler` asks for.
+# In the order of vLLM. The keys are names of `SamplingFeatures`.
 PROCESSORS: dict[str, LogitsProcessor] = {
     BIAS: add_bias,
     PENALTIES: penalize,

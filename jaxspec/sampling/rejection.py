@@ -1,4 +1,4 @@
-"""Rejection sampling: drafts that were drawn at random stand or fall by p and q."""
+"""Rejection sampling of drafts that were drawn at random: per draft, or per block of drafts."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas.matmul.scores import argmax_or_none
-from jaxspec.sampler import Sampler
+from jaxspec.requests.sampling_features import SamplingFeatures
 from jaxspec.sampling.draw import add_noise, draft_distribution
 from jaxspec.sampling.noise import Use, uniform_noise
 from jaxspec.sampling.params import SamplingInputs
@@ -23,22 +23,22 @@ def verify_rejection(
     inputs: SamplingInputs,
     positions: Int[Array, "rows emits"],
     *,
-    sampler: Sampler,
+    features: SamplingFeatures,
 ) -> Acceptance:
-    """Rejection sampling (Leviathan et al. 2023, Algorithm 1) for drafts drawn by `draw_draft`.
+    """Verify drafts of `draw_draft` by rejection sampling (Leviathan et al. 2023, Algorithm 1).
 
-    A draft `x` stands with probability `min(1, p(x) / q(x))`; in place of the first that falls
-    a token is drawn from the excess `max(0, p - q)`. So the output has the distribution of the
-    target, `p = softmax(process_logits(logits))`, whatever `q`, that of `draft_logits`.
-    Greedy rows compare exactly; a program in which all rows are greedy has `verify_exact`. `inputs`
-    has an entry a row; `positions` (int32) is the index in its request of each token, and the
-    drafts were drawn at the same ones.
+    A draft `x` is accepted with probability `min(1, p(x) / q(x))`; the first rejected draft is
+    replaced by a token drawn from the excess `max(0, p - q)`. The output then has the distribution
+    of the target, `p = softmax(process_logits(logits))`, for any `q`, the distribution of
+    `draft_logits`. Greedy rows compare exactly; a program with only greedy rows uses
+    `verify_exact`. `inputs` has one entry per row; `positions` (int32) is the index in its request
+    of each token, and the drafts were drawn at the same positions.
 
-    A placeholder (-1) falls, and so does a draft whose `draft_logits` hold a NaN or nothing finite;
-    the token there is drawn from `p` alone. Where the target's row holds a NaN or nothing finite,
-    nothing is emitted from there on.
+    A placeholder (-1) is rejected, and so is a draft whose `draft_logits` hold a NaN or nothing
+    finite; the token there is drawn from `p` alone. If the target's logits hold a NaN or nothing
+    finite at a position, nothing is emitted from there on.
     """
-    drawn = _Drawn.of(logits, draft_tokens, draft_logits, inputs, positions, sampler)
+    drawn = _Drawn.of(logits, draft_tokens, draft_logits, inputs, positions, features)
     num_drafts = drawn.num_drafts
     u = drawn.uniforms()
     stands = jnp.where(inputs.is_greedy[:, None], drawn.is_best, u * drawn.q < drawn.p)
@@ -54,19 +54,21 @@ def verify_block(
     inputs: SamplingInputs,
     positions: Int[Array, "rows emits"],
     *,
-    sampler: Sampler,
+    features: SamplingFeatures,
 ) -> Acceptance:
-    """Block verification (Sun et al. 2024, arXiv 2403.10444, Algorithm 2).
+    """Verify drafts of `draw_draft` together (block verification: Sun et al. 2024, Algorithm 2).
 
-    A row's drafts are judged together: each has a test (`judge_block`), and all up to the last one
-    that passes stand. The output has the distribution that `verify_rejection` gives, and no fewer
-    drafts stand in expectation. Arguments, greedy rows, placeholders and NaN are as there. A row's
-    block ends before its first placeholder.
+    Each draft of a row has a test (`judge_block`), and all drafts up to the last one whose test
+    passes are accepted (arXiv 2403.10444). The output has the same distribution as that of
+    `verify_rejection`, and the expected number of accepted drafts is at least as large. Arguments,
+    greedy rows, placeholders and NaN are as in `verify_rejection`. A row's block ends before its
+    first placeholder.
 
-    A test that fails tells of the drafts behind it, which are drawn again in the row's next step.
-    So `draw_draft` and the tests have other noise at each place of a step.
+    The number of accepted drafts depends on all drafts of the block, and the positions after a
+    rejection are drafted again in the row's next step. For this reason `draw_draft` and the tests
+    use different noise at each place of a step.
     """
-    drawn = _Drawn.of(logits, draft_tokens, draft_logits, inputs, positions, sampler)
+    drawn = _Drawn.of(logits, draft_tokens, draft_logits, inputs, positions, features)
     num_drafts = drawn.num_drafts
     block = judge_block(drawn.p, drawn.q, drawn.target_probs, drawn.draft_probs, num_drafts)
     place = jnp.arange(draft_tokens.shape[1], dtype=jnp.int32)
@@ -78,10 +80,10 @@ def verify_block(
 
 
 class Block(NamedTuple):
-    """The paper's `p_0` to `p_K`, and `h_1` to `h_K`."""
+    """Probabilities `p_0` to `p_K` and `h_1` to `h_K` of the block verification paper."""
 
-    scales: Float[Array, "rows emits"]  # the chance that at least so many drafts stand
-    passes: Float[Array, "rows drafts"]  # the chance that the test of a draft passes
+    scales: Float[Array, "rows emits"]  # probability that at least `i` drafts are accepted
+    passes: Float[Array, "rows drafts"]  # probability that the test of a draft passes
 
 
 def judge_block(
@@ -91,20 +93,20 @@ def judge_block(
     draft_probs: Float[Array, "rows drafts vocab"],
     num_drafts: Int[Array, " rows"],
 ) -> Block:
-    """How likely each test of a block passes (float32), given its first `num_drafts` drafts.
+    """Return the probability (float32) that each test of a block of `num_drafts` drafts passes.
 
     `p` and `q` are the probabilities of the drafts, `target_probs` and `draft_probs` those of all
-    ids at the same places. What lies behind the last draft is not read.
+    ids at the same positions. Entries after the last draft are not read.
 
-    `p_i = min(p_{i-1} * p(x_i) / q(x_i), 1)`, and with the excess
-    `S_i = sum(max(p_i * p - q, 0))` of the place behind draft `i`, `h_i = S_i / (S_i + 1 - p_i)`.
-    The last draft has none, and `h_K = p_K`.
+    `p_i = min(p_{i-1} * p(x_i) / q(x_i), 1)`, and with the excess `S_i = sum(max(p_i * p - q, 0))`
+    at the position after draft `i`, `h_i = S_i / (S_i + 1 - p_i)`. No excess follows the last
+    draft, and `h_K = p_K`.
     """
     drafts = p.shape[1]
     scale = jnp.ones(p.shape[:1], jnp.float32)
     scales = [scale]
     for i in range(drafts):
-        # 0 where the division gives NaN: a draft that neither could give.
+        # 0 where the division gives NaN: `p` and `q` of the draft are both 0.
         ratio = scale * p[:, i] / q[:, i]
         scale = jnp.where(ratio > 0.0, jnp.minimum(ratio, 1.0), 0.0)
         scales.append(scale)
@@ -112,7 +114,7 @@ def judge_block(
     excess = excess_of(target_probs, draft_probs, scales[:, :drafts, None]).sum(axis=2)
     behind = jnp.pad(excess[:, 1:], ((0, 0), (0, 1)))[:, :drafts]
     rest = behind + 1.0 - scales[:, 1:]
-    # No rest: `p_i` is 1 and `p` equals `q`. The drafts behind stand, and so does this one.
+    # `rest` is 0 if `p_i` is 1 and `p` equals `q` after draft `i`: its test always passes.
     h = jnp.where(rest > 0.0, behind / jnp.where(rest > 0.0, rest, 1.0), 1.0)
     number = jnp.arange(1, drafts + 1, dtype=jnp.int32)[None, :]
     last = num_drafts[:, None]
@@ -125,28 +127,28 @@ def excess_of(
     q: Float[Array, "*places vocab"],
     scale: Float[Array, "*places 1"],
 ) -> Float[Array, "*places vocab"]:
-    """`max(scale * p - q, 0)` (float32): what a token in place of a draft is drawn from."""
+    """Return `max(scale * p - q, 0)` (float32), from which the replacement of a draft is drawn."""
     return jnp.maximum(scale * p - q, 0.0)
 
 
 @flax.struct.dataclass
 class _Drawn:
-    """Drafts, and the two distributions that decide on them. Entries are one a row and place."""
+    """Drafts, and the two distributions that decide on them, by row and position."""
 
     tokens: Int[Array, "rows drafts"]
     target: Float[Array, "rows emits vocab"]  # logits of p
     draft: Float[Array, "rows drafts vocab"]  # logits of q
-    is_sound: Bool[Array, "rows emits"]  # places where the target has a token
+    is_sound: Bool[Array, "rows emits"]  # positions where the target has a token
     inputs: SamplingInputs
     positions: Int[Array, "rows emits"]
 
     @staticmethod
-    def of(logits, tokens, draft_logits, inputs, positions, sampler) -> "_Drawn":
+    def of(logits, tokens, draft_logits, inputs, positions, features) -> "_Drawn":
         rows, emits, vocab = logits.shape
         drafts = emits - 1
         flat_logits = logits.reshape(rows * emits, vocab)
         flat = flat_logits, inputs.repeat(emits), positions.reshape(-1)
-        target = process_logits(*flat, sampler=sampler).reshape(rows, emits, vocab)
+        target = process_logits(*flat, features=features).reshape(rows, emits, vocab)
         draft_positions = positions[:, :drafts].reshape(-1)
         draft = draft_distribution(
             draft_logits.reshape(rows * drafts, vocab), inputs.repeat(drafts), draft_positions
@@ -155,14 +157,14 @@ class _Drawn:
             tokens=tokens,
             target=target,
             draft=draft.reshape(rows, drafts, vocab),
-            is_sound=has_choice(*flat, sampler=sampler).reshape(rows, emits),
+            is_sound=has_choice(*flat, features=features).reshape(rows, emits),
             inputs=inputs,
             positions=positions,
         )
 
     @property
     def judged(self) -> Float[Array, "rows drafts vocab"]:
-        """The target's logits at the places of the drafts."""
+        """Target's logits at the positions of the drafts."""
         return self.target[:, : self.tokens.shape[1]]
 
     @property
@@ -183,19 +185,20 @@ class _Drawn:
 
     @property
     def is_best(self) -> Bool[Array, "rows drafts"]:
-        """Drafts that a greedy row takes."""
+        """Drafts that a greedy row accepts."""
         return self.tokens == jnp.argmax(self.judged, axis=2).astype(jnp.int32)
 
     @property
     def num_drafts(self) -> Int[Array, " rows"]:
-        """Drafts before the first that cannot be judged (int32).
+        """Number of drafts (int32) before the first one that cannot be verified.
 
-        That is a placeholder, or an id out of range; or `p` or `q` is no distribution there.
+        That is a placeholder, an id out of range, or a position at which `p` or `q` is no
+        distribution.
         """
         is_real = (self.tokens >= 0) & (self.tokens < self.draft.shape[2])
         has_p = self.is_sound[:, : self.tokens.shape[1]]
         has_p &= self.inputs.is_greedy[:, None] | _is_distribution(self.judged)
-        # A greedy row's draft is compared with the target's token alone.
+        # Greedy rows compare drafts with the target's token and do not read `q`.
         has_q = self.inputs.is_greedy[:, None] | _is_distribution(self.draft)
         return count_leading(is_real & has_p & has_q)
 
@@ -203,7 +206,7 @@ class _Drawn:
         return jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None, :] < end[:, None]
 
     def uniforms(self, place: Int[Array, " drafts"] | int = 0) -> Float[Array, "rows drafts"]:
-        """The random number of each draft's test. `place`: see `draw_draft`."""
+        """Return the random number of each draft's test; `place` is as in `draw_draft`."""
         rows, drafts = self.tokens.shape
         positions = self.positions[:, :drafts].reshape(-1)
         use = jnp.broadcast_to(Use.ACCEPT.at_place(place), (rows, drafts)).reshape(-1)
@@ -216,9 +219,9 @@ class _Drawn:
         num_drafts: Int[Array, " rows"],
         scale: Float[Array, " rows"],
     ) -> Acceptance:
-        """The drafts that stand and the token after them.
+        """Return the accepted drafts and the token after them.
 
-        Where a draft fell that token has the distribution `max(scale * p - q, 0)`, else `p`.
+        After a rejected draft, that token has the distribution `max(scale * p - q, 0)`, else `p`.
         """
         last_draft = jnp.minimum(num_accepted, self.tokens.shape[1] - 1)
         target_logits = at_index(self.target, num_accepted)
@@ -226,10 +229,10 @@ class _Drawn:
         q = jax.nn.softmax(at_index(self.draft, last_draft), axis=1)
         excess = excess_of(p, q, scale[:, None])
         draft_fell = (num_accepted < num_drafts) & ~self.inputs.is_greedy
-        # No excess (p equals q, up to rounding): then p is all that is left to draw from.
+        # Without excess (p equals q, up to rounding), the token is drawn from p.
         from_excess = draft_fell & (excess.sum(axis=1) > 0.0)
         scores = jnp.where(from_excess[:, None], jnp.log(excess), target_logits)
-        # From p itself the token is plain sampling's own, noise included.
+        # Drawn from p, the token is that of plain sampling, including the noise.
         use = jnp.where(from_excess, int(Use.RESIDUAL), int(Use.TARGET))
         scores = add_noise(scores, self.inputs, at_index(self.positions, num_accepted), use)
         token = argmax_or_none(scores, at_index(self.is_sound, num_accepted))
@@ -239,12 +242,11 @@ class _Drawn:
 def _probability(
     logits: Float[Array, "rows places vocab"], tokens: Int[Array, "rows places"]
 ) -> Float[Array, "rows places"]:
-    """`softmax(logits)` at `tokens`; ids outside the vocabulary read some other id's."""
+    """Return `softmax(logits)` at `tokens`; for ids out of range, that of some other id."""
     ids = jnp.clip(tokens, 0, logits.shape[2] - 1)[:, :, None]
     chosen = jnp.take_along_axis(logits, ids, axis=2)[:, :, 0]
     return jnp.exp(chosen - jax.nn.logsumexp(logits, axis=2))
 
 
 def _is_distribution(logits: Float[Array, "rows places vocab"]) -> Bool[Array, "rows places"]:
-    """Whether `softmax(logits)` has no NaN."""
     return jnp.isfinite(jax.nn.logsumexp(logits, axis=2))

@@ -1,4 +1,4 @@
-"""SeenTokens: which ids each request has had, in its prompt and in its output."""
+"""Token ids seen in the prompt and output of each request, for penalties."""
 
 import flax.struct
 import jax.numpy as jnp
@@ -9,24 +9,24 @@ _INT16_MAX = 2**15 - 1
 
 @flax.struct.dataclass
 class SeenTokens:
-    """By slot, and as every pool: of the tokens whose index is below `num_computed`.
+    """Ids and counts by slot, of the tokens whose index is below `num_computed`.
 
-    So a rejected draft is in no count, and nothing is rolled back. The tokens that a step is about
-    to compute come on top of it (`SamplingInputs.tokens`).
+    Rejected drafts are never counted, so nothing is rolled back. The tokens that a step is about to
+    compute are not included; see `SamplingInputs.tokens`.
     """
 
     in_prompt: Bool[Array, "slots vocab"]
-    counts: Int[Array, "slots vocab"]  # how often each id was output; int16 where that is enough
+    counts: Int[Array, "slots vocab"]  # occurrences in the output; int16 if large enough
 
     @staticmethod
     def empty(num_slots: int, vocab_size: int, max_model_len: int) -> "SeenTokens":
-        """Nothing, for requests of at most `max_model_len` tokens."""
+        """Create empty tables for requests of at most `max_model_len` tokens."""
         shape = num_slots, vocab_size
         dtype = jnp.int16 if max_model_len <= _INT16_MAX else jnp.int32
         return SeenTokens(jnp.zeros(shape, bool), jnp.zeros(shape, dtype))
 
     def cleared(self, slots: Int[Array, " n"]) -> "SeenTokens":
-        """With nothing in `slots`; a number that is no slot clears none."""
+        """Return tables with `slots` cleared; numbers after the last slot are ignored."""
         return SeenTokens(
             self.in_prompt.at[slots].set(False, mode="drop"),
             self.counts.at[slots].set(0, mode="drop"),
@@ -39,7 +39,7 @@ class SeenTokens:
         is_prompt: Bool[Array, " n"],
         is_true: Bool[Array, " n"],
     ) -> "SeenTokens":
-        """With the tokens that are true, those of a prompt apart from the others."""
+        """Return tables with the tokens where `is_true`, prompt and output tokens apart."""
         nowhere = self.counts.shape[0]
         prompts = jnp.where(is_true & is_prompt, slots, nowhere)
         outputs = jnp.where(is_true & ~is_prompt, slots, nowhere)
@@ -49,7 +49,7 @@ class SeenTokens:
         )
 
     def copied(self, sources: Int[Array, " n"], targets: Int[Array, " n"]) -> "SeenTokens":
-        """With each target slot as its source; a target of 0 is padding."""
+        """Return tables with `sources` copied to `targets`; a target of 0 is padding."""
         where = jnp.where(targets > 0, targets, self.counts.shape[0])
         return SeenTokens(
             self.in_prompt.at[where].set(self.in_prompt[sources], mode="drop"),

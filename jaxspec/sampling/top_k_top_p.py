@@ -1,9 +1,9 @@
-"""top-k and top-p: which ids may be drawn at all.
+"""Top-k and top-p masks of logits.
 
-Two processors have one contract and differ in the rows that they serve. `mask_small_top_k` serves
-requests with a top-k of at most `MAX_SMALL_TOP_K`: it needs one pass over the logits.
-`mask_top_k_top_p` serves every row, and may search. A row with a small top-k goes the same way in
-both, so its tokens do not depend on the batch that it is in.
+Two processors have the same contract and serve different rows. `mask_small_top_k` serves requests
+with a top-k of at most `MAX_SMALL_TOP_K`, in one pass over the logits. `mask_top_k_top_p` serves
+every row, and may search. Both compute a row with a small top-k in the same way, so its tokens do
+not depend on the batch.
 """
 
 import math
@@ -13,21 +13,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas.selection import LastKept
-from jaxspec.sampler import MAX_SMALL_TOP_K
+from jaxspec.requests.sampling_features import MAX_SMALL_TOP_K
 from jaxspec.sampling.candidates import MAX_SORTED, largest
 from jaxspec.sampling.params import SamplingInputs
 from jaxspec.sampling.search import bound_of_mass, bound_of_top_k, last_id, mass, mass_within
 
 
 class Ordered(NamedTuple):
-    """The largest logits of each row in descending order, of equal ones the lower ids first."""
+    """Largest logits of each row in descending order; among equal ones, lower ids come first."""
 
     logits: Float[Array, "n count"]
     ids: Int[Array, "n count"]  # int32
 
     @property
     def masses(self) -> Float[Array, "n count"]:
-        """What each adds to the mass of its row, whose likeliest adds 1."""
+        """Mass of each logit, relative to that of the row's likeliest one."""
         return mass(self.logits, self.logits[:, :1])
 
     def num_kept(
@@ -36,10 +36,10 @@ class Ordered(NamedTuple):
         top_p: Float[Array, " n"],
         total: Float[Array, " n"] | None = None,
     ) -> Int[Array, " n"]:
-        """Return how many (int32) `top_k`, then `top_p` keep, if all of them are among these.
+        """Return how many ids (int32) `top_k`, then `top_p` keep, if all of those are here.
 
-        `total` is the mass of all that top-k keeps; None: these are all. Masses are float32 sums
-        in this order.
+        `total` is the mass of all that top-k keeps; None means that all of them are here. Masses
+        are float32 sums in this order.
         """
         count = self.logits.shape[1]
         num_top_k = jnp.where((top_k > 0) & (top_k < count), top_k, count)
@@ -47,7 +47,7 @@ class Ordered(NamedTuple):
         reached = jnp.cumsum(jnp.where(is_kept, self.masses, 0.0), axis=1)
         target = top_p * (reached[:, -1] if total is None else total)
         num_top_p = 1 + jnp.sum(reached < target[:, None], axis=1, dtype=jnp.int32)
-        # Rounding may let the mass of a whole row get there early: 1 is no test.
+        # A top-p of 1 keeps all ids; due to rounding, the test might drop the last ones.
         return jnp.minimum(num_top_k, jnp.where(top_p < 1.0, num_top_p, count))
 
     def last_kept(
@@ -64,7 +64,7 @@ class Ordered(NamedTuple):
 def mask_small_top_k(
     logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Float[Array, "n vocab"]:
-    """`mask_top_k_top_p` of the rows whose `top_k` is from 1 to `MAX_SMALL_TOP_K`."""
+    """Apply `mask_top_k_top_p` to the rows whose `top_k` is from 1 to `MAX_SMALL_TOP_K`."""
     few = Ordered(*largest(logits, min(MAX_SMALL_TOP_K, logits.shape[1])))
     last = few.last_kept(inputs.top_k, inputs.top_p)
     return last.where(has_small_top_k(inputs), LastKept.none(len(logits))).mask(logits)
@@ -73,12 +73,12 @@ def mask_small_top_k(
 def mask_top_k_top_p(
     logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Float[Array, "n vocab"]:
-    """`logits` (float32) with -inf outside the `top_k` largest, then outside `top_p`.
+    """Mask ids (-inf) outside the `top_k` largest logits, then outside `top_p`.
 
-    top-k keeps exactly k ids: of equal logits the lower ids, as a stable sort does. top-p
-    (Holtzman et al. 2020, nucleus sampling) keeps the shortest run of the likeliest ids
-    whose mass, renormalised after top-k, reaches `top_p`; the likeliest always stays. A `top_k` of
-    0 or less, or of the vocabulary or more, is off, and so is a `top_p` of 1.
+    top-k keeps exactly k ids; among equal logits it keeps the lower ids, as a stable sort does.
+    top-p (Holtzman et al. 2020, nucleus sampling) keeps the shortest run of the likeliest ids whose
+    mass, renormalised after top-k, reaches `top_p`; the likeliest is always kept. A `top_k` of 0 or
+    less, or of the vocabulary size or more, is off, and so is a `top_p` of 1.
     """
     vocab, top_k, top_p = logits.shape[1], inputs.top_k, inputs.top_p
     if vocab <= MAX_SORTED:
@@ -101,10 +101,10 @@ def last_in_large(
     wanted: Bool[Array, " n"],
     floor: Float[Array, " n"] | float = -math.inf,
 ) -> LastKept:
-    """The last kept ids, by a search; anything in rows that are not `wanted`.
+    """Return the last kept ids, found by a search; arbitrary in rows that are not `wanted`.
 
-    Logits under the `floor` count as if they were -inf. Without top-k the `few` largest mostly
-    reach the mass of top-p. Then nothing is searched.
+    Logits under the `floor` count as -inf. Without top-k, the `few` largest usually reach the mass
+    of top-p, and nothing is searched.
     """
     first = few.logits[:, 0]
     has_top_k = wanted & (top_k > 0) & (top_k < logits.shape[1])

@@ -1,4 +1,4 @@
-"""Verifiers: the ways to decide on drafts, one of which an engine is built with."""
+"""Verifiers: the rules that accept or reject drafts. An engine is built with one of them."""
 
 import dataclasses
 from typing import Protocol
@@ -6,15 +6,15 @@ from typing import Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.sampler import Sampler
+from jaxspec.options import SpeculativeConfig
+from jaxspec.requests.sampling_features import SamplingFeatures
 from jaxspec.sampling.params import SamplingInputs
 from jaxspec.sampling.rejection import verify_block, verify_rejection
 from jaxspec.sampling.verify import Acceptance, verify_exact, verify_synthetic
-from jaxspec.speculation import SpeculativeConfig
 
 
 class Verifier(Protocol):
-    """Frozen and hashable: part of a program's static shape."""
+    """Rule that accepts or rejects drafts. Frozen and hashable, as static part of a program."""
 
     def __call__(
         self,
@@ -25,12 +25,12 @@ class Verifier(Protocol):
         inputs: SamplingInputs,
         positions: Int[Array, "rows emits"],
         *,
-        sampler: Sampler,
+        features: SamplingFeatures,
     ) -> Acceptance:
-        """Which drafts stand, and the token after them.
+        """Return the accepted drafts, and the token after them.
 
-        `target_tokens` (int32) are the target's own, as plain decoding would have them there, and
-        `logits` (float32) what they were drawn from, or None where the `sampler` makes none.
+        `target_tokens` (int32) are those of the target, as plain decoding would draw them, and
+        `logits` (float32) what they were drawn from, or None if `features` make no logits.
         `positions` (int32) is the index in its request of each token.
         """
         ...
@@ -38,59 +38,60 @@ class Verifier(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ExactVerifier:
-    """One-hot drafts stand where the target draws the same token: lossless, token for token."""
+    """Accept one-hot drafts where the target draws the same token: lossless, token for token."""
 
     def __call__(
-        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, sampler
+        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, features
     ):
-        """See `Verifier`; no logits are read."""
         return verify_exact(target_tokens, draft_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
 class RejectionVerifier:
-    """Drawn drafts stand by rejection sampling: lossless in distribution."""
+    """Verify drawn drafts by rejection sampling: lossless in distribution."""
 
     def __call__(
-        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, sampler
+        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, features
     ):
-        """See `Verifier`; `target_tokens` are read where there is no chance."""
-        if not sampler.draws:
+        if not features.draws:
             return verify_exact(target_tokens, draft_tokens)
         return verify_rejection(
-            logits, draft_tokens, draft_logits, inputs, positions, sampler=sampler
+            logits, draft_tokens, draft_logits, inputs, positions, features=features
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockVerifier:
-    """Drawn drafts are judged together: lossless in distribution, and the most that stand."""
+    """Verify drawn drafts together: lossless in distribution, with the most accepted drafts."""
 
     def __call__(
-        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, sampler
+        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, features
     ):
-        """See `Verifier`; `target_tokens` are read where there is no chance."""
-        if not sampler.draws:
+        if not features.draws:
             return verify_exact(target_tokens, draft_tokens)
-        return verify_block(logits, draft_tokens, draft_logits, inputs, positions, sampler=sampler)
+        return verify_block(
+            logits, draft_tokens, draft_logits, inputs, positions, features=features
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticVerifier:
-    """Draft j stands with unconditional rate `rates[j]`, whatever the target says. Lossy."""
+    """Accept drafts at given rates, regardless of the target. Lossy.
+
+    `rates[j]` is the probability that draft `j` and all before it are accepted.
+    """
 
     rates: tuple[float, ...]
 
     def __call__(
-        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, sampler
+        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, features
     ):
-        """See `Verifier`; no logits are read."""
         rates = jnp.asarray(self.rates[: draft_tokens.shape[1]], jnp.float32)
         return verify_synthetic(target_tokens, draft_tokens, rates, inputs.seed, positions)
 
 
 def make_verifier(config: SpeculativeConfig | None) -> Verifier:
-    """How drafts are decided on; plain decoding is exact verification of no drafts."""
+    """Return the verifier of `config`; plain decoding is exact verification of no drafts."""
     if config is not None and config.synthetic_acceptance_rates is not None:
         return SyntheticVerifier(config.synthetic_acceptance_rates)
     if config is not None and config.draft_sample_method == "probabilistic":

@@ -1,4 +1,4 @@
-"""Verification: which drafts stand, and the one token that follows them."""
+"""Acceptance of drafts, and the exact and synthetic rules for it."""
 
 import flax.struct
 import jax.numpy as jnp
@@ -10,27 +10,27 @@ from jaxspec.sampling.params import NO_TOKEN
 
 @flax.struct.dataclass
 class Acceptance:
-    """What one step decided for each row. The axis `emits` is `drafts + 1` long."""
+    """Result of the verification of each row. The axis `emits` has length `drafts + 1`."""
 
     tokens: Int[Array, "rows emits"]  # int32; accepted drafts, the token after them, then -1
-    num_accepted: Int[Array, " rows"]  # int32; drafts that stand, 0..drafts
+    num_accepted: Int[Array, " rows"]  # int32; accepted drafts, 0..drafts
 
     @property
     def num_emitted(self) -> Int[Array, " rows"]:
-        """Tokens that are real (int32): `num_accepted + 1`, less one if the target failed there."""
+        """Number of emitted tokens (int32): `num_accepted`, plus 1 unless the target has none."""
         return jnp.sum(self.tokens != NO_TOKEN, axis=1, dtype=jnp.int32)
 
 
 def verify_exact(
     target_tokens: Int[Array, "rows emits"], draft_tokens: Int[Array, "rows drafts"]
 ) -> Acceptance:
-    """A draft stands iff it is the token the target draws there, and all before it stand.
+    """Accept a draft iff the target draws the same token and all drafts before it are accepted.
 
-    `target_tokens` (int32) is the target's own token at each place, with drafts as context;
-    `draft_tokens` (int32) may hold placeholders (-1), which never stand. What is emitted is
-    what plain sampling would draw, token for token. For a draft that was not itself drawn at
-    random this is the rejection sampling of Leviathan et al. 2023 with a one-hot `q`: the
-    draft `x` stands with probability `p(x)`, else the token has the distribution `p` without `x`.
+    `target_tokens` (int32) is the target's token at each position, with the drafts as context;
+    `draft_tokens` (int32) may hold placeholders (-1), which are always rejected. The output is that
+    of plain sampling, token for token. For a draft that was not drawn at random, this is the
+    rejection sampling of Leviathan et al. 2023 with a one-hot `q`: the draft `x` is accepted with
+    probability `p(x)`, else the token has the distribution `p` without `x`.
 
     Where the target has no token (-1, a NaN row), nothing is emitted from there on.
     """
@@ -46,10 +46,10 @@ def verify_synthetic(
     seeds: Int[Array, " rows"],
     positions: Int[Array, "rows emits"],
 ) -> Acceptance:
-    """LOSSY: drafts stand at given rates, whatever the target says. For speed benchmarks.
+    """Accept drafts at given rates, regardless of the target. LOSSY: for speed benchmarks.
 
-    `rates[j]` (float32) is the probability that draft `j` and all before it stand; drafts that
-    stand are emitted as they are, then the target's token. Placeholders (-1) fall.
+    `rates[j]` (float32) is the probability that draft `j` and all before it are accepted. Accepted
+    drafts are emitted, then the target's token. Placeholders (-1) are rejected.
     """
     rows, drafts = draft_tokens.shape
     before = jnp.pad(rates, (1, 0), constant_values=1.0)[:drafts]
@@ -62,12 +62,12 @@ def verify_synthetic(
 
 
 def count_leading(stands: Bool[Array, "rows drafts"]) -> Int[Array, " rows"]:
-    """How many of a row's first entries (int32) are all true."""
+    """Return the number (int32) of leading true entries in each row."""
     return jnp.cumprod(stands.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
 
 
 def at_index(values: Array, index: Int[Array, " rows"]) -> Array:
-    """`values[r, index[r]]` of each row `r`."""
+    """Return `values[r, index[r]]` for each row `r`."""
     column = index.reshape(index.shape[0], *(1 for _ in values.shape[1:]))
     return jnp.take_along_axis(values, column, axis=1)[:, 0]
 
@@ -77,8 +77,8 @@ def emit(
     token: Int[Array, " rows"],
     num_accepted: Int[Array, " rows"],
 ) -> Acceptance:
-    """The drafts that stand, then `token`, then -1."""
-    # The value behind the last draft does not matter: only `token` can be emitted there.
+    """Return the accepted drafts, then `token`, then -1."""
+    # The padding is never emitted: only `token` can be at its index.
     drafts = jnp.pad(draft_tokens, ((0, 0), (0, 1)))
     offset = jnp.arange(drafts.shape[1], dtype=jnp.int32)[None, :]
     end = num_accepted[:, None]

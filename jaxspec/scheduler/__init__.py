@@ -1,1 +1,1 @@
-"""WHO runs: picks requests, gives out pages and slots. NumPy and plain Python, no JAX."""
+"""The scheduler: chooses the requests of each step and allocates slots and pages. No JAX."""

@@ -1,89 +1,59 @@
-"""HostDrafter: drafts that are thought of on the host, which knows tokens some dispatches late.
+"""HostDrafter: drafts made on the host, which receives tokens some dispatches late.
 
-It says how a request will go on after the tokens that it knows. The device finds out how much of
-that has come since, and drafts what is left:
+It predicts a path: the continuation of a request after the tokens that the host has. The device
+compares the path with the tokens emitted since, and drafts the rest of it:
 
-        known to the host    a b c
-        its path                   d e f g h i
-        since emitted              d e f            drafts of 2: g h
-        since emitted              d x              no drafts: it went another way
+        tokens on the host   a b c
+        path                       d e f g h i
+        emitted since              d e f            2 drafts: g h
+        emitted since              d x              no drafts: the path was wrong
 """
 
+import abc
 import importlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.config import MAX_PATH, StepShapes
-from jaxspec.plan import Program, plan_layout
-from jaxspec.request import Request
-from jaxspec.speculation import SpeculativeConfig
+from jaxspec.options import SpeculativeConfig
+from jaxspec.plan.plan import MoveRows, Program, plan_layout
+from jaxspec.plan.step_shapes import MAX_PATH, StepShapes
+from jaxspec.requests.request import Request
+from jaxspec.scheduler.request_observer import RequestObserver
 
-# `SpeculativeConfig.method` -> module:class, which has a `from_config(config)`. Other methods draft
-# on the device alone.
-HOST_DRAFTERS = {"suffix": "jaxspec.scheduler.suffix_drafter:SuffixDrafter"}
+# `SpeculativeConfig.method` -> module:class with a `from_config(config)`. Methods that are not
+# listed draft on the device alone.
+HOST_DRAFTERS = {"suffix": "jaxspec.scheduler.suffix_index:SuffixDrafter"}
 
 
 class Path(NamedTuple):
-    """What is expected behind the tokens of a request."""
+    """Expected continuation of a request."""
 
     tokens: Sequence[int] = ()
-    match: int = 0  # tokens that led to it: the more they are, the likelier it is
+    match: int = 0  # number of matching tokens before it; a longer match is more reliable
 
 
-class HostDrafter:
-    """Follows requests, on the hot path. This one expects nothing; others derive from it.
+class HostDrafter(RequestObserver, abc.ABC):
+    """Predicts on the host how running requests continue."""
 
-    It may draft, or only look on: each method is a moment in a request's life.
-    """
-
-    def add(self, request: Request) -> None:
-        """A request runs; it may have run before and been preempted."""
-
-    def extend(self, request: Request, tokens: Sequence[int]) -> None:
-        """A request that runs got `tokens`."""
-
-    def leave(self, request: Request) -> None:
-        """A request that ran is about to give its slot and pages back: it ended, or is preempted.
-
-        Until this returns they are its own: a plan that gives them away comes later. Steps in
-        flight may still bring tokens of a request that is preempted, and end it.
-        """
-
-    def remove(self, request: Request) -> None:
-        """A request has ended; perhaps it never ran."""
-
-    def settle(self, request: Request) -> None:
-        """A request that has ended was read by its caller: no stop string cuts it any more."""
-
-    def clear(self) -> None:
-        """Forget all, whatever an interrupt has left."""
-
-    def close(self) -> None:
-        """Nothing comes any more: finish what goes on beside the engine."""
-
-    def figures(self) -> dict[str, Any]:
-        """What it adds to `LLM.metrics`."""
-        return {}
-
+    @abc.abstractmethod
     def path(self, request: Request, length: int) -> Path:
-        """How a request that runs goes on behind `request.tokens`, `length` tokens at most."""
-        return Path()
+        """Return the expected continuation of `request.tokens`, at most `length` tokens."""
 
 
-def make_host_drafter(config: SpeculativeConfig | None) -> HostDrafter:
-    """The host's part of `config.method`."""
+def make_host_drafter(config: SpeculativeConfig | None) -> HostDrafter | None:
+    """Create the host's part of `config.method`; None for methods that draft on the device."""
     if config is None or config.method not in HOST_DRAFTERS:
-        return HostDrafter()
+        return None
     module, name = HOST_DRAFTERS[config.method].split(":")
     return getattr(importlib.import_module(module), name).from_config(config)
 
 
 def path_length(config: SpeculativeConfig | None, max_in_flight: int, num_steps: int) -> int:
-    """Tokens of a plan's paths: what a dispatch and those in flight may emit, and drafts behind it.
+    """Return the tokens per path: those that dispatches in flight may emit, then drafts.
 
-    `num_steps`: the most that a dispatch makes. 0: the method needs no paths.
+    `num_steps` is the largest number of steps per dispatch. 0 means the method has no paths.
     """
     if config is None or config.method not in HOST_DRAFTERS:
         return 0
@@ -92,10 +62,13 @@ def path_length(config: SpeculativeConfig | None, max_in_flight: int, num_steps:
 
 
 def path_fields(
-    drafter: HostDrafter, requests: Sequence[Request], shapes: StepShapes, program: Program
+    drafter: HostDrafter | None,
+    requests: Sequence[Request],
+    shapes: StepShapes,
+    program: Program | MoveRows,
 ) -> dict[str, Any]:
-    """The fields of a plan that hold the paths of its first rows; none in engines without paths."""
-    if "paths" not in plan_layout(program, shapes).fields:
+    """Return the plan fields with the paths of its first rows; empty in engines without paths."""
+    if drafter is None or "paths" not in plan_layout(program, shapes).fields:
         return {}
     found = [drafter.path(request, shapes.path_length) for request in requests]
     paths = np.full((len(found), shapes.path_length), -1, np.int32)

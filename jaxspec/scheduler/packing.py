@@ -1,38 +1,53 @@
-"""Writes a step's decisions into the packed plan, and what must come before it."""
+"""Packs the decisions for a step into plans, and copies its logprobs to the requests."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxspec.config import StepShapes
-from jaxspec.plan import TABLES, Fork, Program, StepPlan, pack_plan
-from jaxspec.request import Request
-from jaxspec.row import row_layout, write_row
+from jaxspec.plan.plan import (
+    RESTORE,
+    TABLES,
+    Fork,
+    MoveRows,
+    Program,
+    StateExport,
+    StepOutput,
+    StepPlan,
+    pack_copy,
+    pack_export,
+    pack_plan,
+)
+from jaxspec.plan.row import row_layout, write_row
+from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.table_plan import pack_tables
+from jaxspec.prefix.cache import PrefixCache
+from jaxspec.requests.request import Request
 from jaxspec.scheduler.host_drafter import HostDrafter, path_fields
-from jaxspec.table_plan import pack_tables
+from jaxspec.scheduler.scheduled_step import ScheduledStep, StepBuilder
 
 
 def pack_step(
-    program: Program,
+    program: Program | MoveRows,
     shapes: StepShapes,
     *,
     rows: Sequence[Request],
     num_decode: int,
     prefills: Sequence[tuple[Request, int]],
-    drafter: HostDrafter,
+    drafter: HostDrafter | None,
     grown: Iterable[Request] = (),
     forks: Sequence[Fork] = (),
 ) -> StepPlan:
-    """The plan for `rows`: `num_decode` that decode, the `prefills`, then idle ones.
+    """Return the plan for `rows`: `num_decode` rows that decode, the `prefills`, then idle rows.
 
-    The device finds a row that it has by its index in the last plan (`Request.row`). The pages that
-    `grown` were given since the device last heard of theirs (`Request.num_pages_sent`) go into the
-    plan; and so do the paths that the `drafter` expects of the rows that work. The tables of rows
-    that enter come in plans before it.
+    The device finds an existing row by its index in the last plan (`Request.row`). The plan has the
+    pages of `grown` that the device's page table lacks (`PageTable.unsent`), and the paths of the
+    `drafter` for the active rows. Plans before it write the sampling tables of rows that enter.
 
     Raises:
-        ValueError: two rows have the same slot, or come from the same row: both would write there.
+        ValueError: two rows have the same slot or the same row in the last plan, so both would
+            write to it.
     """
     prev_positions = [request.row for request in rows]
     _refuse_repeated("slot", [request.slot for request in rows])
@@ -73,18 +88,18 @@ def _refuse_repeated(name: str, values: Sequence[int]) -> None:
 
 
 def _token_after(request: Request, end: int) -> int:
-    """The prompt token after a chunk, which the draft head reads; -1: the step makes it."""
+    """Return the prompt token after a chunk for the draft head; -1 at the end of the prompt."""
     return request.tokens[end] if end < request.prefill_len else -1
 
 
 def _unsent_pages(grown: Iterable[Request]) -> dict[str, list[int]]:
-    """The pages that the device does not know of."""
+    """Return the fields for pages that the device's page table lacks."""
     slots, indices, pages = [], [], []
     for request in grown:
-        for index in range(request.num_pages_sent, len(request.pages)):
+        for index, page in request.pages.unsent():
             slots.append(request.slot)
             indices.append(index)
-            pages.append(request.pages[index])
+            pages.append(page)
     return {"append_slots": slots, "append_indices": indices, "append_pages": pages}
 
 
@@ -99,3 +114,115 @@ def _moves(forks: Sequence[Fork], pages_per_seq: int) -> dict[str, Any]:
         "target_pages": [fork.target_page for fork in forks],
         "target_tables": tables,
     }
+
+
+def record_logprobs(step: ScheduledStep, output: StepOutput) -> None:
+    """Copy the logprobs in `output` to their requests; called before the tokens are recorded.
+
+    A program reports logprobs for all rows if one requests them, so only the rows that requested
+    them get them. Prompt logprobs are stored by prompt index: a request that is prefilled again
+    after a preemption overwrites the same entries.
+    """
+    if output.logprobs is not None:
+        _record_output(step, output)
+    if output.prompt_logprobs is not None:
+        (reported,), start = output.prompt_logprobs, 0
+        for entry in step.prefills:
+            request, chunk = entry.request, entry.chunk
+            rows = reported[start : start + len(chunk)]
+            start += len(chunk)
+            if request.params.prompt_logprobs is not None and entry.is_current:
+                end = min(chunk.stop + 1, len(request.prompt))  # exclude output tokens
+                count = max(end - chunk.start - 1, 0)
+                # Copied, because the runtime owns the array.
+                request.prompt_logprobs[chunk.start + 1 : end] = rows[:count].copy()
+
+
+def _record_output(step: ScheduledStep, output: StepOutput) -> None:
+    """Copy the rows of all emitted tokens at once: the runtime owns the array."""
+    assert output.logprobs is not None
+    asked = [
+        (row, entry.request)
+        for row, entry in step.rows
+        if entry.request.params.logprobs is not None and entry.is_awaited
+    ]
+    if not asked:
+        return
+    rows = np.array([row for row, _ in asked])
+    is_emitted = output.tokens[:, rows].swapaxes(0, 1) >= 0
+    index, steps, places = np.nonzero(is_emitted)
+    fields = list(output.logprobs[steps, rows[index], places])
+    ends = np.cumsum(is_emitted.sum(axis=(1, 2))).tolist()
+    for (_, request), start, end in zip(asked, [0, *ends], ends, strict=False):
+        request.logprobs += fields[start:end]
+
+
+class RowUpdates:
+    """Packs plans of the running requests and records the rows and pages sent to the device."""
+
+    def __init__(self, shapes: StepShapes, drafter: HostDrafter | None, prefixes: PrefixCache):
+        self._shapes, self._drafter, self._prefixes = shapes, drafter, prefixes
+
+    def plan(
+        self,
+        program: Program | MoveRows,
+        step: StepBuilder,
+        running: Sequence[Request],
+        forks: Sequence[Fork] = (),
+    ) -> StepPlan:
+        """Pack a plan of all running requests, and record their rows and pages as sent.
+
+        The copies of the prefix cache come before it, in their order. The first copy that restores
+        a cached prefix already places the rows of all requests that enter.
+        """
+        return _joined([*self._copies(running), self._plan(program, step, running, forks)])
+
+    def only_copies(self, running: Sequence[Request]) -> StepPlan:
+        """Return a plan of the pending copies, at least one, that computes nothing."""
+        return _joined(self._copies(running))
+
+    def _copies(self, running: Sequence[Request]) -> list[StepPlan]:
+        plans = list[StepPlan]()
+        for copy in self._prefixes.take_copies():
+            if isinstance(copy, Fork):
+                plans.append(self._plan(RESTORE, StepBuilder(0, 0), running, [copy]))
+            elif isinstance(copy, StateExport):
+                plans.append(pack_export(copy))
+            else:
+                plans.append(pack_copy(copy, self._shapes))
+        return plans
+
+    def _plan(
+        self,
+        program: Program | MoveRows,
+        step: StepBuilder,
+        running: Sequence[Request],
+        forks: Sequence[Fork],
+    ) -> StepPlan:
+        rows = step.decodes + [request for request, _ in step.prefills]
+        if len(rows) < len(running):
+            active = set(rows)
+            rows += [request for request in running if request not in active]
+        plan = pack_step(
+            program,
+            self._shapes,
+            rows=rows,
+            num_decode=len(step.decodes),
+            prefills=step.prefills,
+            grown=step.grown,
+            forks=forks,
+            drafter=self._drafter,
+        )
+        for row, request in enumerate(rows):
+            request.row = row
+        for request in step.grown:
+            request.pages.mark_sent()
+        return plan
+
+
+def _joined(plans: Sequence[StepPlan]) -> StepPlan:
+    """Return the last plan, with all others before it."""
+    *others, last = (each for plan in plans for each in (*plan.before, plan))
+    return dataclasses.replace(
+        last, before=tuple(dataclasses.replace(each, before=()) for each in others)
+    )

@@ -1,27 +1,29 @@
-"""How many prompt tokens a step computes."""
+"""Prompt tokens of the next step, and the number of its decode steps."""
 
 import itertools
 from collections.abc import Callable, Sequence
 
-from jaxspec.config import StepShapes
-from jaxspec.request import Request
-from jaxspec.scheduler.forks import Followers
+from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.requests.request import Request
+from jaxspec.requests.sampling_features import join
+from jaxspec.scheduler.forks import ForkedSamples
+from jaxspec.scheduler.ready_programs import ReadyPrograms, StepNeeds
 
 
 def prompt_budget(
     shapes: StepShapes,
     running: Sequence[Request],
     waiting: Sequence[Request],
-    followers: Followers,
+    forked: ForkedSamples,
     num_free: int,
     within_bound: Callable[[int, int], int],
 ) -> int:
-    """Prompt tokens of the next step: no more than there is room for beside rows that decode.
+    """Return the prompt tokens of the next step, within the room beside rows that decode.
 
-    While rows decode, more steps come anyway. Then tokens that would fill little of a larger size
-    wait for the next step, and so do those that `within_bound` (`StepSeconds`) cuts off. At least 1
-    while a prompt waits, even if none of the `num_free` rows is left for it; 0 if there is no
-    prompt.
+    While rows decode, more steps follow anyway. Then tokens that would fill little of a larger size
+    wait for the next step, as do those that `within_bound` (`StepSeconds`) excludes. The result is
+    at least 1 while a prompt waits, even if none of the `num_free` rows is left for it; 0 without
+    prompts.
     """
     if not waiting and not any(request.is_prefilling for request in running):
         return 0
@@ -30,7 +32,7 @@ def prompt_budget(
     left = min(shapes.prefill_tokens[-1], left)
     if num_decodes == 0:
         return left
-    due = sum(_due_chunks(shapes, running, waiting, followers, num_free))
+    due = sum(_due_chunks(shapes, running, waiting, forked, num_free))
     return max(1, within_bound(shapes.well_filled(min(left, due)), num_decodes))
 
 
@@ -38,13 +40,43 @@ def _due_chunks(
     shapes: StepShapes,
     running: Sequence[Request],
     waiting: Sequence[Request],
-    followers: Followers,
+    forked: ForkedSamples,
     num_free: int,
 ) -> list[int]:
-    """The prompt tokens of each request that a step could compute, if there are pages for them."""
+    """Return the prompt tokens of each request that a step could compute with enough pages."""
     started = [r for r in running if r.is_prefilling and not r.takes_decode_row]
-    lengths = [followers.prefill_end(request) - request.num_computed for request in started]
-    new = (request for request in waiting if not followers.waits(request, running))
+    lengths = [forked.prefill_end(request) - request.num_computed for request in started]
+    new = (request for request in waiting if not forked.waits(request, running))
     lengths += [len(request.tokens) for request in itertools.islice(new, num_free)]
     longest = shapes.long_prefill_token_threshold or max(lengths, default=0)
     return [min(length, longest) for length in lengths if length > 0][: shapes.max_prefill_seqs]
+
+
+def num_decode_steps(
+    shapes: StepShapes,
+    programs: ReadyPrograms,
+    running: Sequence[Request],
+    budget: int,
+    num_free_pages: int,
+) -> int:
+    """Return the decode steps of the next dispatch: 1, or `steps_per_dispatch`.
+
+    More than 1 requires that no prompt waits (`budget` is 0), no request is streamed, some row
+    needs all steps even if every draft is accepted, the free pages suffice without a preemption,
+    and a program for that number of steps is compiled.
+    """
+    several = shapes.num_steps(budget)[-1]
+    if several == 1 or any(request.is_streamed for request in running):
+        return 1
+    bounds = [(request, request.tokens_bound) for request in running]
+    left = max((request.max_len - bound for request, bound in bounds), default=0)
+    if left < several * shapes.width:
+        return 1
+    features = join(request.features for request in running)
+    if not programs.can_run(StepNeeds(len(running), 0, features, several)):
+        return 1
+    missing = 0
+    for request, bound in bounds:
+        reached = min(shapes.reach(bound, several), request.max_len)
+        missing += max(0, shapes.pages_for(reached) - len(request.pages))
+    return several if missing <= num_free_pages else 1

@@ -1,41 +1,41 @@
-"""ReadyPrograms: the step programs that are compiled, of which each step takes the cheapest."""
+"""ReadyPrograms: the compiled step programs, and the cheapest one for each step."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jaxspec.config import StepShapes
-from jaxspec.plan import Program
-from jaxspec.sampler import Sampler
+from jaxspec.plan.plan import AnyProgram, Program
+from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.requests.sampling_features import SamplingFeatures
 
 
 class StepNeeds(NamedTuple):
-    """Sizes and sampling features that a program must have to run a step."""
+    """Sizes and sampling features that a program needs to run a step."""
 
     num_decode: int  # rows
     num_prompt_tokens: int
-    sampler: Sampler  # that of all rows together
+    features: SamplingFeatures  # union over all rows
     num_steps: int = 1
-    num_drafts: int = 0  # that a row verifies, at least
+    num_drafts: int = 0  # least drafts per row
 
 
 class ReadyPrograms:
-    """The step programs that are compiled.
+    """The compiled step programs.
 
-    An engine begins with one program that decodes and one that reads prompts, both of the largest
-    size and with every sampling feature. They can run any step; others are added later, in the turn
-    of a caller, and make the steps cheaper.
+    An engine starts with one decode program and one prefill program, both of the largest size and
+    with every sampling feature. They can run any step. Others are added later, between steps, and
+    make steps cheaper.
     """
 
     def __init__(self, shapes: StepShapes):
-        """Start with every program of `shapes`, until some are added: tests compile on demand."""
+        """Allow every program of `shapes` until some are added; tests compile on demand."""
         self._shapes = shapes
         self._programs: list[Program] = []
         self._chosen: dict[StepNeeds, Program] = {}
         self._counts: dict[StepNeeds, list[int]] = {}
 
-    def add(self, programs: Iterable[Program]) -> None:
-        """Let steps take these programs, too."""
-        new = [p for p in programs if p.num_steps and p not in self._programs]
+    def add(self, programs: Iterable[AnyProgram]) -> None:
+        """Add programs to choose from."""
+        new = [p for p in programs if isinstance(p, Program) and p not in self._programs]
         self._programs = sorted([*self._programs, *new], key=_cost)
         self._chosen.clear()
         self._counts.clear()
@@ -48,13 +48,13 @@ class ReadyPrograms:
         """Return the cheapest program that can run a step.
 
         Raises:
-            RuntimeError: No program can.
+            RuntimeError: no program can.
         """
         if not self._programs:
             rows, tokens, drafts = self._shapes.round_up(
                 needs.num_decode, needs.num_prompt_tokens, needs.num_drafts
             )
-            return Program(rows, tokens, needs.sampler, needs.num_steps, drafts)
+            return Program(rows, tokens, needs.features, needs.num_steps, drafts)
         if needs not in self._chosen:
             able = (program for program in self._programs if _can_run(program, needs))
             if (program := next(able, None)) is None:
@@ -76,17 +76,17 @@ class ReadyPrograms:
 
 
 def _can_run(program: Program, needs: StepNeeds) -> bool:
-    needed = needs.sampler if program.prefill_tokens else needs.sampler.of_decoding
+    needed = needs.features if program.prefill_tokens else needs.features.of_decoding
     return (
         program.decode_rows >= needs.num_decode
         and program.prefill_tokens >= needs.num_prompt_tokens
         and (program.prefill_tokens > 0) == (needs.num_prompt_tokens > 0)
         and program.num_drafts >= needs.num_drafts
         and program.num_steps == needs.num_steps
-        and program.sampler | needed == program.sampler
+        and program.features | needed == program.features
     )
 
 
 def _cost(program: Program) -> tuple[int, int, int, int, tuple[str, ...]]:
-    names = program.sampler.names
+    names = program.features.names
     return program.prefill_tokens, program.decode_rows, program.num_drafts, len(names), names

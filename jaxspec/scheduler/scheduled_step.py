@@ -1,42 +1,42 @@
-"""A step as the scheduler sees it: gathered, dispatched, and what came of it."""
+"""Steps in the scheduler: gathered (`StepBuilder`), dispatched, and collected (`Progress`)."""
 
 import dataclasses
 from typing import NamedTuple
 
-from jaxspec.plan import RowOutput, StepPlan
-from jaxspec.request import Request
+from jaxspec.plan.plan import Program, RowOutput, StepPlan
+from jaxspec.requests.request import Request
 
 
 @dataclasses.dataclass
-class NextStep:
-    """What one call of `Scheduler.schedule` has gathered so far."""
+class StepBuilder:
+    """Contents of the step that `Scheduler.schedule` is gathering."""
 
-    budget: int  # prompt tokens still to give away
-    num_steps: int  # that the dispatch makes
+    budget: int  # prompt tokens that may still be added
+    num_steps: int  # decode steps of the dispatch
     decodes: list[Request] = dataclasses.field(default_factory=list)
     prefills: list[tuple[Request, int]] = dataclasses.field(default_factory=list)
-    grown: list[Request] = dataclasses.field(default_factory=list)  # given pages
-    num_new: int = 0  # rows that enter
+    grown: list[Request] = dataclasses.field(default_factory=list)  # requests with new pages
+    num_new: int = 0  # requests that enter the batch
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is computed."""
+        """True if the step computes any token."""
         return bool(self.decodes or self.prefills)
 
 
 class Entry(NamedTuple):
-    """A request's part in one dispatched step."""
+    """Part of a request in one dispatched step."""
 
     request: Request
     generation: int
-    bound: int  # most tokens the dispatch can emit for it; 0: a chunk that does not end its prompt
-    chunk: range = range(0)  # the indices of the tokens that it reads in the prefill region
+    bound: int  # most tokens the dispatch can emit; 0 for a chunk before the end of its prompt
+    chunk: range = range(0)  # indices in the request of the tokens that are prefilled
 
     @staticmethod
     def launch(request: Request, num_steps: int, bound: int, num_read: int = 0) -> "Entry":
-        """Count steps that emit for a request as in flight, and the most tokens they can give.
+        """Count the steps and tokens of a request as in flight, and return its entry.
 
-        `num_read`: tokens of its chunk, which `num_computed` counts already.
+        `num_read`: tokens of its chunk, which `num_computed` already includes.
         """
         request.in_flight += num_steps
         request.in_flight_bound += bound
@@ -45,19 +45,19 @@ class Entry(NamedTuple):
 
     @property
     def is_current(self) -> bool:
-        """Whether the request still runs, and has not left the batch and come back."""
+        """True if the request still runs and has not left and re-entered the batch."""
         return not self.request.finish and self.generation == self.request.generation
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the dispatch gives the request a token or its end."""
+        """True if the dispatch emits a token for the request or ends it."""
         return self.bound > 0 and self.is_current
 
 
-def launch(step: NextStep, num_drafts: int) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
-    """Count a step that is planned as in flight: the entries of its decode rows, and of its chunks.
+def launch(step: StepBuilder, num_drafts: int) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+    """Count a planned step as in flight; return the entries of its decode rows and of its chunks.
 
-    `num_drafts`: that a row verifies.
+    `num_drafts` is the number of drafts that each row verifies.
     """
     decodes, prefills = list[Entry](), list[Entry]()
     for request in step.decodes:
@@ -73,30 +73,33 @@ def launch(step: NextStep, num_drafts: int) -> tuple[tuple[Entry, ...], tuple[En
 
 
 class DraftChoice(NamedTuple):
-    """Why a dispatch verifies as many drafts as it does."""
+    """Reason for the number of drafts of a dispatch."""
 
-    num_known: int = 0  # that rows have at most when it begins
-    is_trial: bool = False  # of a number that is not thought to be the best one
+    num_known: int = 0  # most drafts that rows have at its start
+    is_trial: bool = False  # True if the number is not expected to be the best
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledStep:
-    """A plan, and whose rows its output will hold; nobody's, if it only moves."""
+    """A plan and the requests of its output rows; without entries if it only copies."""
 
     plan: StepPlan
-    decodes: tuple[Entry, ...]  # their output rows come first
-    prefills: tuple[Entry, ...]  # theirs follow all rows that the program decodes
-    num_prompt_tokens: int  # of all prefills; the program may have room for more
+    decodes: tuple[Entry, ...]  # in the order of their output rows, the first ones
+    prefills: tuple[Entry, ...]  # their output rows follow the program's decode rows
+    num_prompt_tokens: int  # total of the prefills, at most the size of the program
     drafts: DraftChoice = DraftChoice()
 
     @property
     def rows(self) -> list[tuple[int, Entry]]:
-        """Each entry, behind the number of its output row."""
-        return [*enumerate(self.decodes), *enumerate(self.prefills, self.plan.program.decode_rows)]
+        """The index of the output row of each entry, and the entry."""
+        program = self.plan.program
+        if not isinstance(program, Program):
+            return []
+        return [*enumerate(self.decodes), *enumerate(self.prefills, program.decode_rows)]
 
 
 class Progress(NamedTuple):
-    """What a collected step gave one request."""
+    """Result of a collected step for one request."""
 
     request: Request
     given: RowOutput

@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's and Anthropic's requests in, answers and server-sent events out.
+"""HTTP server with OpenAI's and Anthropic's APIs, streamed as server-sent events.
 
-It needs the extra `server`. `app.make_app` joins its parts around an `AsyncLLM`.
+It needs the extra `server`. `app.make_app` builds the app around an `AsyncLLM`.
 """

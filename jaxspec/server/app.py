@@ -1,4 +1,4 @@
-"""The app: all routes around one `AsyncLLM`, and what stands before them."""
+"""ASGI app with all routes and middleware around one engine."""
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -6,44 +6,36 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.server.access import RequireKey
-from jaxspec.server.connection import ClientConnection
-from jaxspec.server.endpoints import (
-    chat,
-    completions,
-    figures,
-    health,
-    messages,
-    metrics,
-    models,
-    page,
-    responses,
-    tokens,
-)
-from jaxspec.server.errors import ENGINE_ERRORS, ApiError, respond
-from jaxspec.server.figures import Figures
+from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.server.endpoints import chat, completions, messages, monitoring, responses, tokens
+from jaxspec.server.generation.service import Service
+from jaxspec.server.http.access import RequireKey
+from jaxspec.server.http.connection import ClientConnection
+from jaxspec.server.http.errors import ENGINE_ERRORS, ApiError, respond
+from jaxspec.server.http.request_ids import RequestIds
+from jaxspec.server.http.version import version
+from jaxspec.server.metrics.figures import Figures
+from jaxspec.server.metrics.snapshot import LocalWatch
 from jaxspec.server.options import ServerOptions
-from jaxspec.server.request_ids import RequestIds
-from jaxspec.server.service import Service
-from jaxspec.server.snapshot import LocalWatch
-from jaxspec.server.version import version
 
-_ASKED = (models, completions, chat, messages, responses, tokens)  # by clients
-_WATCHED = (health, metrics, figures, page)  # by people and by what watches
+_ENDPOINTS = (completions, chat, messages, responses, tokens, monitoring)
 
 
 def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
-    """The ASGI app that serves `llm`, an engine of this process; raises as `app_of`."""
+    """Return the ASGI app that serves `llm`, an engine in this process.
+
+    Raises:
+        ValueError: the model has no tokenizer, or the file of keys can't be read.
+    """
     figures = Figures()
     return app_of(Service(llm, options or ServerOptions(), figures, LocalWatch(llm, figures)))
 
 
 def app_of(service: Service) -> FastAPI:
-    """The ASGI app of a service; `app.state.service` is what its routes share.
+    """Return the ASGI app of a service, which its routes read from `app.state.service`.
 
     Raises:
-        ValueError: the model has no tokenizer, or the file of keys can't be read.
+        ValueError: the file of keys can't be read, or holds no key.
     """
     options = service.options
     before = [
@@ -63,10 +55,10 @@ def app_of(service: Service) -> FastAPI:
         version=version(),
         middleware=before,
         exception_handlers=dict.fromkeys(errors, respond),
-        docs_url=None,  # its page would load scripts from elsewhere
+        docs_url=None,  # the page would load scripts from a CDN
         redoc_url=None,
     )
     app.state.service = service
-    for family in _ASKED + _WATCHED:
-        app.include_router(family.router)
+    for endpoints in _ENDPOINTS:
+        app.include_router(endpoints.router)
     return app

@@ -1,4 +1,4 @@
-"""`python -m jaxspec serve MODEL`: what its command line understands."""
+"""`python -m jaxspec serve MODEL`: command line of the HTTP server."""
 
 import argparse
 import asyncio
@@ -8,10 +8,10 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxspec import options as engine
-from jaxspec.arguments import CommandParser, add_speculation, speculation_of
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.server.http_server import event_loop
+from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.options import engine_options as engine
+from jaxspec.options.arguments import CommandParser, add_speculation, speculation_of
+from jaxspec.server.http.http_server import event_loop
 from jaxspec.server.options import OPTIONS, ServerOptions
 from jaxspec.server.run import serve
 
@@ -37,7 +37,7 @@ _OF_ASYNC_LLM = (
 
 
 def main(words: Sequence[str]) -> int:
-    """Serve until a signal comes; the exit status."""
+    """Serve until a signal; return the exit status."""
     args = parser().parse_args(words)
     options = ServerOptions(**_given(args, OPTIONS))
     llm_options: dict[str, Any] = {
@@ -51,7 +51,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What reads the command line; after an error it ends the process with status 2."""
+    """Return the command's parser; on an error it exits with status 2."""
     made = CommandParser(
         prog="python -m jaxspec serve",
         usage="python -m jaxspec serve [options] [MODEL]",
@@ -83,7 +83,7 @@ def _given(args: argparse.Namespace, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add(group: Any, field: dataclasses.Field) -> None:
-    """An option, with the help and the default of its field."""
+    """Add an option with the type, help and default of its dataclass field."""
     default, kinds = field.default, set(_kinds(field.type))
     told = field.metadata["none"] if default in (None, ()) else str(default)
     how: dict[str, Any] = {"metavar": _METAVARS.get(field.name, "VALUE"), "type": str}
@@ -104,7 +104,7 @@ _METAVARS = {"host": "ADDRESS", "api_key_file": "FILE"}
 
 
 def _kinds(kind: Any) -> Iterator[Any]:
-    """The types that `kind` is a union of, without what is in their brackets."""
+    """Yield the types that `kind` is a union of, without type arguments."""
     origin = typing.get_origin(kind)
     if origin in (Sequence, tuple):
         yield origin
@@ -116,7 +116,7 @@ def _kinds(kind: Any) -> Iterator[Any]:
 
 
 def _number(word: str) -> int | float | str:
-    """A number, or a word such as "auto", which the option itself reads."""
+    """Parse a number; words such as "auto" are returned for the option to validate."""
     for kind in (int, float):
         try:
             return kind(word)

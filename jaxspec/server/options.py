@@ -1,6 +1,6 @@
-"""ServerOptions: every option of the server, written once: type, default and meaning.
+"""Options of the HTTP server: type, default and help text of each.
 
-The help of `python -m jaxspec serve` is made from it.
+The help of `python -m jaxspec serve` is generated from `ServerOptions`.
 """
 
 import dataclasses
@@ -10,16 +10,16 @@ from typing import Any
 
 from jaxspec import checks
 from jaxspec.checks import shown
-from jaxspec.option_values import read
-from jaxspec.options import option
+from jaxspec.options.engine_options import option
+from jaxspec.options.option_values import read
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
-    """How the server listens, whom it lets in and what it bounds.
+    """Address, access and limits of the server.
 
     Raises:
-        ValueError: an option breaks a rule.
+        ValueError: an option is invalid.
     """
 
     host: str = option("127.0.0.1", "address to listen at; 0.0.0.0 is every one of this machine's")
@@ -85,7 +85,7 @@ class ServerOptions:
     access_log: bool = option(True, "whether each request is logged, by route and status")
 
     def __post_init__(self) -> None:
-        """Check each option by its type, and keep it as Python's own type."""
+        """Validate each option and convert it to a plain Python type."""
         for field in OPTIONS.values():
             value = getattr(self, field.name)
             value = _texts(field.name, value) if field.default == () else read(field, value)
@@ -111,10 +111,10 @@ class ServerOptions:
             raise ValueError(f"port must be at most 65535, got {self.port}.")
 
     def keys(self) -> tuple[str, ...]:
-        """All keys, those of the file among them.
+        """Return all API keys, including those of `api_key_file`.
 
         Raises:
-            ValueError: the file can't be read, or holds none.
+            ValueError: the file can't be read, or holds no key.
         """
         if self.api_key_file is None:
             return self.api_key
@@ -145,6 +145,6 @@ def _texts(name: str, values: Any) -> tuple[str, ...]:
 
 _MAX_TEXTS = 10_000
 _MAX_PROCESSES = 256
-_SECONDS = ("queue_timeout", "stream_stall_timeout", "stream_keep_alive")  # which can't be 0
+_SECONDS = ("queue_timeout", "stream_stall_timeout", "stream_keep_alive")  # must be above 0
 OPTIONS = {field.name: field for field in dataclasses.fields(ServerOptions)}
-"""The options by name, in order."""
+"""Option fields by name, in order."""

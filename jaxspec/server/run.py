@@ -1,4 +1,4 @@
-"""Run: the server's life, from loading over the open port to the last stream's end."""
+"""Lifetime of the server: load, warm up, open the port, serve, drain, exit."""
 
 import asyncio
 import contextlib
@@ -8,46 +8,46 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from jaxspec.async_llm import AsyncLLM
+from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.server.app import make_app
-from jaxspec.server.http_server import HttpServer
+from jaxspec.server.generation.service import tokenizer_of
+from jaxspec.server.http.http_server import HttpServer
+from jaxspec.server.http.request_ids import LOG
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.processes.api_processes import ApiProcesses
-from jaxspec.server.request_ids import LOG
-from jaxspec.server.service import tokenizer_of
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_LOOK = 0.5  # seconds between looks for a failure of the engine
+_LOOK = 0.5  # seconds between checks for a failure of the engine
 _SWITCH_SECONDS = 0.0005
-"""For which a thread may keep Python's lock while another one waits for it.
+"""Thread switch interval while serving (Python's default is 5 ms).
 
-The event loop makes texts of a whole step at once. With Python's own 5 ms the engine's thread would
-wait for that at each of the places of a step where it lets go of the lock.
+The event loop decodes the text of a whole step at once. With the default, the engine's thread could
+wait 5 ms for the GIL each time that it releases it within a step.
 """
 
 
 class Front(Protocol):
-    """What speaks HTTP: this process, or others."""
+    """HTTP front end: in the engine's process, or in several others."""
 
     async def serve(self, on_start: Callable[[], None]) -> bool:
-        """Open the port, call `on_start`, and serve until `end`; False: it failed."""
+        """Open the port, call `on_start` and serve until `end`; return False after a failure."""
         ...
 
     def drain(self) -> None:
-        """Have `/ready` say that new requests are refused."""
+        """Make `/ready` return 503: new requests are refused."""
         ...
 
     def engine_failed(self, error: BaseException) -> None:
-        """A step failed."""
+        """Report a failed step of the engine."""
         ...
 
     def end(self, *, now: bool = False) -> None:
-        """Answer what is being answered, or not even that, and return from `serve`."""
+        """Finish the requests in progress, or drop them if `now`, and return from `serve`."""
         ...
 
 
 class _ThisProcess:
-    """A `Front` whose routes ask the engine themselves."""
+    """A `Front` in the engine's process."""
 
     def __init__(self, llm: AsyncLLM, options: ServerOptions, port: socket.socket):
         app = make_app(llm, options)
@@ -62,31 +62,30 @@ class _ThisProcess:
         self._service.is_draining = True
 
     def engine_failed(self, error: BaseException) -> None:
-        pass  # `/health` asks the engine
+        pass  # `/health` reads the engine's own state
 
     def end(self, *, now: bool = False) -> None:
         self._server.end(now=now)
 
 
 async def serve(make_llm: Callable[[], AsyncLLM], options: ServerOptions) -> int:
-    """Load a model, warm it up, open the port and serve until a signal ends it.
+    """Load a model, warm it up, open the port and serve until a signal.
 
-    With `exit_on_failure` a step that fails ends it, too.
-
-    The port opens last, so who can connect will be served.
+    With `exit_on_failure`, a failed step ends it, too. The port opens last, so clients never
+    connect to a server that is still loading.
 
     Returns:
-        The exit status: 0; 1 if the engine failed or an API process ended by itself.
+        The exit status: 0; 1 if the engine failed or an API process exited by itself.
 
     Raises:
-        OSError: the port can't be had.
+        OSError: the port can't be bound.
         ValueError: the file of keys can't be read, or the model has no tokenizer.
     """
-    options.keys()  # what is wrong there is told before a model is loaded
+    options.keys()  # fail before a model is loaded
     with _bound(options) as port, _switching():
         where = _address(port)
         async with make_llm() as llm:
-            tokenizer_of(llm)  # told before all is compiled
+            tokenizer_of(llm)  # fail before compilation
             if options.warm_up:
                 await llm.get_ready()
             front: Front
@@ -102,7 +101,11 @@ async def serve(make_llm: Callable[[], AsyncLLM], options: ServerOptions) -> int
 
 
 class _Life:
-    """What ends a server: a signal lets requests end, a second one does not; a failure may."""
+    """Shutdown of a server.
+
+    The first signal drains requests, a second one drops them. A failure of the engine ends the
+    server if `exit_on_failure` is set.
+    """
 
     def __init__(self, llm: AsyncLLM, front: Front, options: ServerOptions):
         self._llm, self._front, self._options = llm, front, options
@@ -110,7 +113,7 @@ class _Life:
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Hear signals inside, and of a failure."""
+        """Handle signals and failures of the engine within the context."""
         loop = asyncio.get_running_loop()
         for each in _SIGNALS:
             loop.add_signal_handler(each, self.end)
@@ -123,7 +126,7 @@ class _Life:
                 loop.remove_signal_handler(each)
 
     def end(self) -> None:
-        """A signal came."""
+        """Handle a signal: drain the first time, exit at once the second time."""
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._end())
             return
@@ -132,13 +135,13 @@ class _Life:
         self._front.end(now=True)
 
     async def wait(self) -> None:
-        """Until the end that a signal began is over."""
+        """Wait until a shutdown in progress is complete."""
         if self._ending is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ending
 
     async def _watch(self) -> None:
-        """Once a step has failed, let streams tell that to their ends, and end if asked to."""
+        """After a failed step, report it to the front and exit if `exit_on_failure` is set."""
         while (error := self._llm.error) is None:
             await asyncio.sleep(_LOOK)
         self._front.engine_failed(error)
@@ -159,7 +162,7 @@ class _Life:
 
 @contextlib.contextmanager
 def _switching() -> Iterator[None]:
-    """Threads take turns as `_SWITCH_SECONDS` says."""
+    """Set the thread switch interval to `_SWITCH_SECONDS` within the context."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
@@ -170,10 +173,10 @@ def _switching() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bound(options: ServerOptions) -> Iterator[socket.socket]:
-    """The port, taken but not open: a server where one serves fails before it loads a model.
+    """Bind the port without listening, so that a port in use fails before a model is loaded.
 
     Raises:
-        OSError: it can't be had.
+        OSError: the port can't be bound.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.socket(family) as port:

@@ -3,17 +3,17 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pools import CONVS, HIDDEN, HISTORY, KV, SIZES, random_like, recurrent
+from pools import CONVS, HIDDEN, HISTORY, KV, SIZES, Strange, StrangePages, random_like, recurrent
 
 from jaxspec.cache import (
-    Kept,
     Replay,
+    SavedState,
     Snapshot,
     allocate,
     allocate_checkpoints,
     by_slot,
     export,
-    owned,
+    namespaced,
     restore,
     unknown,
 )
@@ -26,23 +26,20 @@ def one_row(slot, offset=0):
 
 
 def test_what_lies_in_pages_needs_no_checkpoint():
-    specs = (KV, HISTORY, HIDDEN, *owned("draft", [KV]))
+    specs = (KV, HISTORY, HIDDEN, *namespaced("draft", [KV]))
     assert by_slot(specs) == [] and unknown(specs) == []
     assert allocate_checkpoints(specs, SIZES, 5) == {}
 
 
 def test_a_pool_of_an_unknown_kind_is_named():
-    class Strange:
-        name = "strange"
-
     class Paged(Strange):
         page_axis = 0
 
-    assert unknown([Paged(), *owned("draft", [Paged()])]) == []
-    assert unknown([KV, Strange(), recurrent(), CONVS, *owned("draft", [Strange()])]) == [
-        "strange",
-        "draft/strange",
-    ]
+    for known in (Paged("strange", 1), StrangePages("strange", 1)):
+        assert unknown([known, *namespaced("draft", [known])]) == []
+    strange = Strange("strange", 1)
+    specs = [KV, strange, recurrent(), CONVS, *namespaced("draft", [strange])]
+    assert unknown(specs) == ["strange", "draft/strange"]
 
 
 @pytest.mark.parametrize("policy", [Snapshot(), Replay(window=8)], ids=["snapshot", "replay"])
@@ -50,13 +47,13 @@ def test_a_pool_of_an_unknown_kind_is_named():
 def test_a_row_finds_in_its_slot_what_was_kept_of_another(policy, owner):
     """One state and all inputs of the convolution; nobody else's slot is touched."""
     specs = [recurrent(policy), CONVS, KV]
-    specs = specs if owner is None else owned(owner, specs)
+    specs = specs if owner is None else namespaced(owner, specs)
     prefix = "" if owner is None else f"{owner}/"
     pools = random_like(allocate(specs, SIZES), 0)
     checkpoints = allocate_checkpoints(specs, SIZES, 2)
     assert checkpoints.keys() == {f"{prefix}recurrent", f"{prefix}short_conv"}
     state = jnp.asarray(np.random.default_rng(1).random((2, 1, 2, 3, 4), "f"))
-    kept = Kept(one_row(slot=3), jnp.array([2]))
+    kept = SavedState(one_row(slot=3), jnp.array([2]))
     checkpoints = export(specs, pools, checkpoints, kept, {f"{prefix}recurrent": state})
     slots = jnp.array([2, 0])  # the second one is padding
     after = restore(specs, pools, checkpoints, jnp.array([2, 0]), slots)

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pools import CONVS, HIDDEN, HISTORY, KV, SIZES, random_like, recurrent
+from pools import CONVS, HIDDEN, HISTORY, KV, SIZES, StrangePages, random_like, recurrent
 
-from jaxspec.cache import allocate, allocate_checkpoints, owned
+from jaxspec.cache import allocate, allocate_checkpoints, namespaced
 from jaxspec.cache.copies import (
     paged,
     read_checkpoint,
@@ -15,7 +15,7 @@ from jaxspec.cache.copies import (
     write_pages,
 )
 
-SPECS = (KV, HISTORY, HIDDEN, recurrent(), CONVS, *owned("draft", [KV, recurrent()]))
+SPECS = (KV, HISTORY, HIDDEN, recurrent(), CONVS, *namespaced("draft", [KV, recurrent()]))
 
 
 def ints(*values):
@@ -23,11 +23,9 @@ def ints(*values):
 
 
 def test_every_kind_of_pool_can_be_copied_out():
-    class Strange:
-        name, by_page = "strange", True  # it copies its pages itself, and says no more
-
+    strange = StrangePages("strange", 1)
     assert uncopied(SPECS) == []
-    assert uncopied([*SPECS, Strange(), *owned("draft", [Strange()])]) == [
+    assert uncopied([*SPECS, strange, *namespaced("draft", [strange])]) == [
         "strange",
         "draft/strange",
     ]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxspec.cache import Replay, Snapshot, state_policy
-from jaxspec.config import StateConfig
+from jaxspec.plan.step_shapes import StateConfig
 
 
 class Mixer:

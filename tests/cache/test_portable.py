@@ -7,12 +7,19 @@ import numpy as np
 import pytest
 from pools import CONVS, HIDDEN, HISTORY, KV, SIZES, random_like, recurrent
 
-from jaxspec.cache import PoolSizes, Replay, allocate_checkpoints, owned
+from jaxspec.cache import PoolSizes, Replay, allocate_checkpoints, namespaced
 from jaxspec.cache.copies import read_checkpoint
 from jaxspec.cache.portable import checkpoint_of, names, pages_of, state_arrays, token_arrays
 
-SPECS = (KV, HISTORY, HIDDEN, recurrent(), CONVS, *owned("draft", [KV, recurrent()]))
-OTHERS = (KV, HISTORY, HIDDEN, recurrent(Replay(8)), CONVS, *owned("draft", [KV, recurrent()]))
+SPECS = (KV, HISTORY, HIDDEN, recurrent(), CONVS, *namespaced("draft", [KV, recurrent()]))
+OTHERS = (
+    KV,
+    HISTORY,
+    HIDDEN,
+    recurrent(Replay(8)),
+    CONVS,
+    *namespaced("draft", [KV, recurrent()]),
+)
 WIDER = PoolSizes(num_pages=9, page_size=3, num_slots=7, width=1)
 
 

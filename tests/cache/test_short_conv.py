@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.cache import HOLDERS, Moves, PoolSizes, ShortConv
+from jaxspec.cache import MEMORY_LABELS, Moves, PoolSizes, ShortConv
 
 SPEC = ShortConv("short_conv", 2, taps=3, channels=5, dtype=jnp.dtype("bfloat16"))
 SIZES = PoolSizes(num_pages=6, page_size=2, num_slots=4, width=4)
@@ -22,5 +22,4 @@ def test_a_copied_slot_has_its_inputs_and_padding_copies_nothing():
 
 def test_people_are_told_what_it_holds():
     pool = SPEC.allocate(SIZES)
-    assert SPEC.holders(pool).keys() == SPEC.partition().keys() <= HOLDERS.keys()
-    assert pool.shape[SPEC.partition()["short_conv"]] == 5
+    assert SPEC.holders(pool).keys() <= MEMORY_LABELS.keys()

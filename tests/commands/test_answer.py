@@ -6,16 +6,16 @@ import pytest
 from scripted_llm import ScriptedStream
 
 from jaxspec import RequestMetrics, TextDelta
+from jaxspec.api.loading import EMBEDDED_MODEL
 from jaxspec.commands.answer import Answer, Turn, by_draft, by_part, plain
-from jaxspec.loading import EMBEDDED_MODEL
-from jaxspec.server.parsers import parser_for
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.parsers import parser_for
+from jaxspec.text.tokenizer import Tokenizer
 
 THINKS = parser_for("a template with <think> and </think>")
-PIECES = ["<thi", "nk>\nso\x1b[1m", "</think>", "\n\nYes", "."]
+BLOCK_COPIES = ["<thi", "nk>\nso\x1b[1m", "</think>", "\n\nYes", "."]
 
 
-def answer(look, pieces=PIECES, prompt="", is_whole=True):
+def answer(look, pieces=BLOCK_COPIES, prompt="", is_whole=True):
     stream = ScriptedStream(prompt, [1, 2, 3], pieces, "stop")
     made = Answer(stream, THINKS, look)
     deltas = stream._pieces if is_whole else stream._pieces[:-1]
@@ -30,7 +30,7 @@ def test_reasoning_is_no_content_of_the_message(look):
 
 
 def test_a_message_is_as_much_as_came():
-    assert answer(plain, PIECES[:2], is_whole=False)[0].message == {
+    assert answer(plain, BLOCK_COPIES[:2], is_whole=False)[0].message == {
         "role": "assistant",
         "content": "",
         "reasoning_content": "so\x1b[1m",
@@ -45,7 +45,7 @@ def test_what_a_prompt_opened_goes_on():
 
 
 def test_plain_text_is_as_the_model_wrote_it():
-    assert answer(plain)[1] == "".join(PIECES)
+    assert answer(plain)[1] == "".join(BLOCK_COPIES)
 
 
 def test_a_terminal_sees_reasoning_dim_and_no_control_characters():

@@ -9,8 +9,8 @@ from scripted_llm import ScriptedLLM, ScriptedStream
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.__main__ import main
-from jaxspec.async_errors import EngineDeadError
 from jaxspec.commands import chat
+from jaxspec.engine.errors import EngineDeadError
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
@@ -25,8 +25,8 @@ class Scripted(ScriptedLLM):
         self.options, self.is_closed = options, False
         Scripted.made = self
 
-    async def warm_up(self, samplers):
-        self.warm = samplers
+    async def warm_up(self, feature_sets):
+        self.warm = feature_sets
 
     async def close(self):
         self.is_closed = True

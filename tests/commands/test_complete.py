@@ -4,12 +4,14 @@ import json
 import re
 
 import pytest
+from pairwise import soak
 
 from jaxspec.__main__ import main
 
 
-def test_the_command_streams_text_and_then_one_line_of_figures(capsys):
-    assert main(["def fibonacci(n):", "--max-tokens", "20"]) == 0
+def test_the_command_streams_text_and_then_one_line_of_figures(capsys, short_model):
+    typed = ["def fibonacci(n):", "--max-tokens", "20", "--model", str(short_model)]
+    assert main(typed) == 0
     out = capsys.readouterr().out
     assert out.startswith("def fibonacci(n):")
     figures = r"20 tokens, [\d.]+ ms per token, [\d.]+ tokens per verify step, acceptance by .*"
@@ -29,7 +31,7 @@ def test_json_gives_an_object_a_prompt(capsys, tmp_path, short_model):
     assert len(single["draft_positions"]) == 6
 
 
-@pytest.mark.parametrize("prompts", [["def f(x):"], ["def f(x):", "import os"]])
+@pytest.mark.parametrize("prompts", [["def f(x):", "import os"], soak(["def f(x):"])])
 def test_colours_change_no_text_and_a_legend_says_who_gave_how_much(prompts, capsys, short_model):
     typed = [*prompts, "--max-tokens", "12", "--model", str(short_model)]
     assert main(typed) == 0

@@ -1,7 +1,7 @@
 """The line of figures behind a text."""
 
 from jaxspec.commands.figures import failure, summary
-from jaxspec.request import RequestMetrics
+from jaxspec.requests.request import RequestMetrics
 
 
 def test_a_line_tells_speed_and_acceptance_as_far_as_there_are_any():

@@ -8,9 +8,9 @@ import pytest
 from gguf_files import write_gguf
 from harness import FIXTURES
 
+from jaxspec.api.loading import EMBEDDED_MODEL
 from jaxspec.flight.about import about, check_speculation, digest_of
-from jaxspec.loading import EMBEDDED_MODEL
-from jaxspec.options import EngineConfig
+from jaxspec.options.engine_options import EngineConfig
 
 
 def test_a_hub_id_is_written_as_it_was_given():

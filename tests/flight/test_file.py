@@ -10,22 +10,22 @@ import pytest
 from fake_device import make_buckets
 
 from jaxspec.flight import Flight, Step, file
+from jaxspec.flight.blocks import without_ids
 from jaxspec.flight.file import read, write
-from jaxspec.flight.ids import without_ids
-from jaxspec.plan import (
+from jaxspec.plan.plan import (
     EXPORT,
     MOVES,
     RESTORE,
     TABLES,
-    Export,
     Program,
+    StateExport,
     output_layout,
     pack_export,
     pack_plan,
     plan_layout,
 )
-from jaxspec.row import row_layout
-from jaxspec.sampler import FULL, GREEDY
+from jaxspec.plan.row import row_layout
+from jaxspec.requests.sampling_features import FULL, GREEDY
 
 SHAPES = make_buckets(num_drafts=2, path_length=3)
 DECODE, PREFILL = Program(2, 0, GREEDY, 1, 2), Program(5, 16, FULL, 1, 2)
@@ -130,9 +130,9 @@ BROKEN = {
         "header",
         of_header(lambda h: h["programs"][2].update(num_steps=10**9)),
     ),
-    "an unknown sampler": (
+    "an unknown sampling feature": (
         "header",
-        of_header(lambda h: h["programs"][0].update(sampler=[["magic"]])),
+        of_header(lambda h: h["programs"][0].update(features=[["magic"]])),
     ),
     "a program of no integers": (
         "header",
@@ -146,7 +146,7 @@ BROKEN = {
         "header",
         of_header(
             lambda h: h["programs"][1].update(
-                decode_rows=0, prefill_tokens=0, num_steps=0, sampler=[["temperature"]]
+                decode_rows=0, prefill_tokens=0, num_steps=0, features=[["temperature"]]
             )
         ),
     ),
@@ -295,7 +295,7 @@ def test_tables_are_read_and_their_ids_are_bounded(tmp_path):
 
 def with_export(**fields):
     shapes = dataclasses.replace(SHAPES, prefix_caching="all", num_checkpoints=3)
-    kept = pack_export(Export(**{"row": 0, "checkpoint": 1} | fields))
+    kept = pack_export(StateExport(**{"row": 0, "checkpoint": 1} | fields))
     step = Step(EXPORT, kept.packed, np.zeros((0, 0, output_layout(2).size), np.int32))
     restored = pack_plan(RESTORE, shapes, {"source_slots": [3], "target_slots": [1]})
     steps = [step, Step(RESTORE, restored, step.output)]

@@ -4,10 +4,10 @@ import numpy as np
 from fake_device import make_buckets
 
 from jaxspec.flight import Flight, Step
-from jaxspec.flight.ids import without_ids
-from jaxspec.plan import Program, StepOutput, output_layout, pack_plan, plan_layout
-from jaxspec.row import row_layout
-from jaxspec.sampler import GREEDY
+from jaxspec.flight.blocks import without_ids
+from jaxspec.plan.plan import Program, StepOutput, output_layout, pack_plan, plan_layout
+from jaxspec.plan.row import row_layout
+from jaxspec.requests.sampling_features import GREEDY
 
 SHAPES = make_buckets(num_drafts=1, path_length=4)
 PROGRAM = Program(5, 16, GREEDY)

@@ -10,9 +10,9 @@ from fake_device import make_buckets
 from jaxspec.flight import recorder
 from jaxspec.flight.file import read
 from jaxspec.flight.recorder import FlightRecorder
-from jaxspec.plan import Program, StepOutput, StepPlan, output_layout, pack_plan
-from jaxspec.row import row_layout
-from jaxspec.sampler import GREEDY
+from jaxspec.plan.plan import Program, StepOutput, StepPlan, output_layout, pack_plan
+from jaxspec.plan.row import row_layout
+from jaxspec.requests.sampling_features import GREEDY
 
 SHAPES = make_buckets(num_drafts=1)
 PROGRAM = Program(5, 0, GREEDY, 1, 1)

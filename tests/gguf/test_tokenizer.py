@@ -9,7 +9,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from jaxspec.gguf import pre_tokenizers as table
 from jaxspec.gguf.tokenizer import read_tokenizer
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 CORPUS = [
     "the quick brown fox jumps over 123 lazy dogs; it's 45 o'clock\n\n  and then",
@@ -99,7 +99,21 @@ def read_merges(path):
 
 
 # SentencePiece's: tokens with scores, of which the likeliest pair is merged first.
-PIECES = ["▁t", "he", "▁the", "in", "▁in", "ing", "▁q", "ui", "qui", "ck", "▁quick", "▁▁", "uick"]
+BLOCK_COPIES = [
+    "▁t",
+    "he",
+    "▁the",
+    "in",
+    "▁in",
+    "ing",
+    "▁q",
+    "ui",
+    "qui",
+    "ck",
+    "▁quick",
+    "▁▁",
+    "uick",
+]
 
 
 def pieces():
@@ -108,9 +122,9 @@ def pieces():
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     kinds = [TokenType.UNKNOWN, CONTROL, CONTROL, *[TokenType.BYTE] * 256]
     scores = [0.0] * len(tokens)
-    tokens += PIECES + letters + ["<extra>"]
-    kinds += [NORMAL] * (len(PIECES) + len(letters)) + [USER]
-    scores += [-float(i) for i in range(len(PIECES))] + [-100.0] * len(letters) + [0.0]
+    tokens += BLOCK_COPIES + letters + ["<extra>"]
+    kinds += [NORMAL] * (len(BLOCK_COPIES) + len(letters)) + [USER]
+    scores += [-float(i) for i in range(len(BLOCK_COPIES))] + [-100.0] * len(letters) + [0.0]
     return tokens, kinds, scores
 
 

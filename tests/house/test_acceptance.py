@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from jaxspec import RequestMetrics, RequestOutput, SamplingParams
-from jaxspec.logprobs import Logprob
-from jaxspec.outputs import CompletionOutput
+from jaxspec.requests.logprobs import Logprob
+from jaxspec.requests.outputs import CompletionOutput
 
 tables = importlib.import_module("benchmarks.report.acceptance_tables")
 features = importlib.import_module("benchmarks.acceptance.features")

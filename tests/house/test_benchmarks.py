@@ -22,10 +22,10 @@ import pytest
 from harness import FIXTURES
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxspec.config import StateConfig
 from jaxspec.models import load_model, parse_config
 from jaxspec.models.layers.moe import MoEConfig
-from jaxspec.request import Finish
+from jaxspec.plan.step_shapes import StateConfig
+from jaxspec.requests.request import Finish
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(p for p in (ROOT / "benchmarks").rglob("*.py") if "__main__" in p.read_text())

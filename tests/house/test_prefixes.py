@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxspec.request import Finish, Request, RequestMetrics
+from jaxspec.requests.request import Finish, Request, RequestMetrics
 
 prefixes = importlib.import_module("benchmarks.engine.prefixes")
 agents = importlib.import_module("benchmarks.engine.prefix_agents")

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from jaxspec.engine import StepTimes
-from jaxspec.plan import Program
-from jaxspec.sampler import GREEDY
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.engine.engine import StepTimes
+from jaxspec.plan.plan import Program
+from jaxspec.requests.sampling_features import GREEDY
+from jaxspec.text.tokenizer import Tokenizer
 
 serving = importlib.import_module("benchmarks.engine.serving")
 runs = importlib.import_module("benchmarks.engine.serving_runs")

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxspec.engine import StepTimes
-from jaxspec.plan import MOVES, Program
-from jaxspec.request import Finish, Request
-from jaxspec.sampler import GREEDY
+from jaxspec.engine.engine import StepTimes
+from jaxspec.plan.plan import MOVES, Program
+from jaxspec.requests.request import Finish, Request
+from jaxspec.requests.sampling_features import GREEDY
 
 ROOT = Path(__file__).parents[2]
 traffic = importlib.import_module("benchmarks.engine.traffic")

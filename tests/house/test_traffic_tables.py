@@ -125,14 +125,14 @@ def beside(peer):
 
 def test_defaults_stand_beside_the_peer_only_where_both_ran_on_one_card(beside):
     former = [
-        ["3 drafts, else defaults, 2026-11-24", "6.27", "7.20", "0.87x"],
-        ["3 drafts, else defaults, 2026-11-24", "4,110", "4,735", "1.15x"],
+        ["6.27", "–", "7.20 (2026-11-24)", "0.87x"],
+        ["4,110", "–", "4,735 (2026-11-24)", "1.15x"],
     ]
     results = EQUAL, CASE
     assert beside() == beside(file(*results)) == former
     assert beside(file(*results, device="NVIDIA H200")) == [
-        ["3 drafts, else defaults, 2027-01-02", "6.27", "4.00", "1.57x"],
-        ["3 drafts, else defaults, 2027-01-02", "4,110", "5,000", "1.22x"],
+        ["6.27", "–", "4.00 (2027-01-02)", "1.57x"],
+        ["4,110", "–", "5,000 (2027-01-02)", "1.22x"],
     ]
     for other in ({"options": {"steps_per_dispatch": 8}}, {"rows": 32}, {"requests": 128}):
         assert beside(file(*(x | other for x in results), device="NVIDIA H200")) == former

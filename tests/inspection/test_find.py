@@ -14,7 +14,7 @@ from jaxspec.inspection.find import find
 from jaxspec.models import load_model
 from jaxspec.models.layers import experts
 from jaxspec.models.layers.parameters import Placement
-from jaxspec.options import EngineConfig
+from jaxspec.options.engine_options import EngineConfig
 
 FLOAT32 = jnp.dtype("float32")
 
@@ -186,7 +186,7 @@ def test_of_a_hub_id_no_weights_are_downloaded(copy, monkeypatch):
         asked.append((name, weights, revision))
         return folder
 
-    monkeypatch.setattr("jaxspec.loading.resolve_folder", download)
+    monkeypatch.setattr("jaxspec.api.loading.resolve_folder", download)
     assert "71 tensors" in found_in("some/model", revision="v1").read, "they were there before"
     (folder / "model.safetensors").unlink()
     found = found_in("some/model")
@@ -203,7 +203,7 @@ def test_a_hubs_index_tells_whether_there_is_a_draft_head(copy, monkeypatch, has
     names = [name for name in held if has_head or not name.startswith("mtp.")]
     index = {"weight_map": dict.fromkeys(names, "model-1.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    monkeypatch.setattr("jaxspec.loading.resolve_folder", lambda *_, **__: folder)
+    monkeypatch.setattr("jaxspec.api.loading.resolve_folder", lambda *_, **__: folder)
     found = found_in("some/model")
     assert found.read == (
         f"config.json and the names of {len(names)} tensors in model.safetensors.index.json"
@@ -216,7 +216,7 @@ def test_a_hubs_index_that_is_damaged_is_refused_once(copy, monkeypatch):
     folder = copy("qwen3_5")
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text("{}")
-    monkeypatch.setattr("jaxspec.loading.resolve_folder", lambda *_, **__: folder)
+    monkeypatch.setattr("jaxspec.api.loading.resolve_folder", lambda *_, **__: folder)
     found = found_in("some/model")
     assert "must map tensor names to files" in found.refused[0] and len(found.refused) == 1
     assert found.read == "config.json alone"

@@ -10,14 +10,14 @@ from flax import nnx
 from harness import FIXTURES, model
 from safetensors.numpy import load_file
 
-from jaxspec.config import ModelSizes
+from jaxspec.api.loading import load, prefix_sizes, settle
 from jaxspec.inspection.find import find
 from jaxspec.inspection.sizes import Parameters, cache_bytes, fits, parameters, weight_bytes
-from jaxspec.loading import load, prefix_sizes, settle
 from jaxspec.models import dtype_of, family_of, parse_config
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.weights import undefined
-from jaxspec.options import EngineConfig
+from jaxspec.options.engine_options import EngineConfig
+from jaxspec.plan.step_shapes import ModelSizes
 from jaxspec.runner.memory import MemoryBudget, fit
 
 OPTIONS = [
@@ -52,7 +52,7 @@ def settled(**options):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_an_engine_holds_what_was_said(options):
     runner = load(config_of(**options), progress=False).runner
-    said = settled(**options).holdings.bytes(runner.shapes)
+    said = settled(**options).memory_usage.bytes(runner.shapes)
     assert said == runner.memory()
     held = {"weights": runner._weights, "proposer_tables": runner._tables}
     sizes = {name: sum(leaf.nbytes for leaf in jax.tree.leaves(x)) for name, x in held.items()}
@@ -68,7 +68,7 @@ def test_tokens_and_requests_take_what_was_said(options):
     shapes, of_said = said.shapes, cache_bytes(said)
 
     def held(**changes):
-        sizes = said.holdings.bytes(dataclasses.replace(shapes, **changes))
+        sizes = said.memory_usage.bytes(dataclasses.replace(shapes, **changes))
         return {name: sizes[name] for name in ("kv", "conv", "states", "ring")}
 
     more = {"decode_rows": (4,), "max_num_seqs": 4}
@@ -94,11 +94,11 @@ def test_as_many_requests_as_are_said_fit_with_all_their_pages(options):
                 return many.step_shapes(ModelSizes(512), draft_counts=(drafts,))
 
             assert row.requests > 0
-            fit(shapes(row.requests), budget, said.holdings.bytes)
+            fit(shapes(row.requests), budget, said.memory_usage.bytes)
             with pytest.raises(ValueError, match="must fit"):
-                fit(shapes(row.requests + 1), budget, said.holdings.bytes)
+                fit(shapes(row.requests + 1), budget, said.memory_usage.bytes)
             needed = row.fixed_bytes + row.requests * row.request_bytes
-            assert needed == sum(said.holdings.bytes(shapes(row.requests)).values())
+            assert needed == sum(said.memory_usage.bytes(shapes(row.requests)).values())
 
 
 @pytest.mark.parametrize("share", [0.2, 0.6])
@@ -118,14 +118,14 @@ def test_states_of_prefixes_are_counted_beside_the_requests(share):
                 asked = {"max_model_len": length, "decode_buckets": None, "max_num_seqs": count}
                 drafts = (said.shapes.num_drafts,)
                 many = dataclasses.replace(config, **asked).step_shapes(ModelSizes(512), drafts)
-                return dataclasses.replace(many, **prefix_sizes(config, said.holdings.specs))
+                return dataclasses.replace(many, **prefix_sizes(config, said.memory_usage.specs))
 
             if row.requests:
-                held = fit(shapes(row.requests), budget, said.holdings.bytes)
+                held = fit(shapes(row.requests), budget, said.memory_usage.bytes)
                 needed = row.fixed_bytes + row.requests * row.request_bytes
-                assert abs(needed - sum(said.holdings.bytes(held).values())) <= 2 * state
+                assert abs(needed - sum(said.memory_usage.bytes(held).values())) <= 2 * state
             with pytest.raises(ValueError, match="must fit"):
-                fit(shapes(row.requests + 1), budget, said.holdings.bytes)
+                fit(shapes(row.requests + 1), budget, said.memory_usage.bytes)
 
 
 def test_lengths_end_with_the_models_longest_and_have_the_users(monkeypatch):
@@ -143,11 +143,11 @@ def test_lengths_are_weighed_with_the_sizes_that_loading_gives_them(monkeypatch)
     said, weighed = settle(config_of(**asked), sparse, jnp.dtype("float32")), []
     assert said.shapes.prefill_tokens[-1] == 1024
 
-    def count(holdings, shapes):
+    def count(memory_usage, shapes):
         weighed.append(shapes)
         return {"weights": shapes.num_slots}
 
-    monkeypatch.setattr(type(said.holdings), "bytes", count)
+    monkeypatch.setattr(type(said.memory_usage), "bytes", count)
     fits(config_of(**asked), sparse, said, None)
     assert said.shapes in weighed
 

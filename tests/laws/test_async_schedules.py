@@ -16,16 +16,17 @@ import numpy as np
 import pytest
 from callers import PROMPTS, Ask, expected
 from fake_llm_engine import FakeLLMEngine
+from pairwise import soak
 from threads import in_threads
 
-from jaxspec import async_llm
-from jaxspec.arrivals import Tap
-from jaxspec.async_errors import DrainingError, EngineDeadError, QueueFullError, QueueTimeoutError
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.async_stream import AsyncStream, Inbox
-from jaxspec.engine_thread import EngineThread
-from jaxspec.request import Finish
-from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.api import async_llm
+from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.engine.async_stream import AsyncStream, OutputQueue
+from jaxspec.engine.engine_thread import EngineThread
+from jaxspec.engine.errors import DrainingError, EngineDeadError, QueueFullError, QueueTimeoutError
+from jaxspec.engine.sample_stream import SampleStream
+from jaxspec.requests.request import Finish
+from jaxspec.requests.sampling_params import RequestOutputKind, SamplingParams
 
 SIZES = {
     "max_num_seqs": 5,
@@ -199,10 +200,17 @@ async def assert_nothing_is_left(llm):
 
 def objects():
     """What there is of streams, in the whole process."""
-    return {each for each in gc.get_objects() if isinstance(each, AsyncStream | Inbox | Tap)}
+    return {
+        each
+        for each in gc.get_objects()
+        if isinstance(each, AsyncStream | OutputQueue | SampleStream)
+    }
 
 
-@pytest.mark.parametrize("depth, kept, interval", [(2, "off", 1), (0, "off", 4), (3, "pages", 1)])
+@pytest.mark.parametrize(
+    "depth, kept, interval",
+    [(2, "off", 1), (3, "pages", 4), soak(0, "off", 4), soak(3, "pages", 1)],
+)
 def test_whatever_streams_do_others_notice_nothing_and_nothing_is_left(make, depth, kept, interval):
     """Three rounds; memory does not grow, which is looked at once, for looking takes long."""
     num_threads, sizes, is_traced = threading.active_count(), [], depth == 2
@@ -411,21 +419,21 @@ def test_a_loop_that_is_closed_leaves_nothing_running(make):
 
 # Bugs, each planted in place of a method; a storm has to find it.
 
-real_end, real_receive, real_give = EngineThread._end, Inbox.receive, Tap._give
+real_end, real_receive, real_give = EngineThread._end, OutputQueue.receive, SampleStream._give
 
 
 def an_abort_is_lost(self, inboxes):
-    if len(inboxes) == 1 and len(inboxes[0].taps) > 1:
+    if len(inboxes) == 1 and len(inboxes[0].sample_streams) > 1:
         return
     real_end(self, inboxes)
 
 
-def samples_that_have_ended_stay(self, tap):
-    tap.is_over = True
+def samples_that_have_ended_stay(self, sample_stream):
+    sample_stream.is_over = True
 
 
-def arrivals_go_to_the_first_sample(self, tap, arrival):
-    real_receive(self, self.taps[0], arrival)
+def arrivals_go_to_the_first_sample(self, sample_stream, token_delta):
+    real_receive(self, self.sample_streams[0], token_delta)
 
 
 def tokens_come_twice(self, finish):
@@ -444,9 +452,9 @@ def the_last_tokens_are_lost(self, finish):
 BUGS = [
     (EngineThread, "_end", an_abort_is_lost),
     (EngineThread, "_forget", samples_that_have_ended_stay),
-    (Inbox, "receive", arrivals_go_to_the_first_sample),
-    (Tap, "_give", tokens_come_twice),
-    (Tap, "_give", the_last_tokens_are_lost),
+    (OutputQueue, "receive", arrivals_go_to_the_first_sample),
+    (SampleStream, "_give", tokens_come_twice),
+    (SampleStream, "_give", the_last_tokens_are_lost),
 ]
 
 

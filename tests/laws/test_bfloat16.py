@@ -9,8 +9,8 @@ import pytest
 from harness import FIXTURES
 
 from jaxspec import LLM, SamplingParams
+from jaxspec.requests.sampling_features import EVERYTHING, LADDER
 from jaxspec.runner.warmup import programs
-from jaxspec.sampler import EVERYTHING, LADDER
 
 BOUND = 0.03  # nats, of a token's logprob; 1e-6 is seen
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, logprobs=0, ignore_eos=True)

@@ -121,7 +121,7 @@ def test_a_boundary_that_is_given_with_token_ids_is_kept_if_it_saves_a_step(llm,
 
 
 def test_a_model_that_keeps_no_states_looks_for_no_boundary(short_model, monkeypatch):
-    monkeypatch.setattr("jaxspec.chat_template.follow_ups", None)
+    monkeypatch.setattr("jaxspec.text.chat_template.follow_ups", None)
     for options in ({"enable_prefix_caching": False}, {"mamba_cache_mode": "align"}):
         options = {"enable_prefix_caching": True} | options
         with LLM(short_model, **options, **SIZES) as llm:

@@ -6,10 +6,10 @@ import harness
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import FIXTURES, GREEDY, REPLAY, SAMPLED, SNAPSHOT, Harness, prompts
+from harness import GREEDY, HYBRID, REPLAY, SAMPLED, SNAPSHOT, Harness, folder_of, prompts
 
 from jaxspec.models import load_model
-from jaxspec.request import Finish
+from jaxspec.requests.request import Finish
 
 PROMPTS = prompts(4)
 PART = 3  # of the weight or the row that fails
@@ -35,11 +35,11 @@ def run(monkeypatch):
     """All prompts through an engine whose model is poisoned; the engine and its (first) drafts."""
 
     def drafted(fixture, params, poisons=None, first=None, **options):
-        model = load_model(FIXTURES / fixture, jnp.dtype("float32"))
+        model = load_model(folder_of(fixture), jnp.dtype("float32"))
         if poisons is not None:
             poisons(model)
         monkeypatch.setattr(harness, "model", lambda fixture: model)
-        engine = Harness(fixture, drafts=3, samplers=(params.sampler,), **options)
+        engine = Harness(fixture, drafts=3, feature_sets=(params.features,), **options)
         drafts = set()
         for seed, prompt in enumerate(PROMPTS):
             engine.add(prompt, params, seed)
@@ -86,7 +86,7 @@ CASES = [*(("projection", way) for way in WAYS), ("overflow", "drawn"), ("querie
 @pytest.mark.parametrize(("what", "way"), CASES, ids=" of ".join)
 def test_a_head_that_fails_costs_all_drafts_and_no_token(run, what, way):
     params, options = WAYS[way]
-    engine, drafts = run("qwen3_5", params, HEAD[what], first=1, **options)
+    engine, drafts = run(HYBRID, params, HEAD[what], first=1, **options)
     assert drafts == {-1}
     # Every token is the target's own, also where the drafts that failed were to be drawn.
     assert_finished(engine)
@@ -97,7 +97,7 @@ def test_a_head_that_fails_costs_all_drafts_and_no_token(run, what, way):
 
 @pytest.mark.parametrize(
     ("fixture", "states", "params"),
-    [("qwen3_5", SNAPSHOT, GREEDY), ("qwen3_5", REPLAY, SAMPLED), ("qwen3_5_moe", REPLAY, GREEDY)],
+    [(HYBRID, SNAPSHOT, GREEDY), (HYBRID, REPLAY, SAMPLED), ("qwen3_5_moe", REPLAY, GREEDY)],
     ids=["snapshot", "replay", "experts"],
 )
 def test_a_draft_that_the_target_itself_cannot_read_falls(run, fixture, states, params):
@@ -115,9 +115,9 @@ def test_a_draft_that_the_target_itself_cannot_read_falls(run, fixture, states, 
 @pytest.mark.parametrize("options", [DRAWN, BLOCK], ids=["standard", "block"])
 def test_a_drawn_draft_that_the_target_itself_cannot_read_falls(run, options):
     params = dataclasses.replace(SAMPLED, temperature=0.3)
-    sound, drafts = run("qwen3_5", params, **options)
+    sound, drafts = run(HYBRID, params, **options)
     alone = drafted_alone(sound, drafts)
-    engine, drafts = run("qwen3_5", params, embedding_of(alone), **options)
+    engine, drafts = run(HYBRID, params, embedding_of(alone), **options)
     assert drafts & set(alone)
     # By chance the target may take one of these ids itself, and then it fails as it should.
     taken = [set(request.output) & set(alone) for request in engine.requests]
@@ -128,7 +128,7 @@ def test_a_drawn_draft_that_the_target_itself_cannot_read_falls(run, options):
 
 def test_keys_of_a_failed_pass_cost_drafts_alone_and_leave_no_trace(run):
     """The head's own keys and values turn NaN while requests run; others use the pages later."""
-    engine = Harness("qwen3_5", drafts=3)
+    engine = Harness(HYBRID, drafts=3)
     for seed, prompt in enumerate(PROMPTS):
         engine.add(prompt, GREEDY, seed)
     while len(engine.requests[-1].output) < 2:

@@ -9,30 +9,31 @@ import functools
 import jax
 import numpy as np
 import pytest
-from harness import GREEDY, REPLAY, SAMPLED, SNAPSHOT
+from harness import GREEDY, HYBRID, REPLAY, SAMPLED, SNAPSHOT
+from pairwise import soak
 from travellers import Traveller, all_is_free, by_wire, told
 
 from jaxspec.cache import policy, portable
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.session import Session
+from jaxspec.options.draft_methods import NgramOptions
 from jaxspec.pallas.recurrent.state_select import state_select_reference
-from jaxspec.piece_plan import Read
-from jaxspec.plan import EXPORT
+from jaxspec.plan.block_plan import Read
+from jaxspec.plan.plan import EXPORT
+from jaxspec.prefix.store import PrefixStore
 from jaxspec.runner.step import make_step
-from jaxspec.scheduler.prefix_store import PrefixStore
-from jaxspec.session import Session
-from jaxspec.speculation.ngram import NgramOptions
 
 PROMPT = tuple(np.random.default_rng(5).integers(0, 256, 22).tolist())
 OTHER = tuple(np.random.default_rng(6).integers(0, 256, 9).tolist())
 NGRAM = {"method": "ngram", "options": NgramOptions(1, 2)}
-BOTH = {"samplers": (GREEDY.sampler, SAMPLED.sampler)}
+BOTH = {"feature_sets": (SAMPLED.features,)}  # greedy requests run in the same programs
 SEEDED = dataclasses.replace(SAMPLED, seed=11)
 HOST = {"host_bytes": 2**26}
 LONG = [dataclasses.replace(params, max_tokens=40) for params in (GREEDY, SEEDED)]
 
 PAIRS = {
     "its head": (
-        "qwen3_5",
+        HYBRID,
         {"drafts": 3, "method": "mtp", "states": SNAPSHOT, "max_in_flight": 2},
         {
             "drafts": 3,
@@ -44,7 +45,7 @@ PAIRS = {
         },
     ),
     "with drafts and without": (
-        "qwen3_5",
+        HYBRID,
         {"drafts": 0, "states": REPLAY, "max_in_flight": 0, "page_size": 8},
         {"drafts": 3, "method": "mtp", "states": SNAPSHOT, "max_in_flight": 2},
     ),
@@ -69,6 +70,11 @@ PAIRS = {
         {"drafts": 0, "page_size": 8, "states": SNAPSHOT},
     ),
 }
+WAYS = pytest.mark.parametrize(
+    "params, way",
+    [(GREEDY, 1), (SEEDED, -1), soak(GREEDY, -1), soak(SEEDED, 1)],
+    ids=["greedy, there", "sampled, back", "greedy, back", "sampled, there"],
+)
 EXACT = {"its head"}  # both draft in the same way
 
 
@@ -96,8 +102,7 @@ def kept(engine, length):
     return length if has_states else length - length % engine.harness.buckets.page_size
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("way", [1, -1], ids=["there", "back"])
+@WAYS
 def test_a_prompt_computed_here_goes_on_there_as_if_it_had_been_there(engines, params, way):
     """At every length: tokens, and where both draft alike the drafts that stood, too."""
     sender, receiver = engines[::way]
@@ -118,8 +123,7 @@ def test_a_prompt_computed_here_goes_on_there_as_if_it_had_been_there(engines, p
         sender.export()
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("way", [1, -1], ids=["there", "back"])
+@WAYS
 def test_a_request_may_leave_after_any_number_of_steps(engines, params, way):
     """Before its first one, in the middle of its prompt, and behind drafts that stood or did not.
 
@@ -232,8 +236,8 @@ def test_what_was_given_up_before_it_was_read_is_computed_anew(engines, monkeypa
 real_rows, real_take, real_out = portable._rows, PrefixStore.take_copies, Engine.copy_out
 
 
-def inputs_turned_by_one(position, taps, ring):
-    return real_rows(position + 1, taps, ring)
+def inputs_turned_by_one(position, sample_streams, ring):
+    return real_rows(position + 1, sample_streams, ring)
 
 
 def state_of_the_neighbour(store):

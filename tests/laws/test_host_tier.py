@@ -1,6 +1,6 @@
 """Laws of the host tier: what went to the host and came back changes no token.
 
-Bugs of the books are planted in tests/scheduler/test_host_tier.py, on a device that checks every
+Bugs of the books are planted in tests/prefix/test_host_tier.py, on a device that checks every
 page; those of what is copied are planted here.
 """
 
@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 from harness import GREEDY, REPLAY, SNAPSHOT, prompts
 from kept_prefixes import ask, keeping
+from pairwise import soak
 from walk import PROMPTS as WALKED
 from walk import random_walk, walk_harness
 
 from jaxspec.cache import copies
-from jaxspec.plan import PIECES, READ, READ_STATE, RESTORE, WRITE, WRITE_STATE
-from jaxspec.request import Finish
-from jaxspec.runner import pieces
-from jaxspec.scheduler import disk_tier
+from jaxspec.plan.plan import BLOCK_COPIES, READ, READ_STATE, RESTORE, WRITE, WRITE_STATE
+from jaxspec.prefix import disk_tier
+from jaxspec.requests.request import Finish
+from jaxspec.runner import blocks
 
 (PROMPT,) = [tuple(np.random.default_rng(5).integers(0, 256, 22).tolist())]
 OTHERS = prompts(4, seed=11, longest=40)
@@ -46,7 +47,7 @@ def push_out(engine):
 
 def check_all_is_free(engine):
     scheduler, shapes, prefixes = engine.scheduler, engine.buckets, engine.scheduler.prefixes
-    mover, tier = engine.runner.pieces, prefixes.tier
+    mover, tier = engine.runner.blocks, prefixes.tier
     assert scheduler.pages.num_free == shapes.num_pages - 1
     assert tier.num_bytes == sum(mover.num_bytes(is_state=p.is_state) for p in tier.index)
     assert tier.num_bytes <= shapes.host_bytes and not mover._staged
@@ -68,7 +69,10 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("name", ENGINES)
+QUICK = "snapshot", "no drafts", "its head", "Mamba2, replayed", "attention", "short convolutions"
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(soak(name) for name in ENGINES if name not in QUICK)])
 def test_a_hit_from_the_host_gives_the_tokens_of_a_cold_run_at_every_position(name):
     engine = make(**ENGINES[name])
     has_states = engine.buckets.num_checkpoints > 0
@@ -110,8 +114,8 @@ def test_no_step_s_program_is_another_one_and_a_hit_from_the_host_compiles_nothi
     engines = [make(host_bytes=0, drafts=1), make(drafts=1)]
     added = engines[1].runner._programs.keys() - engines[0].runner._programs.keys()
     assert not added
-    assert not any(map(engines[0].runner.is_warm, PIECES))
-    assert all(map(engines[1].runner.is_warm, PIECES))
+    assert not any(map(engines[0].runner.is_warm, BLOCK_COPIES))
+    assert all(map(engines[1].runner.is_warm, BLOCK_COPIES))
     engine, heard, plans = engines[1], [], []
     ask(engine, PROMPT)
     dispatch = engine.runner.dispatch
@@ -131,7 +135,7 @@ def test_no_step_s_program_is_another_one_and_a_hit_from_the_host_compiles_nothi
     before = [each.program for plan in plans for each in plan.before]
     kinds = READ, READ_STATE, WRITE, WRITE_STATE, RESTORE
     assert min(before.count(kind) for kind in kinds) >= 2, Counter(before)
-    assert len(before) == sum(not plan.program.num_steps for plan in plans)  # none by itself
+    assert len(before) == sum(not plan.num_steps for plan in plans)  # none by itself
     assert heard == []
 
 
@@ -141,8 +145,8 @@ SHARED = [(*WALKED[0][:n], *tail) for n in (5, 8, 12) for tail in prompts(3, see
 @pytest.mark.parametrize(
     ("states", "depth", "options"),
     [
-        (SNAPSHOT, 2, {"num_pages": 24, "num_checkpoints": 3, "piece_pages": 3}),
-        (REPLAY, 3, {"num_pages": 30, "num_checkpoints": 4, "chunk": 7, "piece_pages": 1}),
+        (SNAPSHOT, 2, {"num_pages": 24, "num_checkpoints": 3, "block_pages": 3}),
+        (REPLAY, 3, {"num_pages": 30, "num_checkpoints": 4, "chunk": 7, "block_pages": 1}),
         (REPLAY, 0, {"num_pages": 24, "num_checkpoints": 3, "steps_per_dispatch": 2}),
     ],
     ids=["short of all", "deep", "synchronous, in twos"],
@@ -159,7 +163,7 @@ def test_whatever_happens_where_both_tiers_give_up_every_request_gives_its_own_t
         host_bytes=64 * MIB,
         **options,
     )
-    prefixes, mover = engine.scheduler.prefixes, engine.runner.pieces
+    prefixes, mover = engine.scheduler.prefixes, engine.runner.blocks
     prefixes.min_uncached = 6
     prefixes.tier.max_bytes = 20 * sum(mover.num_bytes(is_state=kind) for kind in (True, False))
     random_walk(engine, 400, seed=depth, among=[*WALKED[:4], *SHARED])
@@ -184,7 +188,7 @@ def test_what_went_to_the_disk_is_found_by_the_next_engine_and_changes_no_token(
     monkeypatch.setattr(disk_tier, "MAX_WAITING", 100)
     engine = make(states=REPLAY, folder=tmp_path, num_pages=30, num_checkpoints=2)
     tier, disk = engine.scheduler.prefixes.tier, engine.scheduler.prefixes.tier.disk
-    tier.max_bytes = 2 * engine.runner.pieces.num_bytes(is_state=True)
+    tier.max_bytes = 2 * engine.runner.blocks.num_bytes(is_state=True)
     asked = [PROMPT, *OTHERS]
     for turn in range(3):
         for prompt in asked:
@@ -281,11 +285,11 @@ def victim():
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_seen(bug, victim, monkeypatch):
-    monkeypatch.setattr(pieces, *BUGS[bug])
+    monkeypatch.setattr(blocks, *BUGS[bug])
     runner = victim.runner
-    for program in PIECES:
-        compiled = runner.pieces.lower(program, runner.state).compile()
-        monkeypatch.setitem(runner.pieces._programs, program, compiled)
+    for program in BLOCK_COPIES:
+        compiled = runner.blocks.lower(program, runner.state).compile()
+        monkeypatch.setitem(runner.blocks._programs, program, compiled)
     victim.requests.clear()
     victim.scheduler.prefixes.clear()
     with pytest.raises(AssertionError):

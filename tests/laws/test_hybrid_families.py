@@ -17,7 +17,7 @@ from harness import (
 from safetensors import safe_open
 
 import jaxspec
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams
 
 PROMPTS = prompts(5, seed=7)
 KINDS = [("falcon_h1", SNAPSHOT), ("falcon_h1", REPLAY), ("lfm2", SNAPSHOT)]
@@ -55,7 +55,7 @@ def test_speculation_never_changes_output(fixture, states, params):
             accuracy=MIXED,
             continuations=known(fixture, params),
             vary=True,
-            samplers=(params.sampler,),
+            feature_sets=(params.features,),
             max_in_flight=depth,
             chunk=chunk,
             states=states,
@@ -74,7 +74,7 @@ def test_speculation_never_changes_output(fixture, states, params):
 def test_samples_of_a_prompt_are_as_if_each_were_alone(fixture, states):
     """A copied slot has the pools of its source: keys, inputs of convolutions, and states."""
     params = dataclasses.replace(SAMPLED, n=3)
-    engine = Harness(fixture, samplers=(params.sampler,), states=states, chunk=5)
+    engine = Harness(fixture, feature_sets=(params.features,), states=states, chunk=5)
     samples = [sample for prompt in PROMPTS[:2] for sample in engine.add(prompt, params, 11)]
     for sample in samples:
         sample.params = SAMPLED

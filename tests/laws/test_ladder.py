@@ -4,7 +4,14 @@ import pytest
 from harness import Harness, prompts
 
 from jaxspec import SamplingParams
-from jaxspec.sampler import BIAS, LADDER, PENALTIES, SMALL_TOP_K, TEMPERATURE, Sampler
+from jaxspec.requests.sampling_features import (
+    BIAS,
+    LADDER,
+    PENALTIES,
+    SMALL_TOP_K,
+    TEMPERATURE,
+    SamplingFeatures,
+)
 from jaxspec.scheduler import ready_programs, scheduler
 from jaxspec.scheduler.ready_programs import ReadyPrograms
 
@@ -21,7 +28,7 @@ CALLS = [[kind] * 2 for kind in KINDS] + [KINDS, KINDS[:2], KINDS[1:4]]
 
 @pytest.fixture(scope="module")
 def engine():
-    return Harness("qwen3", samplers=LADDER, prefill_tokens=(16,), chunk=7)
+    return Harness("qwen3", feature_sets=LADDER, prefill_tokens=(16,), chunk=7)
 
 
 def run(engine):
@@ -44,7 +51,7 @@ def chosen(monkeypatch):
 
     def choose_and_note(self, needs):
         program = choose(self, needs)
-        rungs.add(program.sampler)
+        rungs.add(program.features)
         return program
 
     monkeypatch.setattr(ReadyPrograms, "choose", choose_and_note)
@@ -61,15 +68,15 @@ def drops(*features):
     can_run = ready_programs._can_run
 
     def without(program, needs):
-        left = [name for name in needs.sampler.names if name not in features]
-        return can_run(program, needs._replace(sampler=Sampler.of(*left)))
+        left = [name for name in needs.features.names if name not in features]
+        return can_run(program, needs._replace(features=SamplingFeatures.of(*left)))
 
     return ready_programs, "_can_run", without
 
 
 def of_a_neighbour():
     """A step takes the rung of its first row for all of them."""
-    return scheduler, "join", lambda samplers: next(iter(samplers))
+    return scheduler, "join", lambda feature_sets: next(iter(feature_sets))
 
 
 @pytest.mark.parametrize(

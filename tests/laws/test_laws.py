@@ -17,6 +17,7 @@ import pytest
 from harness import (
     FIXTURES,
     GREEDY,
+    HYBRID,
     REPLAY,
     ROWS,
     SAMPLED,
@@ -27,20 +28,21 @@ from harness import (
     model,
     prompts,
 )
+from pairwise import pairwise, soak
 from safetensors import safe_open
 
 from jaxspec.models.layers.mamba2 import Mamba2
+from jaxspec.options.draft_methods import MTPOptions
 from jaxspec.pallas.gated_delta.replay import replayed_states
 from jaxspec.pallas.mamba2.replay import replayed_states as mamba2_states
 from jaxspec.pallas.mamba2.ring import Mamba2Ring
 from jaxspec.pallas.recurrent.conv_ring import past_rows
-from jaxspec.plan import plan_layout
+from jaxspec.plan.plan import plan_layout
 from jaxspec.regions import DecodeRegion
-from jaxspec.request import Finish
+from jaxspec.requests.request import Finish
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runner import model_runner
-from jaxspec.runner.step import jitted_step, make_step
-from jaxspec.sampling_params import SamplingParams
-from jaxspec.speculation.mtp import MTPOptions
+from jaxspec.runner.step import make_step
 
 PROMPTS = prompts(6)
 PREFIXED = dataclasses.replace(SAMPLED, presence_penalty=0.5, logit_bias={5: 1.0})
@@ -49,7 +51,7 @@ HYBRIDS = pytest.mark.parametrize(
     ("fixture", "states"),
     [
         (name, policy)
-        for name in ("qwen3_5", "qwen3_5_moe", "nemotron_h")
+        for name in (HYBRID, "qwen3_5_moe", "nemotron_h")
         for policy in (SNAPSHOT, REPLAY)
     ],
     ids=[
@@ -79,7 +81,7 @@ def harness(fixture, method, drafts, params, **options):
         accuracy=accuracy and accuracy[:drafts],
         continuations=continuations(fixture, requests_of(params)) if accuracy else (),
         vary=method == "oracle-mixed",
-        samplers=(params.sampler,),
+        feature_sets=(params.features,),
         **options,
     )
 
@@ -98,76 +100,104 @@ def accepted(engine):
     return sum(request.metrics.num_accepted_tokens for request in engine.requests)
 
 
-METHODS = [("mtp", 0), *itertools.product(RATES, (1, 3))]
+EVERY = [
+    (*way, params)
+    for way in [("mtp", 0), *itertools.product(RATES, (1, 3))]
+    for params in (GREEDY, SAMPLED)
+]
+QUICK = [EVERY[0], *pairwise([*RATES], (1, 3), (GREEDY, SAMPLED))]
+DEPTHS, CHUNKS = (0, 1, 2, 3), (1, 7, 64)
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("method, drafts", METHODS, ids=lambda value: str(value))
-def test_speculation_never_changes_output(method, drafts, params):
-    """Laws 1, 3 and 4 on one hybrid: every depth of flight and chunk size, random arrivals.
-
-    Every pair of them for 3 greedy drafts, else each of both with some of the other.
-    """
-    pairs = list(itertools.product((0, 1, 2, 3), (1, 7, 64)))
-    if params is not GREEDY or drafts != 3:
-        pairs = [(0, 1), (1, 7), (2, 64), (3, 7)]
-    for number, (depth, chunk) in enumerate(pairs):
-        engine = harness("qwen3_5", method, drafts, params, max_in_flight=depth, chunk=chunk)
-        run_with_arrivals(engine, params, number)
-        assert engine.check() <= 1
-        if method == "oracle-always":
-            steps = sum(request.metrics.num_drafts for request in engine.requests)
-            assert accepted(engine) > 0.8 * drafts * steps
-        elif method == "oracle-never":
-            assert accepted(engine) == 0
-        elif method == "oracle-mixed" and drafts == 3:
-            per_position = np.sum(
-                [[*r.metrics.accepted_per_position, 0, 0, 0][:3] for r in engine.requests], axis=0
-            )
-            assert per_position.min() > 0
+def name_of(value):
+    return {id(GREEDY): "greedy", id(SAMPLED): "sampled"}.get(id(value), str(value))
 
 
 @pytest.mark.parametrize(
     "method, drafts, params",
-    [("mtp", 0, GREEDY), ("mtp", 3, SAMPLED), *((method, 3, GREEDY) for method in RATES)],
-    ids=lambda value: str(value.sampler) if value in (GREEDY, SAMPLED) else str(value),
+    [*QUICK, *(soak(*way) for way in EVERY if way not in QUICK)],
+    ids=name_of,
+)
+def test_speculation_never_changes_output(method, drafts, params):
+    """Laws 1, 3 and 4 on one hybrid, with random arrivals, each depth of flight and chunk size.
+
+    Which depth meets which chunk size turns by the row, so that all of them meet.
+    """
+    number = EVERY.index((method, drafts, params))
+    for depth in DEPTHS:
+        pair = depth, CHUNKS[(depth + number) % 3]
+        check_speculation(method, drafts, params, *pair)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", RATES)
+@pytest.mark.parametrize("depth, chunk", [*itertools.product(DEPTHS, CHUNKS)])
+def test_speculation_never_changes_output_at_any_depth_with_any_chunk(method, depth, chunk):
+    check_speculation(method, 3, GREEDY, depth, chunk)
+
+
+def check_speculation(method, drafts, params, depth, chunk):
+    engine = harness(HYBRID, method, drafts, params, max_in_flight=depth, chunk=chunk)
+    run_with_arrivals(engine, params, 3 * depth + CHUNKS.index(chunk))
+    assert engine.check() <= 1
+    if method == "oracle-always":
+        steps = sum(request.metrics.num_drafts for request in engine.requests)
+        assert accepted(engine) > 0.8 * drafts * steps
+    elif method == "oracle-never":
+        assert accepted(engine) == 0
+    elif method == "oracle-mixed" and drafts == 3:
+        per_position = np.sum(
+            [[*r.metrics.accepted_per_position, 0, 0, 0][:3] for r in engine.requests], axis=0
+        )
+        assert per_position.min() > 0
+
+
+@pytest.mark.parametrize(
+    "method, drafts, params",
+    [
+        ("mtp", 3, SAMPLED),
+        ("oracle-mixed", 3, GREEDY),
+        ("oracle-always", 3, GREEDY),
+        soak("mtp", 0, GREEDY),
+        soak("mtp", 3, GREEDY),
+        soak("oracle-never", 3, GREEDY),
+    ],
+    ids=name_of,
 )
 def test_speculation_never_changes_output_where_states_are_replayed(method, drafts, params):
     """The same, with folds every few tokens, each row's its own."""
     for depth, chunk in ((0, 7), (3, 1), (2, 64))[: 2 + (method == "oracle-mixed")]:
         engine = harness(
-            "qwen3_5", method, drafts, params, max_in_flight=depth, chunk=chunk, states=REPLAY
+            HYBRID, method, drafts, params, max_in_flight=depth, chunk=chunk, states=REPLAY
         )
         run_with_arrivals(engine, params, depth)
         assert engine.check() <= 1
 
 
 OTHERS = [
-    ("qwen3_5_tied", "mtp", 3, GREEDY),
-    ("qwen3_5_tied", "oracle-mixed", 3, SAMPLED),
+    ("qwen3_5_tied", "mtp", 3, SAMPLED),
     ("qwen3_5_vl", "oracle-mixed", 1, GREEDY),
-    ("qwen3_5_vl", "mtp", 1, SAMPLED),
     ("qwen3", "oracle-mixed", 3, GREEDY),
-    ("qwen3", "oracle-always", 1, SAMPLED),
-    ("qwen3", "mtp", 0, GREEDY),
     ("qwen3_5_moe", "oracle-mixed", 3, GREEDY),
-    ("qwen3_5_moe", "mtp", 3, SAMPLED),
     ("llama", "oracle-mixed", 3, GREEDY),
-    ("nemotron_h", "oracle-mixed", 3, SAMPLED),
     ("nemotron_h", "mtp", 3, GREEDY),
     ("mamba2", "oracle-mixed", 3, GREEDY),
-    ("granitemoehybrid", "oracle-mixed", 3, SAMPLED),
+    ("granitemoehybrid", "oracle-mixed", 3, GREEDY),
+    soak("granitemoehybrid", "oracle-mixed", 3, SAMPLED),
+    soak("qwen3_5_tied", "oracle-mixed", 3, SAMPLED),
+    soak("qwen3_5_vl", "mtp", 1, SAMPLED),
+    soak("qwen3", "oracle-always", 1, SAMPLED),
+    soak("qwen3", "mtp", 0, GREEDY),
+    soak("qwen3_5_moe", "mtp", 3, SAMPLED),
+    soak("nemotron_h", "oracle-mixed", 3, SAMPLED),
 ]
 
 
-@pytest.mark.parametrize(
-    "number", range(len(OTHERS)), ids=lambda n: "-".join(map(str, OTHERS[n][:3]))
-)
-def test_speculation_never_changes_output_of_other_models(number):
+@pytest.mark.parametrize("fixture, method, drafts, params", OTHERS, ids=name_of)
+def test_speculation_never_changes_output_of_other_models(fixture, method, drafts, params):
     """Each way of drafting with every depth and every chunk size; which meet turns by the row."""
-    fixture, method, drafts, params = OTHERS[number]
-    for depth in range(4):
-        chunk = (1, 7, 64)[(depth + number) % 3]
+    for depth in DEPTHS:
+        chunk = CHUNKS[(depth + len(fixture)) % 3]
         engine = harness(fixture, method, drafts, params, max_in_flight=depth, chunk=chunk)
         run_with_arrivals(engine, params, depth)
         assert engine.check() <= 1
@@ -176,13 +206,13 @@ def test_speculation_never_changes_output_of_other_models(number):
 def test_speculation_never_changes_output_over_8_bit_keys_and_values():
     """Nor do neighbours, chunks and depth: each request as plain decoding gives it alone."""
     kv_dtype = np.dtype("float8_e4m3fn")
-    plain = Harness("qwen3_5", max_in_flight=0, kv_dtype=kv_dtype)
+    plain = Harness(HYBRID, max_in_flight=0, kv_dtype=kv_dtype)
     for prompt, params, seed in requests_of(GREEDY):
         plain.add(prompt, params, seed)
         plain.run()
     for depth, chunk in ((0, 7), (2, 1), (3, 64)):
         engine = harness(
-            "qwen3_5", "oracle-mixed", 3, GREEDY, max_in_flight=depth, chunk=chunk,
+            HYBRID, "oracle-mixed", 3, GREEDY, max_in_flight=depth, chunk=chunk,
             kv_dtype=kv_dtype,
         )  # fmt: skip
         run_with_arrivals(engine, GREEDY, depth)
@@ -191,45 +221,71 @@ def test_speculation_never_changes_output_over_8_bit_keys_and_values():
         assert accepted(engine) > 0
 
 
-BOTH = "snapshot", "replay"
-RUNS = [  # fixture, drafts, policies
-    ("qwen3_5", 3, BOTH[:1]),
-    ("qwen3_5_tied", 3, BOTH[:1]),
-    ("qwen3_5_vl", 3, BOTH[:1]),
-    ("qwen3", 0, BOTH[:1]),
-    ("qwen3_moe", 0, BOTH[:1]),
-    ("llama", 0, BOTH[:1]),
-    ("llama_draft", 0, BOTH[:1]),
-    *itertools.product(("qwen3_5_moe", "qwen3_next"), (0, 3), (BOTH,)),
-    ("qwen3_5_moe_vl", 3, BOTH[1:]),
-    *itertools.product(("nemotron_h", "nemotron_h_latent"), (0, 3), (BOTH,)),
-    ("mamba2", 0, BOTH),
-    ("granitemoehybrid", 0, BOTH),
+RUNS = [  # fixture, drafts, policy
+    ("qwen3_5", "mtp", 3, "snapshot"),
+    ("qwen3_moe", "mtp", 0, "snapshot"),
+    ("llama", "oracle-mixed", 3, "snapshot"),
+    ("qwen3_5_moe", "oracle-mixed", 3, "replay"),
+    ("qwen3_next", "mtp", 0, "snapshot"),
+    ("nemotron_h", "oracle-mixed", 3, "replay"),
+    ("nemotron_h_latent", "mtp", 0, "snapshot"),
+    ("mamba2", "oracle-mixed", 3, "snapshot"),
+    ("granitemoehybrid", "oracle-mixed", 3, "snapshot"),
+]
+OTHER_RUNS = [
+    ("qwen3_5_tied", "mtp", 3, "snapshot"),
+    ("qwen3_5_vl", "mtp", 3, "snapshot"),
+    ("qwen3_5_moe_vl", "mtp", 3, "replay"),
+    ("qwen3", "mtp", 0, "snapshot"),
+    ("llama", "mtp", 0, "snapshot"),
+    ("llama_draft", "mtp", 0, "snapshot"),
+    *itertools.product(("mamba2", "granitemoehybrid"), ("mtp",), (0,), ("snapshot", "replay")),
+    *itertools.product(
+        ("qwen3_5_moe", "qwen3_next", "nemotron_h", "nemotron_h_latent"),
+        ("mtp",),
+        (0, 3),
+        ("snapshot", "replay"),
+    ),
 ]
 
 
+def reference_of(fixture):
+    """The prompt of a fixture, and the greedy ids that transformers gave."""
+    with safe_open(FIXTURES / fixture / "reference.safetensors", "np") as file:
+        return [file.get_tensor(name).tolist() for name in ("prompt_ids", "greedy_ids")]
+
+
+@pytest.mark.parametrize("fixture", dict.fromkeys(name for name, *_ in RUNS + OTHER_RUNS))
+def test_the_oracle_gives_the_ids_of_the_reference(fixture):
+    prompt, greedy = reference_of(fixture)
+    params = SamplingParams(temperature=0.0, max_tokens=len(greedy))
+    assert not expected(fixture, tuple(prompt), params, 0).check(greedy)
+
+
 @pytest.mark.parametrize(
-    ("fixture", "drafts", "policy"),
-    [(fixture, drafts, policy) for fixture, drafts, policies in RUNS for policy in policies],
+    "fixture, method, drafts, policy",
+    [*RUNS, *(soak(*run) for run in OTHER_RUNS if run not in RUNS)],
 )
-def test_greedy_ids_equal_the_reference(fixture, drafts, policy):
-    """What transformers gave, through chunked prefill, with the drafts of the model's head."""
-    path = FIXTURES / fixture / "reference.safetensors"
-    with safe_open(path, "np") as file:
-        prompt, greedy = (file.get_tensor(name).tolist() for name in ("prompt_ids", "greedy_ids"))
+def test_greedy_ids_equal_the_reference(fixture, method, drafts, policy):
+    """What transformers gave, through chunked prefill, with drafts of the head or of the oracle."""
+    prompt, greedy = reference_of(fixture)
     states = SNAPSHOT if policy == "snapshot" else REPLAY
-    engine = Harness(fixture, drafts=drafts, chunk=33, states=states)
+    rates = RATES[method] and {
+        "accuracy": RATES[method],
+        "continuations": [(*prompt, *greedy)],
+        "vary": True,
+    }
+    engine = Harness(fixture, drafts=drafts, chunk=33, states=states, **(rates or {}))
     params = SamplingParams(temperature=0.0, max_tokens=len(greedy))
     engine.add(prompt, params)
     engine.run()
     assert engine.requests[0].output == greedy
-    assert not expected(fixture, tuple(prompt), params, 0).check(greedy)  # so does the oracle
 
 
 def test_the_widest_verify_changes_no_output():
     """K = 8, drafts right often enough that whole verifies stand."""
-    known = continuations("qwen3_5", requests_of(GREEDY))
-    engine = Harness("qwen3_5", drafts=8, accuracy=(0.95,) * 8, continuations=known)
+    known = continuations(HYBRID, requests_of(GREEDY))
+    engine = Harness(HYBRID, drafts=8, accuracy=(0.95,) * 8, continuations=known)
     run_with_arrivals(engine, GREEDY, 0)
     assert engine.check() <= 1
     assert max(len(r.metrics.accepted_per_position) for r in engine.requests) == 8
@@ -242,7 +298,7 @@ def test_a_draft_vocabulary_never_changes_output():
     """
     for depth, chunk, vocab in ((0, 1, SOME_IDS), (1, 7, 64), (2, 64, SOME_IDS), (3, 7, SOME_IDS)):
         engine = harness(
-            "qwen3_5",
+            HYBRID,
             "mtp",
             3,
             SAMPLED,
@@ -259,7 +315,7 @@ def test_a_draft_head_in_8_bits_never_changes_output():
     """Laws 1, 3 and 4, with drafts from a copy of the head that is rounded, or of a part of it."""
     for depth, chunk, vocab in ((0, 7, None), (2, 64, SOME_IDS)):
         engine = harness(
-            "qwen3_5", "mtp", 3, SAMPLED, max_in_flight=depth, chunk=chunk,
+            HYBRID, "mtp", 3, SAMPLED, max_in_flight=depth, chunk=chunk,
             options=MTPOptions(vocab, "float8_e4m3fn"),
         )  # fmt: skip
         assert run_with_arrivals(engine, SAMPLED, depth).check() <= 1
@@ -279,7 +335,7 @@ def test_a_draft_head_in_8_bits_never_changes_output():
 )
 def test_several_steps_at_once_change_no_output(method, drafts, params, options):
     params = dataclasses.replace(params, max_tokens=24)
-    engine = harness("qwen3_5", method, drafts, params, steps_per_dispatch=2, **options)
+    engine = harness(HYBRID, method, drafts, params, steps_per_dispatch=2, **options)
     engine.engine.trace = []
     assert run_with_arrivals(engine, params, 2).check() <= 1
     dispatched = [times.program.num_steps for times in engine.engine.trace]
@@ -295,9 +351,9 @@ def test_several_steps_at_once_change_no_output(method, drafts, params, options)
 def test_what_the_head_drafts_depends_on_the_request_alone(depth, chunk, num_pages, vocab):
     """The draft head's keys and values survive rejection, chunking and preemption: same drafts."""
     params = SAMPLED if vocab else GREEDY
-    alone = harness("qwen3_5", "mtp", 3, params, max_in_flight=0, options=MTPOptions(vocab))
+    alone = harness(HYBRID, "mtp", 3, params, max_in_flight=0, options=MTPOptions(vocab))
     engine = harness(
-        "qwen3_5", "mtp", 3, params, max_in_flight=depth, chunk=chunk, num_pages=num_pages,
+        HYBRID, "mtp", 3, params, max_in_flight=depth, chunk=chunk, num_pages=num_pages,
         options=MTPOptions(vocab),
     )  # fmt: skip
     drafts = []
@@ -322,7 +378,7 @@ def test_what_the_head_drafts_depends_on_the_request_alone(depth, chunk, num_pag
 
 def test_top_k_and_top_p_never_depend_on_speculation():
     params = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, max_tokens=12)
-    engine = harness("qwen3_5", "mtp", 3, params)
+    engine = harness(HYBRID, "mtp", 3, params)
     assert run_with_arrivals(engine, params, 0).check() <= 1
 
 
@@ -332,13 +388,13 @@ def test_samples_of_one_prompt_fork_and_equal_requests_of_their_own(states):
     params = dataclasses.replace(SAMPLED, n=3)
     single = dataclasses.replace(SAMPLED, n=1)
     prompt = tuple(range(100, 111))
-    known = continuations("qwen3_5", [(prompt, single, seed) for seed in (5, 6, 7)])
+    known = continuations(HYBRID, [(prompt, single, seed) for seed in (5, 6, 7)])
     for accuracy in (None, MIXED):
         engine = Harness(
             drafts=3,
             accuracy=accuracy,
             continuations=known,
-            samplers=(SAMPLED.sampler,),
+            feature_sets=(SAMPLED.features,),
             states=states,
         )
         forks, dispatch = [], engine.runner.dispatch
@@ -362,7 +418,7 @@ def test_samples_of_one_prompt_fork_and_equal_requests_of_their_own(states):
 
 @pytest.mark.parametrize(
     ("fixture", "states"),
-    [("qwen3_5", SNAPSHOT), ("qwen3_5", REPLAY), ("nemotron_h", REPLAY)],
+    [(HYBRID, SNAPSHOT), (HYBRID, REPLAY), ("nemotron_h", REPLAY)],
     ids=["snapshot", "replay", "Mamba2 and experts replayed"],
 )
 def test_preemption_changes_no_token(fixture, states):
@@ -435,7 +491,7 @@ def test_a_state_rolled_back_equals_a_state_never_advanced(fixture, states):
 @POLICIES
 def test_after_a_stop_inside_accepted_drafts_the_true_state_is_still_known(states):
     """What was accepted behind the stop is no part of the row: its state stands at its counts."""
-    plain = Harness("qwen3_5")
+    plain = Harness(HYBRID)
     plain.add(PROMPTS[2], GREEDY, 2)
     history = {}
     while plain.engine.has_work:
@@ -445,7 +501,7 @@ def test_after_a_stop_inside_accepted_drafts_the_true_state_is_still_known(state
             history[int(state.rows.num_computed[0])] = true_states(plain, 0)
     output = plain.requests[0].output
     stops = [stop for i, stop in enumerate(output) if stop not in output[:i]][1:]
-    engine, num_inside = harness("qwen3_5", "oracle-always", 3, GREEDY, states=states), 0
+    engine, num_inside = harness(HYBRID, "oracle-always", 3, GREEDY, states=states), 0
     for stop in stops:
         (request,) = engine.add(PROMPTS[2], GREEDY, 2, stop_ids=(stop,))
         engine.run()
@@ -460,23 +516,25 @@ def test_after_a_stop_inside_accepted_drafts_the_true_state_is_still_known(state
 @HYBRIDS
 def test_a_reused_slot_and_padding_leave_no_trace(fixture, states):
     """Law 7, bit for bit: after other requests, and among padding, a request gives the same."""
-    engine = harness(fixture, "mtp", 3, SAMPLED, states=states)
-    engine.add(PROMPTS[3], SAMPLED, 3)
+    is_first = fixture == HYBRID
+    method, params = ("mtp", SAMPLED) if is_first else ("oracle-mixed", GREEDY)
+    engine = harness(fixture, method, 3, params, states=states)
+    engine.add(PROMPTS[3], params, 3)
     fresh = engine.run().requests[0].output
     state = engine.runner.state
     poisoned = jax.tree.map(
         lambda x: x if x.dtype == np.int32 else np.full(x.shape, 77.0, x.dtype), state.pools
     )
     engine.runner._state = state.replace(pools=poisoned)
-    run_with_arrivals(engine, SAMPLED, 9)
-    engine.add(PROMPTS[3], SAMPLED, 3)
+    run_with_arrivals(engine, params, 9)
+    engine.add(PROMPTS[3], params, 3)
     assert engine.run().requests[-1].output == fresh
     assert engine.check() <= 1
 
 
 @HYBRIDS
 def test_a_row_that_turns_nan_ends_with_an_error_and_harms_no_other(fixture, states):
-    engine = harness(fixture, "mtp", 3, GREEDY, states=states)
+    engine = harness(fixture, "oracle-mixed", 3, GREEDY, states=states)
     victim = engine.add(PROMPTS[0], GREEDY, 0)[0]
     engine.add(PROMPTS[1], GREEDY, 1)
     for _ in range(5):
@@ -497,10 +555,10 @@ def test_a_row_that_turns_nan_ends_with_an_error_and_harms_no_other(fixture, sta
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_stop_id_ends_at_the_same_token(params):
     """On the device, inside a verify: what was accepted behind it is dropped."""
-    wanted = continuations("qwen3_5", [(PROMPTS[2], params, 2)])[0][len(PROMPTS[2]) :]
+    wanted = continuations(HYBRID, [(PROMPTS[2], params, 2)])[0][len(PROMPTS[2]) :]
     stop = wanted[6]
     for method in ("mtp", "oracle-always"):
-        engine = harness("qwen3_5", method, 3, params)
+        engine = harness(HYBRID, method, 3, params)
         request = engine.add(PROMPTS[2], params, 2, stop_ids=(stop,))[0]
         engine.run()
         assert request.finish is Finish.STOP
@@ -512,10 +570,17 @@ def test_a_stop_id_ends_at_the_same_token(params):
         assert engine.check() <= 1
 
 
-def test_after_warm_up_nothing_compiles(monkeypatch):
+REPORTED = dataclasses.replace(GREEDY, logprobs=2, prompt_logprobs=0)
+RICH = dataclasses.replace(PREFIXED, top_k=5, logprobs=2, prompt_logprobs=0)
+FOUR_KINDS = [GREEDY, dataclasses.replace(SAMPLED, top_k=5), PREFIXED, REPORTED]
+
+
+@pytest.mark.parametrize(
+    "kinds", [[GREEDY, RICH], soak(FOUR_KINDS)], ids=["a plain and a rich kind", "four kinds"]
+)
+def test_after_warm_up_nothing_compiles(kinds, monkeypatch):
     """Law 8: no compilation is heard over a random walk, and no step is traced again."""
     chex.clear_trace_counter()
-    jitted_step.cache_clear()
     monkeypatch.setattr(
         model_runner,
         "jitted_step",
@@ -523,10 +588,8 @@ def test_after_warm_up_nothing_compiles(monkeypatch):
             chex.assert_max_traces(make_step(config, program), n=1), donate_argnums=2
         ),
     )
-    reported = dataclasses.replace(GREEDY, logprobs=2, prompt_logprobs=0)
-    kinds = [GREEDY, dataclasses.replace(SAMPLED, top_k=5), PREFIXED, reported]
-    samplers = [params.sampler for params in kinds]
-    engine = Harness("qwen3_5", drafts=3, samplers=samplers, num_pages=24)
+    feature_sets = [params.features for params in kinds]
+    engine = Harness(HYBRID, drafts=3, feature_sets=feature_sets, num_pages=24)
     heard = []
 
     def listen(event, duration, **_):
@@ -537,7 +600,7 @@ def test_after_warm_up_nothing_compiles(monkeypatch):
     try:
         rng = np.random.default_rng(0)
         for number in range(30):
-            params = dataclasses.replace(kinds[number % 4], n=1 + number % 2)
+            params = dataclasses.replace(kinds[number % len(kinds)], n=1 + number % 2)
             engine.add(PROMPTS[number % len(PROMPTS)], params, number)
             for _ in range(rng.integers(0, 6)):
                 engine.step()

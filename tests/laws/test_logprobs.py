@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from harness import GREEDY, REPLAY, SAMPLED, Harness, prompts
 from logprobs import check_logprobs
+from pairwise import soak
 from walk import PROMPTS, random_walk, walk_harness
 
-from jaxspec import engine as engine_module
-from jaxspec.request import Finish
+from jaxspec.engine import engine as engine_module
+from jaxspec.options.draft_methods import NgramOptions
+from jaxspec.requests.request import Finish
 from jaxspec.runner import logprobs as logprobs_module
 from jaxspec.runner import step as step_module
-from jaxspec.runner.step import jitted_step
-from jaxspec.speculation.ngram import NgramOptions
 
 REPORTED = {"logprobs": 5, "prompt_logprobs": 2, "max_tokens": 14}
 GREEDY_REPORTED = dataclasses.replace(GREEDY, **REPORTED)
@@ -38,10 +38,10 @@ def run(engine, params, others=(GREEDY,)):
 
 
 ENGINES = {
-    "no drafts": {},
-    "ngram 1": {"drafts": 1, "method": "ngram", "options": NgramOptions()},
     "mtp 2, two steps a dispatch": {"drafts": 2, "steps_per_dispatch": 2},
     "mtp 3, replayed": {"drafts": 3, "states": REPLAY},
+    "no drafts": soak({}),
+    "ngram 1": soak({"drafts": 1, "method": "ngram", "options": NgramOptions()}),
 }
 
 
@@ -49,8 +49,8 @@ ENGINES = {
 def test_greedy_rows_report_the_model_s_own_logprobs(options):
     """And give the tokens that they give without, as do their neighbours."""
     for depth, chunk in DEPTHS_AND_CHUNKS:
-        samplers = GREEDY.sampler, GREEDY_REPORTED.sampler
-        engine = Harness(max_in_flight=depth, chunk=chunk, samplers=samplers, **options)
+        feature_sets = GREEDY.features, GREEDY_REPORTED.features
+        engine = Harness(max_in_flight=depth, chunk=chunk, feature_sets=feature_sets, **options)
         run(engine, GREEDY_REPORTED)
         assert engine.check() <= 1
         num_output, num_prompt = check_logprobs(engine)
@@ -60,8 +60,8 @@ def test_greedy_rows_report_the_model_s_own_logprobs(options):
 
 def test_temperature_and_top_k_do_not_show():
     for depth, chunk in DEPTHS_AND_CHUNKS:
-        samplers = (TOP_K_REPORTED.sampler,)
-        engine = Harness(drafts=3, max_in_flight=depth, chunk=chunk, samplers=samplers)
+        feature_sets = (TOP_K_REPORTED.features,)
+        engine = Harness(drafts=3, max_in_flight=depth, chunk=chunk, feature_sets=feature_sets)
         run(engine, TOP_K_REPORTED, [TOP_K_REPORTED])
         assert engine.check() <= 1
         assert check_logprobs(engine)[0] == 5 * 14
@@ -69,7 +69,7 @@ def test_temperature_and_top_k_do_not_show():
 
 def test_drawn_drafts_report_the_target_s_logprobs():
     params = dataclasses.replace(SAMPLED, **REPORTED)
-    engine = Harness(drafts=3, probabilistic=True, chunk=7, samplers=(params.sampler,))
+    engine = Harness(drafts=3, probabilistic=True, chunk=7, feature_sets=(params.features,))
     run(engine, params, [params])
     assert check_logprobs(engine)[0] == 5 * 14
     assert sum(r.metrics.num_accepted_tokens for r in engine.requests) > 0
@@ -78,17 +78,17 @@ def test_drawn_drafts_report_the_target_s_logprobs():
 def test_forks_aborts_and_preemptions_lose_none():
     """A request that is preempted reads its prompt and its output again, as a prompt."""
     params = GREEDY_REPORTED, GREEDY
-    engine = walk_harness((0.7, 0.6, 0.5), samplers=[one.sampler for one in params], chunk=7)
+    engine = walk_harness((0.7, 0.6, 0.5), feature_sets=[one.features for one in params], chunk=7)
     happened = random_walk(engine, 160, seed=5, params=params)
     assert min(happened[event] for event in ("abort", "preempt", "permute")) > 0
-    assert any(request.leader for request in engine.requests)
+    assert any(request.parent for request in engine.requests)
     assert engine.check() <= 1
     num_output, num_prompt = check_logprobs(engine)
     assert num_output > 100 and num_prompt > 50
 
 
 def test_one_token_has_nothing_before_it():
-    engine = Harness(samplers=(GREEDY_REPORTED.sampler, GREEDY.sampler))
+    engine = Harness(feature_sets=(GREEDY_REPORTED.features, GREEDY.features))
     engine.add((5,), GREEDY_REPORTED)
     engine.run()
     assert check_logprobs(engine) == (14, 0)
@@ -96,8 +96,8 @@ def test_one_token_has_nothing_before_it():
 
 def test_an_end_in_a_verify_ends_the_logprobs():
     """A stop id among the drafts that stand: what the verify computed behind it never shows."""
-    samplers = GREEDY.sampler, GREEDY_REPORTED.sampler
-    engine = walk_harness((1.0, 1.0, 1.0), samplers=samplers)
+    feature_sets = GREEDY.features, GREEDY_REPORTED.features
+    engine = walk_harness((1.0, 1.0, 1.0), feature_sets=feature_sets)
     (whole,) = engine.add(PROMPTS[0], GREEDY_REPORTED)
     engine.run()
     for stop in dict.fromkeys(whole.output):
@@ -147,7 +147,7 @@ HOST_BUGS = [of_rejected_places, from_the_chunk_s_first_token]
 
 
 def assert_the_oracle_sees_it():
-    engine = Harness(drafts=3, chunk=7, states=REPLAY, samplers=(GREEDY_REPORTED.sampler,))
+    engine = Harness(drafts=3, chunk=7, states=REPLAY, feature_sets=(GREEDY_REPORTED.features,))
     run(engine, GREEDY_REPORTED, [GREEDY_REPORTED])
     assert engine.check() <= 1, "tokens are what they were"
     with pytest.raises(AssertionError):
@@ -158,13 +158,6 @@ def assert_the_oracle_sees_it():
 def test_the_oracle_sees_on_the_host(bug, monkeypatch):
     monkeypatch.setattr(engine_module, "record_logprobs", bug)
     assert_the_oracle_sees_it()
-
-
-@pytest.fixture
-def fresh_programs():
-    jitted_step.cache_clear()
-    yield
-    jitted_step.cache_clear()
 
 
 @pytest.mark.parametrize("module, name, bug", DEVICE_BUGS, ids=lambda x: getattr(x, "__name__", ""))

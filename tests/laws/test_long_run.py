@@ -5,7 +5,7 @@ import pytest
 from oracle import TIE, Oracle, expect
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.loading import EMBEDDED_MODEL
+from jaxspec.api.loading import EMBEDDED_MODEL
 
 pytestmark = pytest.mark.soak
 LONG = True  # begun last, it would run alone
@@ -32,7 +32,7 @@ def assert_tie(oracle, prompt, want, got, temperature, seed):
     place = next(
         i for i, (a, b) in enumerate(zip(want.token_ids, got.token_ids, strict=False)) if a != b
     )
-    entropy = [2, 0, seed, want.index]  # as jaxspec.inputs derives a seeded sample's noise
+    entropy = [2, 0, seed, want.index]  # as jaxspec.api.inputs derives a seeded sample's noise
     key = int(np.random.SeedSequence(entropy).generate_state(1)[0])
     params = SamplingParams(temperature=temperature, max_tokens=place + 1, ignore_eos=True)
     scores = expect(oracle, prompt, params, key).scores[place]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxspec.loading import EMBEDDED_MODEL
+from jaxspec.api.loading import EMBEDDED_MODEL
 
 pytestmark = pytest.mark.parity
 

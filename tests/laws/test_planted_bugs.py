@@ -9,9 +9,8 @@ from walk import PROMPTS, random_walk, walk_harness
 
 from jaxspec.models.layers import gated_delta_net
 from jaxspec.pallas.gated_delta import conv_replay as gdn_conv_replay
-from jaxspec.request import Finish
+from jaxspec.requests.request import Finish
 from jaxspec.runner import step as step_module
-from jaxspec.runner.step import jitted_step
 
 real_remap, real_update = step_module.remap, step_module.update
 real_gdn_inputs = gated_delta_net.gdn_inputs
@@ -79,10 +78,10 @@ BUGS = [
 def assert_the_laws_hold():
     """A walk with right and wrong drafts, and one where every draft a request gets is right."""
     params = [dataclasses.replace(GREEDY, max_tokens=14)]
-    mixed = walk_harness((0.7, 0.6, 0.5), samplers=(GREEDY.sampler,))
+    mixed = walk_harness((0.7, 0.6, 0.5), feature_sets=(GREEDY.features,))
     random_walk(mixed, 60, seed=1, params=params)
     assert mixed.check() <= 1
-    perfect = walk_harness((1.0, 1.0, 1.0), samplers=(GREEDY.sampler,))
+    perfect = walk_harness((1.0, 1.0, 1.0), feature_sets=(GREEDY.features,))
     random_walk(perfect, 60, seed=2, params=params)
     fork_into_the_rows_of_others(perfect, params[0])
     assert perfect.check() <= 1
@@ -96,20 +95,13 @@ def fork_into_the_rows_of_others(engine, params):
     others = [*engine.add(PROMPTS[0], params, 0), *engine.add(PROMPTS[1], params, 0)]
     while not all(request.output for request in others):
         engine.step()
-    leader = engine.add(PROMPTS[2], dataclasses.replace(params, n=2), 0)[0]
-    while leader.num_computed < len(leader.prompt) - 1:
+    parent = engine.add(PROMPTS[2], dataclasses.replace(params, n=2), 0)[0]
+    while parent.num_computed < len(parent.prompt) - 1:
         engine.step()
     for request in others:
         assert not request.finish
         engine.scheduler.end(request, Finish.ABORT)
     engine.run()
-
-
-@pytest.fixture
-def fresh_programs():
-    jitted_step.cache_clear()
-    yield
-    jitted_step.cache_clear()
 
 
 REPLAY_BUGS = [
@@ -123,7 +115,7 @@ REPLAY_BUGS = [
 )
 def test_the_laws_see_of_a_replay(module, name, bug, monkeypatch, fresh_programs):
     monkeypatch.setattr(module, name, bug)
-    engine = walk_harness((0.7, 0.6, 0.5), samplers=(GREEDY.sampler,), states=REPLAY)
+    engine = walk_harness((0.7, 0.6, 0.5), feature_sets=(GREEDY.features,), states=REPLAY)
     random_walk(engine, 60, seed=1, params=[dataclasses.replace(GREEDY, max_tokens=14)])
     with pytest.raises(AssertionError):
         engine.check()

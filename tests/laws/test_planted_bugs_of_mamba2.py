@@ -14,7 +14,6 @@ from jaxspec.models import load_model
 from jaxspec.models.layers import mamba2
 from jaxspec.models.layers.mamba2 import Mamba2
 from jaxspec.pallas.mamba2 import conv_replay, inputs
-from jaxspec.runner.step import jitted_step
 
 real_split, real_inputs = inputs.split_tokens, inputs.mamba2_inputs
 real_norm, real_conv_prefill = mamba2.GatedGroupNorm, mamba2.conv_prefill
@@ -102,13 +101,6 @@ def convolution_stale_after_a_fold(projected, params, pool, layer, rows):
     folds = (rows.ring_length > REPLAY.window - width) & (rows.slots > 0)
     target = jnp.where(folds, rows.slots, 0)
     return tokens, after.at[layer, target].set(pool[layer, target])
-
-
-@pytest.fixture
-def fresh_programs():
-    jitted_step.cache_clear()
-    yield
-    jitted_step.cache_clear()
 
 
 def test_the_laws_see_a_convolution_that_a_fold_leaves_stale(monkeypatch, fresh_programs):

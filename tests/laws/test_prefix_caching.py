@@ -1,6 +1,6 @@
 """Laws of prefix caching: what was kept changes no token, and is what a cold run would compute.
 
-Bugs of the books are planted in tests/scheduler/test_prefix_cache.py, on a device that checks every
+Bugs of the books are planted in tests/prefix/test_cache.py, on a device that checks every
 page; those of what the device copies are planted here.
 """
 
@@ -11,21 +11,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import GREEDY, REPLAY, SAMPLED, SNAPSHOT, oracle, prompts
+from harness import GREEDY, HYBRID, REPLAY, SAMPLED, SNAPSHOT, oracle, prompts
 from kept_prefixes import ask, keeping
+from pairwise import soak
 from walk import PROMPTS as WALKED
 from walk import random_walk, walk_harness
 
 from jaxspec.cache import policy, recurrent
+from jaxspec.options.draft_methods import (
+    DraftModelOptions,
+    Eagle3Options,
+    NgramOptions,
+    SuffixOptions,
+)
 from jaxspec.pallas.recurrent.state_select import state_select_reference
-from jaxspec.plan import EXPORT, RESTORE, Export
-from jaxspec.request import Finish
+from jaxspec.plan.plan import EXPORT, RESTORE, StateExport
+from jaxspec.prefix import cache as prefix_cache
+from jaxspec.requests.request import Finish
 from jaxspec.runner.step import make_step
-from jaxspec.scheduler import packing, prefix_cache
-from jaxspec.speculation.draft_model import DraftModelOptions
-from jaxspec.speculation.eagle3 import Eagle3Options
-from jaxspec.speculation.ngram import NgramOptions
-from jaxspec.speculation.suffix import SuffixOptions
+from jaxspec.scheduler import packing
 
 (PROMPT,) = [tuple(np.random.default_rng(5).integers(0, 256, 22).tolist())]
 LONGER = (*PROMPT[:9], 7, 8, 9, 10, 11)
@@ -56,7 +60,7 @@ ENGINES = {
     "Mamba2 and experts": {"fixture": "nemotron_h", "drafts": 1},
     "Mamba2, replayed": {"fixture": "nemotron_h", "drafts": 3, "states": REPLAY},
     "attention": {"fixture": "qwen3", "drafts": 3, "mode": "pages"},
-    "attention, in twos": {"fixture": "llama", "mode": "pages", "steps_per_dispatch": 2},
+    "attention, in twos": {"fixture": "llama_draft", "mode": "pages", "steps_per_dispatch": 2},
     "short convolutions": {"fixture": "lfm2", "drafts": 2},
     "side by side": {"fixture": "falcon_h1", "drafts": 2, "states": REPLAY},
 }
@@ -97,7 +101,7 @@ def test_a_hit_over_8_bit_keys_and_values_gives_the_tokens_of_a_cold_run():
 
 def test_a_prompt_that_parts_from_another_is_found_there_by_the_third():
     """And one sample's prefix serves others, whatever their noise."""
-    engine = make(states=REPLAY, samplers=(GREEDY.sampler, SAMPLED.sampler))
+    engine = make(states=REPLAY, feature_sets=(GREEDY.features, SAMPLED.features))
     first = ask(engine, PROMPT)
     second = ask(engine, LONGER)  # pages of 8 tokens are there, and no state behind them
     third = ask(engine, (*PROMPT[:8], 200, 201))
@@ -128,7 +132,7 @@ def kept_states(engine):
     Not what the next plan would copy first.
     """
     copies = engine.scheduler.prefixes.store.copies
-    coming = {copy.checkpoint for copy in copies if isinstance(copy, Export)}
+    coming = {copy.checkpoint for copy in copies if isinstance(copy, StateExport)}
     checkpoints = engine.runner.state.checkpoints["recurrent"]
     states = np.asarray(checkpoints.states)
     found = {}
@@ -141,7 +145,7 @@ def kept_states(engine):
     return found
 
 
-@pytest.mark.parametrize("fixture", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("fixture", [HYBRID, "nemotron_h"])
 @pytest.mark.parametrize("states", [SNAPSHOT, REPLAY], ids=["snapshot", "replay"])
 def test_what_is_kept_is_the_oracle_s_state(fixture, states):
     """At ends of prompts, of outputs that stop inside accepted drafts, and of what is preempted."""
@@ -176,7 +180,7 @@ def test_prompts_whose_every_token_must_be_seen_are_computed():
     reported = dataclasses.replace(GREEDY, prompt_logprobs=0)
     counted = dataclasses.replace(GREEDY, presence_penalty=0.5)
     kinds = [GREEDY, reported, counted]
-    engine = make(drafts=0, samplers=[params.sampler for params in kinds])
+    engine = make(drafts=0, feature_sets=[params.features for params in kinds])
     cached = [ask(engine, PROMPT, params).num_cached_tokens for params in (*kinds, GREEDY)]
     assert cached == [0, 0, 0, len(PROMPT) - 1]
     assert engine.check() == 0
@@ -185,17 +189,17 @@ def test_prompts_whose_every_token_must_be_seen_are_computed():
 
 
 DRAFTERS = {
-    "n-gram": ("qwen3_5", "ngram", NgramOptions(1, 3), None),
-    "suffix": ("qwen3_5", "suffix", SuffixOptions(), None),
+    "n-gram": (HYBRID, "ngram", NgramOptions(1, 3), None),
+    "suffix": (HYBRID, "suffix", SuffixOptions(), None),
     "EAGLE-3": ("llama", "eagle3", Eagle3Options("somewhere"), "llama_eagle3"),
-    "hybrid drafter": ("llama", "draft_model", DraftModelOptions("somewhere"), "qwen3_5"),
+    "hybrid drafter": ("llama_draft", "draft_model", DraftModelOptions("somewhere"), HYBRID),
 }
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", ["n-gram", "EAGLE-3", soak("suffix"), soak("hybrid drafter")])
 def test_whoever_drafts_a_hit_changes_no_token(name):
     fixture, method, options, drafter = DRAFTERS[name]
-    has_states = "qwen3_5" in (fixture, drafter)
+    has_states = HYBRID in (fixture, drafter)
     engine = make(
         fixture,
         method=method,
@@ -216,7 +220,7 @@ def test_whoever_drafts_a_hit_changes_no_token(name):
 def test_a_model_that_drafts_for_itself_is_right_behind_a_hit():
     """So its own states came from the checkpoint, too."""
     options = {"method": "draft_model", "options": DraftModelOptions("somewhere")}
-    engine = make(states=REPLAY, drafter="qwen3_5", **options)
+    engine = make(states=REPLAY, drafter=HYBRID, **options)
     for length in (3, 8, 14, 21):
         engine.scheduler.prefixes.clear()
         ask(engine, PROMPT[:length], ONE)
@@ -256,7 +260,7 @@ def test_a_hit_compiles_nothing_and_adds_no_dispatch_to_wait_for():
         jax.monitoring.unregister_event_duration_listener(listen)
     before = [each.program for plan in plans for each in plan.before]
     assert before.count(RESTORE) >= 3 and before.count(EXPORT) >= 4
-    assert len(before) == sum(not plan.program.num_steps for plan in plans)  # none by itself
+    assert len(before) == sum(not plan.num_steps for plan in plans)  # none by itself
     assert heard == []
 
 
@@ -315,7 +319,7 @@ def ring_length_left(entry, request, layout):
 def any_page_is_a_hit(self, request):
     nodes, _ = self.store.tree.match(None, request.tokens, len(request.tokens) - 1)
     pages = tuple(node.page for node in nodes)
-    return prefix_cache.Hit(4 * len(nodes), pages, 0, 0, nodes[-1] if nodes else None)
+    return prefix_cache.PrefixHit(4 * len(nodes), pages, 0, 0, nodes[-1] if nodes else None)
 
 
 BUGS = {

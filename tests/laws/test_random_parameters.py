@@ -4,16 +4,17 @@ import dataclasses
 
 import numpy as np
 import pytest
-from harness import GREEDY, Harness, expected, prompts
+from harness import GREEDY, HYBRID, Harness, expected, prompts
 from logprobs import check_logprobs
+from pairwise import soak
 
-from jaxspec.sampler import REPORTS, Sampler
+from jaxspec.requests.sampling_features import REPORTS, SamplingFeatures
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.sampling.processors import PROCESSORS
-from jaxspec.sampling_params import SamplingParams
 
 PROMPTS = [prompt for prompt in prompts(100, seed=5) if len(prompt) > 3]
 VOCAB = 264
-RICHEST = Sampler.of(*PROCESSORS, *REPORTS)
+RICHEST = SamplingFeatures.of(*PROCESSORS, *REPORTS)
 # How a value of each is drawn.
 FIELDS = {
     "top_k": lambda rng: int(rng.integers(1, 200)),
@@ -44,9 +45,9 @@ def stops_and_words(rng, prompt, params, seed):
     """Stop ids and bad words that the request would meet, each every other time."""
     stops, words = (), ()
     if rng.random() < 0.5:
-        words = (tuple(expected("qwen3_5", prompt, params, seed).tokens[1:3]),)
+        words = (tuple(expected(HYBRID, prompt, params, seed).tokens[1:3]),)
     if rng.random() < 0.5:
-        tokens = expected("qwen3_5", prompt, params, seed, (), words).tokens
+        tokens = expected(HYBRID, prompt, params, seed, (), words).tokens
         stops = (tokens[-2], *rng.permutation(VOCAB)[:40].tolist())
     return stops, words
 
@@ -71,16 +72,16 @@ def requests():
     [
         {"drafts": 3, "max_in_flight": 2, "num_pages": 40, "chunk": 7},
         {"drafts": 3, "max_in_flight": 3, "steps_per_dispatch": 2},
-        {"drafts": 0, "max_in_flight": 1, "chunk": 5},
+        soak({"drafts": 0, "max_in_flight": 1, "chunk": 5}),
     ],
     ids=["few pages", "two steps", "plain"],
 )
 def test_requests_of_all_kinds_get_what_each_gets_alone(options, requests):
     """The oracle knows one request, no drafts and no neighbours; most drafts are right."""
     if options["drafts"]:
-        drafts = [(*each[0], *expected("qwen3_5", *each).tokens) for each in requests]
+        drafts = [(*each[0], *expected(HYBRID, *each).tokens) for each in requests]
         options = options | {"accuracy": (0.8, 0.6, 0.5), "continuations": drafts, "vary": True}
-    engine = Harness("qwen3_5", samplers=(GREEDY.sampler, RICHEST), **options)
+    engine = Harness(HYBRID, feature_sets=(GREEDY.features, RICHEST), **options)
     rng = np.random.default_rng(1)
     for request in requests:
         engine.add(*request)

@@ -7,17 +7,18 @@ import pytest
 from harness import REPLAY, SNAPSHOT
 from walk import PARAMS, random_walk, walk_harness
 
-from jaxspec.plan import Program
-from jaxspec.sampler import GREEDY
+from jaxspec.plan.plan import Program
+from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.scheduler.step_seconds import StepSeconds
 
 SMALL = {"decode_rows": (1, 4), "prefill_tokens": (8, 64)}
+BOTH = {"feature_sets": tuple({each.features: None for each in PARAMS})}
 
 
 @pytest.mark.parametrize(
     "depth, chunk, num_pages, options",
     [
-        (2, None, 40, SMALL),
+        (2, None, 40, {"decode_rows": (1, 4), **BOTH}),
         (0, 3, 40, SMALL),
         (3, 7, 24, {"steps_per_dispatch": 2}),
         (1, 5, 24, {"states": REPLAY}),
@@ -40,7 +41,7 @@ def test_whatever_happens_to_a_batch_every_request_gives_its_own_tokens(
     ties = engine.check()
     print(f"{len(engine.requests)} requests, {engine.engine.metrics.num_steps} steps, {ties} ties")
     assert ties <= 3
-    assert min(happened.values()) > 5
+    assert min(happened.values()) > 3
     assert engine.engine.metrics.num_steps > 420
     assert engine.scheduler.num_preemptions > happened["preempt"] * 0.5
     drafted = sum(request.metrics.num_draft_tokens for request in engine.requests)
@@ -61,7 +62,7 @@ def test_numbers_of_drafts_that_change_at_random_change_no_token(states, monkeyp
         seen.add(count := int(rng.choice([0, 1, 3])))
         return count
 
-    monkeypatch.setattr(engine.scheduler.draft_count, "choose", choose)
+    monkeypatch.setattr(engine.scheduler.adaptive_drafts, "choose", choose)
     capped = [
         dataclasses.replace(p, num_speculative_tokens=k) for p in PARAMS for k in (None, 0, 2)
     ]

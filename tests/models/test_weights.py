@@ -1,6 +1,6 @@
 """The loader takes exactly what config.json asks for, and says what is wrong otherwise.
 
-`tests/test_messages.py` has what it says of the commonest faults, whole.
+`tests/api/test_messages.py` has what it says of the commonest faults, whole.
 """
 
 import json

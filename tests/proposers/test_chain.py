@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxspec.proposers.chain import Chain, ids_at, over_all_ids
-from jaxspec.sampler import GREEDY, SAMPLED
+from jaxspec.requests.sampling_features import GREEDY, SAMPLED
 from jaxspec.sampling import SamplingInputs
 
 IDS = jnp.asarray([2, 3, 7], jnp.int32)
@@ -22,11 +22,11 @@ def test_what_is_never_drafted_has_no_probability():
     np.testing.assert_array_equal(scores, expected)
 
 
-@pytest.mark.parametrize(("probabilistic", "sampler"), [(False, SAMPLED), (True, GREEDY)])
-def test_scores_are_made_only_where_tokens_are_drawn(probabilistic, sampler):
+@pytest.mark.parametrize(("probabilistic", "features"), [(False, SAMPLED), (True, GREEDY)])
+def test_scores_are_made_only_where_tokens_are_drawn(probabilistic, features):
     rows = jnp.arange(3, dtype=jnp.int32)
     inputs = SimpleNamespace(
-        slots=rows, num_computed=rows, should_draft=rows != 1, num_drafts=2, sampler=sampler
+        slots=rows, num_computed=rows, should_draft=rows != 1, num_drafts=2, features=features
     )
     chain = Chain(inputs, probabilistic, 9, IDS)
     for given in ([0, 1, -1], [2, 2, 0]):
@@ -43,7 +43,7 @@ def test_what_drafts_were_drawn_from_comes_along():
     columns = {"seed": rows, "stop_ids": rows[:, None] * 0 - 1, "min_len": rows * 0}
     columns["temperature"] = jnp.full(2, 0.8, jnp.float32)
     inputs = SimpleNamespace(
-        slots=rows, num_computed=rows, should_draft=rows >= 0, num_drafts=1, sampler=SAMPLED,
+        slots=rows, num_computed=rows, should_draft=rows >= 0, num_drafts=1, features=SAMPLED,
         sampling=SamplingInputs(columns),
     )  # fmt: skip
     chain = Chain(inputs, True, 9, IDS)

@@ -16,12 +16,12 @@ from harness import FIXTURES, GREEDY, REPLAY, SAMPLED, Harness, prompts
 import jaxspec
 from jaxspec import LLM, SamplingParams
 from jaxspec.cache import TokenHistory
+from jaxspec.commands.replay import replay
 from jaxspec.flight.file import read
+from jaxspec.options.draft_methods import CustomOptions
 from jaxspec.pallas.paging.slot_mapping import slot_mapping
 from jaxspec.proposers import Drafts, Proposer
-from jaxspec.replay import replay
 from jaxspec.sampling import draw_draft
-from jaxspec.speculation.custom import CustomOptions
 
 README = Path(jaxspec.__file__).parent / "proposers" / "README.md"
 SMALL = {"max_num_seqs": 2, "decode_buckets": [2], "prefill_buckets": [32], "max_model_len": 96}
@@ -110,10 +110,10 @@ def make(proposer, drafts=2, **options):
 )
 def test_drafts_of_ones_own_change_no_output(kind, params, options, monkeypatch):
     """Laws 1, 3 and 4."""
-    engine = make(kind(options.get("drafts", 2)), samplers=(params.sampler,), **options)
+    engine = make(kind(options.get("drafts", 2)), feature_sets=(params.features,), **options)
     if "draft_counts" in options:
         rng = np.random.default_rng(0)
-        chooser = engine.scheduler.draft_count
+        chooser = engine.scheduler.adaptive_drafts
         monkeypatch.setattr(chooser, "choose", lambda *_: int(rng.choice([0, 1, 3])))
     for seed, prompt in enumerate([(1, 2, 3) * 5, (9,) * 11, *prompts(4), (5, 6) * 6]):
         engine.add(prompt, params, seed)
@@ -124,7 +124,7 @@ def test_drafts_of_ones_own_change_no_output(kind, params, options, monkeypatch)
 
 
 def test_the_example_of_the_documents_runs(monkeypatch, short_model):
-    monkeypatch.setattr("jaxspec.loading.EMBEDDED_MODEL", short_model)
+    monkeypatch.setattr("jaxspec.api.loading.EMBEDDED_MODEL", short_model)
     (block,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
     exec(compile(block, README, "exec"), {"__name__": __name__})
 

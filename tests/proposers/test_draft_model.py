@@ -3,14 +3,26 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import FIXTURES, GREEDY, REPLAY, SAMPLED, SNAPSHOT, Harness, model, oracle, prompts
+from harness import (
+    FIXTURES,
+    GREEDY,
+    HYBRID,
+    REPLAY,
+    SAMPLED,
+    SNAPSHOT,
+    Harness,
+    model,
+    oracle,
+    prompts,
+)
+from pairwise import soak
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.config import StateConfig
-from jaxspec.models.base import ModelRecipe
+from jaxspec.models.base import ModelSpec
+from jaxspec.options import SpeculativeConfig
+from jaxspec.options.draft_methods import DraftModelOptions
+from jaxspec.plan.step_shapes import StateConfig
 from jaxspec.proposers import make_proposer
-from jaxspec.speculation import SpeculativeConfig
-from jaxspec.speculation.draft_model import DraftModelOptions
 
 OPTIONS = DraftModelOptions("somewhere")
 PROMPTS = prompts(5, seed=4, longest=20)
@@ -24,11 +36,15 @@ def make(target, drafter, **options):
 
 # With a window of 8 the passes behind a verify of 4 accepted tokens find the ring full.
 @pytest.mark.parametrize(
-    "states",
-    [SNAPSHOT, REPLAY, StateConfig("replay", window=8)],
-    ids=["snapshot", "replay", "full"],
+    "fixture, states",
+    [
+        ("llama_draft", SNAPSHOT),
+        (HYBRID, SNAPSHOT),
+        (HYBRID, REPLAY),
+        (HYBRID, StateConfig("replay", window=8)),
+    ],
+    ids=["attention", "snapshot", "replay", "full"],
 )
-@pytest.mark.parametrize("fixture", ["llama", "qwen3_5"])
 def test_a_model_that_drafts_for_itself_is_always_right(fixture, states):
     """So its state is that of the accepted text, after any number of accepted drafts."""
     long = SamplingParams(temperature=0.0, max_tokens=40)
@@ -41,24 +57,34 @@ def test_a_model_that_drafts_for_itself_is_always_right(fixture, states):
         assert metrics.num_accepted_tokens == metrics.num_draft_tokens > 25
 
 
+SYNCHRONOUS = {"max_in_flight": 0, "chunk": 1}
+REPLAYED = {"max_in_flight": 3, "chunk": 7, "states": REPLAY}
+PREEMPTED = {"num_pages": 16, "states": REPLAY}
+SEVERAL = {"steps_per_dispatch": 2, "draft_counts": (0, 1, 3)}
+SEVERAL_REPLAYED = {**SEVERAL, "states": REPLAY}
+
+
 @pytest.mark.parametrize(
-    "options",
+    "options, params",
     [
-        {"max_in_flight": 0, "chunk": 1},
-        {"max_in_flight": 3, "chunk": 7, "states": REPLAY},
-        {"num_pages": 16, "states": REPLAY},
-        {"steps_per_dispatch": 2, "draft_counts": (0, 1, 3), "states": REPLAY},
-        {"steps_per_dispatch": 2, "draft_counts": (0, 1, 3)},
+        (SYNCHRONOUS, GREEDY),
+        (REPLAYED, SAMPLED),
+        (PREEMPTED, SAMPLED),
+        (SEVERAL_REPLAYED, GREEDY),
+        soak(SYNCHRONOUS, SAMPLED),
+        soak(REPLAYED, GREEDY),
+        soak(PREEMPTED, GREEDY),
+        soak(SEVERAL_REPLAYED, SAMPLED),
+        soak(SEVERAL, GREEDY),
+        soak(SEVERAL, SAMPLED),
     ],
-    ids=["synchronous", "replay", "preemption", "several numbers", "several, snapshots"],
 )
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_drafts_of_another_model_change_no_output(params, options, monkeypatch):
+def test_drafts_of_another_model_change_no_output(options, params, monkeypatch):
     """Laws 1, 3 and 4, with a hybrid drafter and an attention target."""
-    engine = make("llama", "qwen3_5", samplers=(params.sampler,), **options)
+    engine = make("llama_draft", HYBRID, feature_sets=(params.features,), **options)
     if "draft_counts" in options:
         rng = np.random.default_rng(0)
-        chooser = engine.scheduler.draft_count
+        chooser = engine.scheduler.adaptive_drafts
         monkeypatch.setattr(chooser, "choose", lambda *_: int(rng.choice([0, 1, 3])))
     for seed, prompt in enumerate(PROMPTS * 2):
         engine.add(prompt, params, seed)
@@ -70,9 +96,9 @@ def test_drafts_of_another_model_change_no_output(params, options, monkeypatch):
 def test_a_hybrid_drafter_is_right_where_the_number_of_drafts_changes(states, monkeypatch):
     """Its states survive steps without drafts, and passes that are not counted."""
     long = SamplingParams(temperature=0.0, max_tokens=40)
-    engine = make("qwen3_5", "qwen3_5", states=states, draft_counts=(0, 1, 3))
+    engine = make(HYBRID, HYBRID, states=states, draft_counts=(0, 1, 3))
     rng = np.random.default_rng(2)
-    chooser = engine.scheduler.draft_count
+    chooser = engine.scheduler.adaptive_drafts
     monkeypatch.setattr(chooser, "choose", lambda *_: int(rng.choice([0, 1, 3])))
     for prompt in PROMPTS:
         engine.add(prompt, long)
@@ -109,7 +135,7 @@ def test_drafts_equal_the_drafters_own_greedy_text():
 
 
 def test_drawn_drafts_are_verified_by_rejection_sampling():
-    engine = make("llama", "llama_draft", samplers=(SAMPLED.sampler,), probabilistic=True)
+    engine = make(HYBRID, "llama_draft", feature_sets=(SAMPLED.features,), probabilistic=True)
     for seed, prompt in enumerate(PROMPTS):
         engine.add(prompt, SAMPLED, seed)
     engine.run()
@@ -119,11 +145,11 @@ def test_drawn_drafts_are_verified_by_rejection_sampling():
 
 
 def test_a_drafter_of_another_vocabulary_is_refused():
-    recipe = ModelRecipe.of(model("llama_draft"), jnp.dtype("float32"))
-    other = recipe.config.__class__(**vars(recipe.config) | {"vocab_size": 99})
+    model_spec = ModelSpec.of(model("llama_draft"), jnp.dtype("float32"))
+    other = model_spec.config.__class__(**vars(model_spec.config) | {"vocab_size": 99})
     config = SpeculativeConfig("draft_model", options=OPTIONS)
     with pytest.raises(ValueError, match="vocabulary of 264 ids, and somewhere has 99"):
-        make_proposer(config, model("llama"), recipe._replace(config=other))
+        make_proposer(config, model("llama"), model_spec._replace(config=other))
 
 
 def test_a_folder_is_drafted_with_and_its_memory_is_counted():

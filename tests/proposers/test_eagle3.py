@@ -17,17 +17,16 @@ from harness import (
     oracle,
     prompts,
 )
+from pairwise import soak
 from safetensors import safe_open
 
 from jaxspec import LLM, SamplingParams, inspect
-from jaxspec.models.base import ModelRecipe
+from jaxspec.models.base import ModelSpec
 from jaxspec.models.eagle3 import Eagle3Config, Eagle3Head
+from jaxspec.options import SpeculativeConfig
+from jaxspec.options.draft_methods import DraftModelOptions, Eagle3Options
 from jaxspec.proposers import make_proposer
-from jaxspec.runner.step import jitted_step
-from jaxspec.sampler import GREEDY as GREEDY_SAMPLER
-from jaxspec.speculation import SpeculativeConfig
-from jaxspec.speculation.draft_model import DraftModelOptions
-from jaxspec.speculation.eagle3 import Eagle3Options
+from jaxspec.requests.sampling_features import GREEDY as GREEDY_SAMPLER
 
 HEAD = "llama_eagle3"
 PROMPTS = prompts(5, seed=4, longest=20)
@@ -40,7 +39,7 @@ def make(target="llama", *, drafts=3, layers=None, **options):
 
 def vary_draft_counts(engine, monkeypatch):
     rng = np.random.default_rng(0)
-    chooser = engine.scheduler.draft_count
+    chooser = engine.scheduler.adaptive_drafts
     monkeypatch.setattr(chooser, "choose", lambda *_: int(rng.choice([0, 1, 3])))
 
 
@@ -67,12 +66,10 @@ def test_the_first_drafts_are_the_references(chunk):
 
 
 @pytest.fixture
-def plant(monkeypatch):
+def plant(monkeypatch, fresh_programs):
     """Puts a bug into the head, and runs programs that no other test shares."""
     drafting(HEAD)  # as the loader would not refuse it
-    jitted_step.cache_clear()
-    yield functools.partial(monkeypatch.setattr, Eagle3Head)
-    jitted_step.cache_clear()
+    return functools.partial(monkeypatch.setattr, Eagle3Head)
 
 
 def test_the_reference_sees_offsets_that_are_taken_for_ids(plant):
@@ -145,21 +142,31 @@ def test_the_oracle_sees(name, bug, plant):
             head.check(tokens, drafts)
 
 
+SYNCHRONOUS = {"max_in_flight": 0, "chunk": 1}
+CHUNKS = {"max_in_flight": 3, "chunk": 7}
+PREEMPTED = {"num_pages": 16}
+SEVERAL = {"max_in_flight": 1, "steps_per_dispatch": 2, "draft_counts": (0, 1, 3)}
+HYBRID_TARGET = {"target": "qwen3_5", "states": REPLAY, "chunk": 7}
+
+
 @pytest.mark.parametrize(
-    "options",
+    "options, params",
     [
-        {"max_in_flight": 0, "chunk": 1},
-        {"max_in_flight": 3, "chunk": 7},
-        {"num_pages": 16},
-        {"max_in_flight": 1, "steps_per_dispatch": 2, "draft_counts": (0, 1, 3)},
-        {"target": "qwen3_5", "states": REPLAY, "chunk": 7},
+        (SYNCHRONOUS, GREEDY),
+        (CHUNKS, SAMPLED),
+        (PREEMPTED, SAMPLED),
+        (SEVERAL, GREEDY),
+        (HYBRID_TARGET, SAMPLED),
+        soak(SYNCHRONOUS, SAMPLED),
+        soak(CHUNKS, GREEDY),
+        soak(PREEMPTED, GREEDY),
+        soak(SEVERAL, SAMPLED),
+        soak(HYBRID_TARGET, GREEDY),
     ],
-    ids=["synchronous", "chunks", "preemption", "several numbers", "a hybrid target"],
 )
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_drafts_change_no_output(params, options, monkeypatch):
+def test_drafts_change_no_output(options, params, monkeypatch):
     """Laws 1, 3 and 4."""
-    engine = make(**{"samplers": (params.sampler,), **options})
+    engine = make(**{"feature_sets": (params.features,), **options})
     if "draft_counts" in options:
         vary_draft_counts(engine, monkeypatch)
     for seed, prompt in enumerate(PROMPTS * 2):
@@ -170,8 +177,10 @@ def test_drafts_change_no_output(params, options, monkeypatch):
 
 @pytest.mark.parametrize("rejection", ["standard", "block"])
 def test_drawn_drafts_come_with_what_they_were_drawn_from(rejection):
-    samplers = (SAMPLED.sampler, GREEDY_SAMPLER)
-    engine = make(probabilistic=True, rejection=rejection, samplers=samplers, max_in_flight=0)
+    feature_sets = (SAMPLED.features, GREEDY_SAMPLER)
+    engine = make(
+        probabilistic=True, rejection=rejection, feature_sets=feature_sets, max_in_flight=0
+    )
     head = Eagle3Oracle(FIXTURES / HEAD, oracle("llama"))
     hot = SamplingParams(temperature=1.5, max_tokens=20)
     heard = heard_drafts(engine, [(prompt, hot, seed) for seed, prompt in enumerate(PROMPTS)])
@@ -196,21 +205,23 @@ def test_drawn_drafts_come_with_what_they_were_drawn_from(rejection):
 
 
 def recipe_of(name=HEAD, **changes):
-    recipe = ModelRecipe.of(drafting(name), jnp.dtype("float32"))
-    return recipe._replace(config=recipe.config.__class__(**vars(recipe.config) | changes))
+    model_spec = ModelSpec.of(drafting(name), jnp.dtype("float32"))
+    return model_spec._replace(
+        config=model_spec.config.__class__(**vars(model_spec.config) | changes)
+    )
 
 
 def test_the_layers_are_the_users_or_the_heads_or_the_methods():
     own = recipe_of().config.part(Eagle3Config)
     silent = recipe_of(parts=(own.__class__(**vars(own) | {"aux_layer_ids": None}),))
     plain, named = Eagle3Options("a"), Eagle3Options("a", aux_layer_ids=[0, 1, 4])
-    for recipe, options, taps in (
+    for model_spec, options, taps in (
         (recipe_of(), plain, (2, 3, 3)),
         (recipe_of(), named, (0, 1, 4)),
         (silent, plain, (2, 3, 3)),  # 2, half of 6, and the third from the end
     ):
         config = SpeculativeConfig("eagle3", options=options)
-        assert make_proposer(config, model("llama"), recipe).taps == taps
+        assert make_proposer(config, model("llama"), model_spec).taps == taps
 
 
 @pytest.mark.parametrize(

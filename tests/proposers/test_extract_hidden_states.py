@@ -8,12 +8,13 @@ import jax
 import numpy as np
 import pytest
 from harness import model, oracle
+from pairwise import soak
 from safetensors import safe_open
 from tokenizer_folders import with_bytes
 
 from jaxspec import LLM, SamplingParams
+from jaxspec.options import SpeculativeConfig
 from jaxspec.proposers import make_proposer
-from jaxspec.speculation import SpeculativeConfig
 
 METHOD = "extract_hidden_states"
 LAYERS = (3, 0, 4)  # 4 is what leaves the last one
@@ -85,13 +86,13 @@ def check(folder, outputs):
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_in_flight": 0, "long_prefill_token_threshold": 1},
         {"max_in_flight": 1, "state_policy": "replay"},
-        {"max_in_flight": 2, "num_pages": 26},
         {"max_in_flight": 3, "long_prefill_token_threshold": 7, "num_pages": 30},
         {"max_in_flight": 2, "steps_per_dispatch": 3},
+        soak({"max_in_flight": 0, "long_prefill_token_threshold": 1}),
+        soak({"max_in_flight": 2, "num_pages": 26}),
     ],
-    ids=["synchronous", "replay", "preemption", "chunks and preemption", "several steps"],
+    ids=["replay", "chunks and preemption", "several steps", "synchronous", "preemption"],
 )
 def test_what_is_saved_is_what_the_layers_made(make, plain, tmp_path, options):
     """However prompts are cut, rows preempted and samples forked; and no token is another one."""

@@ -12,13 +12,13 @@ from safetensors import safe_open
 
 from jaxspec.models.layers.mtp_head import MTPHead
 from jaxspec.models.qwen3_5 import Qwen3_5
+from jaxspec.options import SpeculativeConfig
+from jaxspec.options.draft_methods import MTPOptions
 from jaxspec.pallas import dispatch
 from jaxspec.proposers import DraftInputs, make_proposer, mtp
-from jaxspec.sampler import GREEDY, SAMPLED
+from jaxspec.requests.sampling_features import GREEDY, SAMPLED
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.sampling import SamplingInputs
-from jaxspec.sampling_params import SamplingParams
-from jaxspec.speculation import SpeculativeConfig
-from jaxspec.speculation.mtp import MTPOptions
 from jaxspec.weight import Dense, Float8
 
 
@@ -53,7 +53,7 @@ def propose(monkeypatch):
     def next_hidden(embedded, hidden):
         return hidden[:, ::-1] + embedded
 
-    def run(draft_vocab, method="greedy", temperature=0.0, lost=None, sampler=SAMPLED):
+    def run(draft_vocab, method="greedy", temperature=0.0, lost=None, features=SAMPLED):
         """`lost`: the row whose hidden state has a NaN."""
         seen, hidden = [], first.copy()
         if lost is not None:
@@ -104,7 +104,7 @@ def propose(monkeypatch):
             sampling=SamplingInputs(columns),
             paths=None,
             page_size=4,
-            sampler=sampler,
+            features=features,
         )
         drafts, _ = proposer.propose(qwen, inputs, None, proposer.init_tables(qwen))
         assert drafts.num_drafts.tolist() == [3, 0, 3, 3, 3]
@@ -132,7 +132,7 @@ def test_a_head_that_fails_drafts_placeholders_in_its_row_alone(propose, vocab, 
 
 
 @pytest.mark.parametrize(
-    "program", [{}, {"method": "probabilistic", "sampler": GREEDY}], ids=["drafts", "programs"]
+    "program", [{}, {"method": "probabilistic", "features": GREEDY}], ids=["drafts", "programs"]
 )
 def test_greedy_ones_need_no_logits(propose, monkeypatch, program):
     expected, _ = propose(SHUFFLED)

@@ -7,9 +7,10 @@ import jax
 import numpy as np
 import pytest
 from harness import GREEDY, REPLAY, SAMPLED, Harness, prompts
+from pairwise import soak
 
+from jaxspec.options.draft_methods import NgramOptions
 from jaxspec.proposers.ngram import look_up
-from jaxspec.speculation.ngram import NgramOptions
 
 REPEATING = [(5, 6, 7, 8) * 4, (1, 2, 3) * 5, (9,) * 11, (4, 3, 2, 1, 4, 3, 9, 9, 4, 3)]
 
@@ -52,23 +53,31 @@ def make(**options):
     return Harness(drafts=4, method="ngram", options=NgramOptions(1, 3), **options)
 
 
+SYNCHRONOUS = {"max_in_flight": 0, "chunk": 1}
+REPLAYED = {"max_in_flight": 3, "chunk": 7, "states": REPLAY}
+PREEMPTED = {"num_pages": 16}
+SEVERAL = {"steps_per_dispatch": 2, "draft_counts": (0, 1, 4)}
+
+
 @pytest.mark.parametrize(
-    "options",
+    "options, params",
     [
-        {"max_in_flight": 0, "chunk": 1},
-        {"max_in_flight": 3, "chunk": 7, "states": REPLAY},
-        {"num_pages": 16},
-        {"steps_per_dispatch": 2, "draft_counts": (0, 1, 4)},
+        (SYNCHRONOUS, GREEDY),
+        (REPLAYED, OF_FEW),
+        (PREEMPTED, GREEDY),
+        (SEVERAL, OF_FEW),
+        soak(SYNCHRONOUS, OF_FEW),
+        soak(REPLAYED, GREEDY),
+        soak(PREEMPTED, OF_FEW),
+        soak(SEVERAL, GREEDY),
     ],
-    ids=["synchronous", "replay", "preemption", "several numbers"],
 )
-@pytest.mark.parametrize("params", [GREEDY, OF_FEW], ids=["greedy", "sampled"])
 def test_looked_up_drafts_change_no_output(params, options, monkeypatch):
     """Laws 1, 3 and 4."""
-    engine = make(samplers=(params.sampler,), **options)
+    engine = make(feature_sets=(params.features,), **options)
     if "draft_counts" in options:
         rng = np.random.default_rng(0)
-        chooser = engine.scheduler.draft_count
+        chooser = engine.scheduler.adaptive_drafts
         monkeypatch.setattr(chooser, "choose", lambda *_: int(rng.choice([0, 1, 4])))
     for seed, prompt in enumerate([*REPEATING, *prompts(4), *REPEATING]):
         engine.add(prompt, params, seed)
@@ -80,7 +89,7 @@ def test_looked_up_drafts_change_no_output(params, options, monkeypatch):
 def test_samples_that_fork_share_the_tokens_of_their_prompt():
     """A fork copies the page that both write to; the others are shared, tokens and all."""
     params = SAMPLED.__class__(temperature=0.8, max_tokens=12, n=3)
-    engine = make(samplers=(params.sampler,))
+    engine = make(feature_sets=(params.features,))
     for prompt in REPEATING:
         for sample in engine.add(prompt, params, seed=3):
             sample.params = SAMPLED

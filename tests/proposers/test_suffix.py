@@ -5,16 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import GREEDY, REPLAY, SAMPLED, Harness, prompts
+from pairwise import soak
 
-from jaxspec.plan import Program, plan_layout
+from jaxspec.options.draft_methods import SuffixOptions
+from jaxspec.plan.plan import Program, plan_layout
 from jaxspec.proposers import suffix
 from jaxspec.proposers.base import HostPaths
 from jaxspec.proposers.suffix import align
-from jaxspec.request import Finish
+from jaxspec.requests.request import Finish
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runner import draft_inputs
 from jaxspec.runner.step import make_step
-from jaxspec.sampling_params import SamplingParams
-from jaxspec.speculation.suffix import SuffixOptions
 
 REPEATING = [(5, 6, 7, 8) * 4, (1, 2, 3) * 5, (9,) * 11, (4, 3, 2, 1, 4, 3, 9, 9, 4, 3)]
 LONGER = SamplingParams(temperature=0.0, max_tokens=40)
@@ -78,7 +79,7 @@ def test_a_text_that_comes_again_is_drafted_right_however_late_the_host_is(setti
     assert drafts > 100 and accepted >= 0.9 * drafts
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("depth", [2, soak(0)])
 def test_a_path_that_is_aligned_one_place_late_is_seen(depth, monkeypatch):
     """The test above would fail."""
 
@@ -105,24 +106,33 @@ def test_only_what_runs_is_known_where_no_ended_request_is_kept():
     assert twice(make(options=options))[0] < 20
 
 
+SYNCHRONOUS = {"max_in_flight": 0, "chunk": 1}
+REPLAYED = {"max_in_flight": 3, "chunk": 7, "states": REPLAY}
+PREEMPTED = {"num_pages": 16}
+SEVERAL = {"steps_per_dispatch": 2, "draft_counts": (0, 1, 4)}
+
+
 @pytest.mark.parametrize(
-    "options",
+    "options, params",
     [
-        {"max_in_flight": 0, "chunk": 1},
-        {"max_in_flight": 1},
-        {"max_in_flight": 3, "chunk": 7, "states": REPLAY},
-        {"num_pages": 16},
-        {"steps_per_dispatch": 2, "draft_counts": (0, 1, 4)},
+        (SYNCHRONOUS, GREEDY),
+        (REPLAYED, SAMPLED),
+        (PREEMPTED, SAMPLED),
+        (SEVERAL, GREEDY),
+        soak(SYNCHRONOUS, SAMPLED),
+        soak({"max_in_flight": 1}, GREEDY),
+        soak({"max_in_flight": 1}, SAMPLED),
+        soak(REPLAYED, GREEDY),
+        soak(PREEMPTED, GREEDY),
+        soak(SEVERAL, SAMPLED),
     ],
-    ids=["synchronous", "depth 1", "replay", "preemption", "several numbers"],
 )
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_paths_change_no_output(params, options, monkeypatch):
+def test_paths_change_no_output(options, params, monkeypatch):
     """Laws 1, 3 and 4."""
-    engine = make(samplers=(params.sampler,), **options)
+    engine = make(feature_sets=(params.features,), **options)
     if "draft_counts" in options:
         rng = np.random.default_rng(0)
-        chooser = engine.scheduler.draft_count
+        chooser = engine.scheduler.adaptive_drafts
         monkeypatch.setattr(chooser, "choose", lambda *_: int(rng.choice([0, 1, 4])))
     for seed, prompt in [*enumerate([*REPEATING, *prompts(4)])] * 2:  # the same seeds come again
         engine.add(prompt, params, seed)
@@ -136,7 +146,7 @@ def test_paths_change_no_output(params, options, monkeypatch):
 
 def test_samples_of_one_prompt_draft_for_each_other():
     params = SamplingParams(temperature=0.8, max_tokens=12, n=3)
-    engine = make(samplers=(params.sampler,))
+    engine = make(feature_sets=(params.features,))
     for prompt in REPEATING:
         for sample in engine.add(prompt, params, seed=3):
             sample.params = SAMPLED
@@ -146,7 +156,7 @@ def test_samples_of_one_prompt_draft_for_each_other():
 def test_programs_of_other_methods_are_what_they_were(monkeypatch):
     """Their plans have no paths, and no text of a program shows that others have."""
     engine = Harness(drafts=2)
-    program = Program(4, 0, GREEDY.sampler, 1, 2)
+    program = Program(4, 0, GREEDY.features, 1, 2)
     shapes = engine.runner.shapes
     assert shapes.path_length == 0
     assert not any("path" in name for name in plan_layout(program, shapes).fields)

@@ -5,7 +5,7 @@ from real_models import SIZES, make_llm, write_small
 from served import serving
 
 from jaxspec import SamplingParams
-from jaxspec.async_llm import AsyncLLM
+from jaxspec.api.async_llm import AsyncLLM
 
 NAME = "falcon-h1-1.5b"
 PROMPT = "import os"

@@ -6,8 +6,8 @@ import pytest
 from real_models import make_llm, write_small
 
 from jaxspec import SamplingParams
-from jaxspec.beam_search import BeamSearchParams
-from jaxspec.sampling_params import RequestOutputKind
+from jaxspec.api.beam_search import BeamSearchParams
+from jaxspec.requests.sampling_params import RequestOutputKind
 
 NAME = "qwen3.5-0.8b"
 OPTIMIZED = True  # a step of 248,320 ids takes longer without optimizations than compiling

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from benchmarks.published import MODELS
-from jaxspec.generation_config import default_params
 from jaxspec.models import MODELS as FAMILIES
 from jaxspec.models import parse_config
 from jaxspec.models.layers.moe import MoEConfig
+from jaxspec.options.generation_config import default_params
 
 ALL = pytest.mark.parametrize("name", MODELS)
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxspec.sampling
-from jaxspec.row import SAMPLING_FIELDS
-from jaxspec.sampler import Sampler
+from jaxspec.plan.row import SAMPLING_FIELDS
+from jaxspec.requests.sampling_features import SamplingFeatures
 from jaxspec.sampling import (
     BlockVerifier,
     ExactVerifier,
@@ -37,7 +37,7 @@ from jaxspec.sampling.tables import SamplingTables
 VOCABULARIES = 32_000, 49_152, 65_536, 128_256, 131_072, 151_936, 248_320, 50_257, 2_049
 ROWS = 0, 1, 8
 EMITS = 4  # tokens of a verify
-EVERYTHING = Sampler.of(*PROCESSORS)
+EVERYTHING = SamplingFeatures.of(*PROCESSORS)
 
 
 def array(*shape, dtype=jnp.float32):
@@ -71,7 +71,7 @@ def of_logits(function, tokens=EMITS, **options):
 def of_verifier(verifier):
     """A verifier, with every processor."""
     return lambda rows, vocab: jax.eval_shape(
-        functools.partial(verifier, sampler=EVERYTHING),
+        functools.partial(verifier, features=EVERYTHING),
         ints(rows, EMITS),
         array(rows, EMITS, vocab),
         ints(rows, EMITS - 1),
@@ -113,8 +113,8 @@ def noise(rows, vocab):
 
 FUNCTIONS = {
     **{name: of_logits(processor) for name, processor in PROCESSORS.items()},
-    "draw": of_logits(draw, sampler=EVERYTHING),
-    "draw at chunk ends": of_logits(draw, tokens=0, sampler=EVERYTHING),
+    "draw": of_logits(draw, features=EVERYTHING),
+    "draw at chunk ends": of_logits(draw, tokens=0, features=EVERYTHING),
     "draw_draft": of_logits(draw_draft, place=2),
     "ExactVerifier": of_verifier(ExactVerifier()),  # verify_exact
     "RejectionVerifier": of_verifier(RejectionVerifier()),  # verify_rejection

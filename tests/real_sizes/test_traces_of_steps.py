@@ -14,24 +14,24 @@ import pytest
 from flax import nnx
 from harness import FIXTURES
 
+from jaxspec.api.loading import settle
 from jaxspec.cache import state_policy
-from jaxspec.loading import settle
 from jaxspec.models import parse_config, unread, unread_model_or_head
 from jaxspec.models.layers.decoder import FEED_FORWARDS, MIXERS
-from jaxspec.options import EngineConfig
-from jaxspec.plan import EXPORT, MOVES, PIECES, RESTORE, TABLES, Program, plan_layout
+from jaxspec.options.engine_options import EngineConfig
+from jaxspec.plan.plan import BLOCK_COPIES, EXPORT, MOVES, RESTORE, TABLES, Program, plan_layout
 from jaxspec.proposers import PROPOSERS
 from jaxspec.proposers.testing.oracle import OracleProposer
+from jaxspec.requests.sampling_features import GREEDY, REPORTS, SAMPLED, SamplingFeatures
 from jaxspec.runner.batch_state import EngineState
-from jaxspec.runner.pieces import Pieces
+from jaxspec.runner.blocks import BlockCopies
 from jaxspec.runner.step import StepConfig, make_step
 from jaxspec.runner.warmup import programs
-from jaxspec.sampler import GREEDY, REPORTS, SAMPLED, Sampler
 from jaxspec.sampling import make_verifier
 from jaxspec.sampling.processors import PROCESSORS
 
 VOCABULARIES = 32_000, 49_152, 65_536, 128_256, 131_072, 151_936, 248_320, 50_257, 2_049
-EVERYTHING = Sampler.of(*PROCESSORS, *REPORTS)
+EVERYTHING = SamplingFeatures.of(*PROCESSORS, *REPORTS)
 BFLOAT16 = jnp.dtype("bfloat16")
 PROMPT = 64  # tokens
 
@@ -76,11 +76,11 @@ def engine_of(tmp_path):
             weights=tree,
             proposer=settled.proposer,
             verifier=make_verifier(settled.speculation),
-            specs=settled.holdings.specs,
+            specs=settled.memory_usage.specs,
             states=state_policy(settled.states),
         )
-        state = jax.eval_shape(functools.partial(settled.holdings.empty_state, shapes))
-        return Engine(config, leaves, settled.holdings.tables, state)
+        state = jax.eval_shape(functools.partial(settled.memory_usage.empty_state, shapes))
+        return Engine(config, leaves, settled.memory_usage.tables, state)
 
     return build
 
@@ -115,10 +115,10 @@ def test_every_program_of_an_engine_traces(engine_of):
     )
     shapes = engine.config.shapes
     found = programs(shapes, [EVERYTHING])
-    assert {TABLES, EXPORT, RESTORE, *PIECES} <= set(found)
-    pieces = Pieces(engine.config.specs, shapes)
+    assert {TABLES, EXPORT, RESTORE, *BLOCK_COPIES} <= set(found)
+    pieces = BlockCopies(engine.config.specs, shapes)
     for program in {**dict.fromkeys(found), MOVES: None}:
-        if program in PIECES:
+        if program in BLOCK_COPIES:
             pieces.lower(program, engine.state)
         else:
             engine.trace(program)
@@ -156,8 +156,8 @@ def test_steps_of_every_method_trace(engine_of, name):
         options = {"num_speculative_tokens": 2, **options}
     engine = engine_of(fixture, drafter, speculative_config=options)
     drafts = engine.config.shapes.num_drafts
-    for rows, tokens, sampler in ((1, 0, GREEDY), (0, PROMPT, SAMPLED)):
-        output = engine.trace(Program(rows, tokens, sampler, num_drafts=drafts))
+    for rows, tokens, features in ((1, 0, GREEDY), (0, PROMPT, SAMPLED)):
+        output = engine.trace(Program(rows, tokens, features, num_drafts=drafts))
         check_rows(output, rows, engine.config.shapes.prefill_seqs(tokens), 1 + drafts)
 
 

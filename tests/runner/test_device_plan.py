@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import StepShapes
-from jaxspec.plan import Program, pack_plan, plan_layout
+from jaxspec.plan.plan import Program, pack_plan, plan_layout
+from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.runner.device_plan import DevicePlan
-from jaxspec.sampler import GREEDY
 
 BUCKETS = StepShapes(
     max_num_seqs=4,

@@ -6,15 +6,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.logprobs import LAYOUT
+from jaxspec.requests.logprobs import LAYOUT
+from jaxspec.requests.sampling_features import (
+    FULL,
+    GREEDY,
+    LOGPROBS,
+    PROMPT_LOGPROBS,
+    SamplingFeatures,
+)
 from jaxspec.runner import logprobs
 from jaxspec.runner.logprobs import emitted_logprobs, prompt_logprobs
 from jaxspec.runner.prepare import Places
-from jaxspec.sampler import FULL, GREEDY, LOGPROBS, PROMPT_LOGPROBS, Sampler
 from jaxspec.sampling import Acceptance
 
 VOCAB, ROWS, WIDTH = 40, 2, 3
-BOTH = Sampler.of(LOGPROBS, PROMPT_LOGPROBS)
+BOTH = SamplingFeatures.of(LOGPROBS, PROMPT_LOGPROBS)
 RANDOM = np.random.default_rng(0)
 
 
@@ -62,10 +68,10 @@ def test_the_logits_of_a_place_are_reported_with_the_token_behind_it():
             assert fields["top_ids"][row, place, 0] == logits[index].argmax()
 
 
-@pytest.mark.parametrize("piece", [256, 4, 7, 1])
-def test_prompt_tokens_are_scored_in_pieces_and_across_borders(monkeypatch, piece):
+@pytest.mark.parametrize("block", [256, 4, 7, 1])
+def test_prompt_tokens_are_scored_in_pieces_and_across_borders(monkeypatch, block):
     """Chunks 10 11 12 | 13 14 | 15 16: 20 follows the first, the step's own 4 the second."""
-    monkeypatch.setattr(logprobs, "_PIECE", piece)
+    monkeypatch.setattr(logprobs, "_PIECE", block)
     following = [11, 12, 20, 14, 4, 16, 30]
     inputs = make_inputs((3, 2, 2), (20, -1, 30))
     hidden = RANDOM.normal(size=(ROWS * WIDTH + 7, 8)).astype(np.float32)
@@ -75,12 +81,12 @@ def test_prompt_tokens_are_scored_in_pieces_and_across_borders(monkeypatch, piec
     np.testing.assert_allclose(fields["logit"], logits[np.arange(7), following], rtol=1e-5)
 
 
-@pytest.mark.parametrize("sampler", [GREEDY, FULL, Sampler.of(LOGPROBS)])
-def test_nothing_is_computed_that_a_program_does_not_report(sampler):
+@pytest.mark.parametrize("features", [GREEDY, FULL, SamplingFeatures.of(LOGPROBS)])
+def test_nothing_is_computed_that_a_program_does_not_report(features):
     inputs = make_inputs((3,), (-1,))
-    assert prompt_logprobs(None, None, inputs, None, sampler) is None
-    if LOGPROBS not in sampler.names:
-        assert emitted_logprobs(None, inputs, None, sampler) is None
+    assert prompt_logprobs(None, None, inputs, None, features) is None
+    if LOGPROBS not in features.names:
+        assert emitted_logprobs(None, inputs, None, features) is None
 
 
 def test_a_program_without_a_prompt_reports_none():

@@ -8,7 +8,7 @@ import pytest
 from harness import FIXTURES
 
 from jaxspec import LLM
-from jaxspec.config import StepShapes
+from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.runner import memory
 from jaxspec.runner.memory import MemoryBudget, fit, memory_map
 

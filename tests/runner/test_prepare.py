@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import StepShapes
-from jaxspec.plan import MOVES, Program, pack_plan
-from jaxspec.request import Finish
+from jaxspec.plan.plan import MOVES, Program, pack_plan
+from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.requests.request import Finish
+from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.runner.device_plan import DevicePlan
 from jaxspec.runner.prepare import prepare
 from jaxspec.runner.remap import update_page_tables, write_page_tables
-from jaxspec.sampler import GREEDY
 
 DECODE_ROWS = 3
 jitted_update = jax.jit(update_page_tables)

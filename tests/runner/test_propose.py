@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.proposers import Drafts, Proposer
+from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.runner.propose import DROPPED, propose
-from jaxspec.sampler import GREEDY
 
-INPUTS = SimpleNamespace(slots=jnp.zeros(4, jnp.int32), num_drafts=2, sampler=GREEDY)
+INPUTS = SimpleNamespace(slots=jnp.zeros(4, jnp.int32), num_drafts=2, features=GREEDY)
 MODEL = SimpleNamespace(vocab_size=10)
 
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.row import row_layout
+from jaxspec.plan.row import row_layout
 from jaxspec.runner.batch_state import BatchState, empty_rows
 from jaxspec.runner.remap import remap, scatter_new_rows
 

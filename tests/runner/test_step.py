@@ -9,15 +9,15 @@ import pytest
 from flax import nnx
 
 from jaxspec.cache import Snapshot
-from jaxspec.config import StepShapes
 from jaxspec.models.base import ForwardOutput, Model
-from jaxspec.plan import Program, StepOutput, output_layout, pack_plan
+from jaxspec.plan.plan import Program, StepOutput, output_layout, pack_plan
+from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.proposers import Drafts, Proposer
-from jaxspec.request import Finish
+from jaxspec.requests.request import Finish
+from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.runner.batch_state import EngineState
 from jaxspec.runner.propose import DROPPED
 from jaxspec.runner.step import StepConfig, make_step
-from jaxspec.sampler import GREEDY
 from jaxspec.sampling import ExactVerifier
 
 VOCAB = 400

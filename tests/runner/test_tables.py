@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from fake_device import make_buckets
 
-from jaxspec.plan import Program, pack_plan
+from jaxspec.plan.plan import Program, pack_plan
+from jaxspec.requests.sampling_features import BIAS, GREEDY, PENALTIES, SamplingFeatures
 from jaxspec.runner.device_plan import DevicePlan
 from jaxspec.runner.prepare import prepare
 from jaxspec.runner.tables import step_tokens, stop_ids, with_chunks, with_verified
-from jaxspec.sampler import BIAS, GREEDY, PENALTIES, Sampler
 from jaxspec.sampling import Acceptance
 from jaxspec.sampling.tables import SamplingTables
 
 VOCAB, WIDTH = 20, 3
 SHAPES = make_buckets(num_drafts=WIDTH - 1, decode_rows=(2, 5), vocab_size=VOCAB)
-PROGRAM = Program(2, 16, Sampler.of(BIAS, PENALTIES), num_drafts=WIDTH - 1)
+PROGRAM = Program(2, 16, SamplingFeatures.of(BIAS, PENALTIES), num_drafts=WIDTH - 1)
 
 
 @pytest.fixture

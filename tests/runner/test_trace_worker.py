@@ -13,12 +13,12 @@ from harness import FIXTURES, REPLAY, Harness, model, prompts
 from jax import export
 
 from jaxspec import device
-from jaxspec.models.base import ModelRecipe
-from jaxspec.plan import MOVES, Program
+from jaxspec.models.base import ModelSpec
+from jaxspec.plan.plan import MOVES, Program
+from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.runner import trace_worker
 from jaxspec.runner.programs import program_cache, trace_processes
 from jaxspec.runner.programs.trace_processes import TraceProcesses
-from jaxspec.sampler import GREEDY
 
 DECODE = Program(4, 0, GREEDY)
 H200 = device.StandIn("gpu", "NVIDIA H200", "9.0")
@@ -38,8 +38,8 @@ def request_for(runner, program=DECODE):
     "fixture", sorted({path.parent.name for path in FIXTURES.glob("qwen*/model*.safetensors")})
 )
 def test_a_recipe_makes_the_model_again(fixture):
-    recipe = ModelRecipe.of(model(fixture), jnp.dtype("float32"))
-    again, here = (nnx.split(each) for each in (recipe.model(), model(fixture)))
+    model_spec = ModelSpec.of(model(fixture), jnp.dtype("float32"))
+    again, here = (nnx.split(each) for each in (model_spec.model(), model(fixture)))
     assert again[0] == here[0]
     shapes = [
         [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(weights)]
@@ -68,26 +68,26 @@ def program_of(content):
 
 
 def test_a_worker_keeps_what_this_process_would():
-    runner = Harness("qwen3_5", drafts=2, samplers=()).runner
+    runner = Harness("qwen3_5", drafts=2, feature_sets=()).runner
     there, here = traced_there(runner), traced_here(runner)
     assert program_of(there) == program_of(here)
 
 
 @pytest.mark.gpu
 def test_kernels_traced_without_a_gpu_are_those_traced_with_one():
-    runner = Harness("qwen3_5", drafts=2, samplers=(), states=REPLAY).runner
+    runner = Harness("qwen3_5", drafts=2, feature_sets=(), states=REPLAY).runner
     there, here = program_of(traced_there(runner)), program_of(traced_here(runner))
     assert there == here and "mosaic_gpu" in there[1]
 
 
 def test_a_worker_refuses_to_make_another_program():
-    request = request_for(Harness("qwen3_5", drafts=2, samplers=()).runner)
-    fewer = request_for(Harness("qwen3_5", drafts=1, samplers=()).runner)
+    request = request_for(Harness("qwen3_5", drafts=2, feature_sets=()).runner)
+    fewer = request_for(Harness("qwen3_5", drafts=1, feature_sets=()).runner)
     others = [
         {"program": Program(4, 64, GREEDY)},
         {"config": fewer.config},
         {"arguments": fewer.arguments},
-        {"recipe": request.recipe._replace(dtype=jnp.dtype("bfloat16"))},
+        {"model_spec": request.model_spec._replace(dtype=jnp.dtype("bfloat16"))},
     ]
     for other in others:
         with pytest.raises(ValueError, match="would make another of it"):
@@ -95,7 +95,7 @@ def test_a_worker_refuses_to_make_another_program():
 
 
 def test_a_worker_takes_over_how_jax_is_set():
-    request = request_for(Harness("qwen3_5", samplers=()).runner)
+    request = request_for(Harness("qwen3_5", feature_sets=()).runner)
     before = jax.config.jax_default_prng_impl
     settings = request.settings | {"jax_default_prng_impl": "rbg"}
     try:
@@ -107,10 +107,12 @@ def test_a_worker_takes_over_how_jax_is_set():
 
 
 def test_what_cannot_be_pickled_is_traced_here(monkeypatch, tmp_path):
-    runner = Harness("qwen3_5", samplers=()).runner
+    runner = Harness("qwen3_5", feature_sets=()).runner
     monkeypatch.setattr(program_cache, "_folder", lambda: tmp_path / "programs")
     monkeypatch.setattr(trace_processes, "num_processes", lambda count: count)
-    blueprint = dataclasses.replace(runner._blueprint, recipe=lambda: "a function of this test's")
+    blueprint = dataclasses.replace(
+        runner._blueprint, model_spec=lambda: "a function of this test's"
+    )
     monkeypatch.setattr(runner, "_blueprint", blueprint)
     monkeypatch.setattr(trace_processes, "_started", lambda: pytest.fail("a process was started"))
     assert list(runner.trace_ahead([DECODE])) == [DECODE]
@@ -162,7 +164,7 @@ def test_programs_that_processes_fail_to_trace_are_traced_here(monkeypatch, tmp_
 
 
 def test_the_copies_are_never_asked_for(monkeypatch, tmp_path):
-    runner = Harness("qwen3_5", samplers=()).runner
+    runner = Harness("qwen3_5", feature_sets=()).runner
     monkeypatch.setattr(program_cache, "_folder", lambda: tmp_path / "programs")
     asked = []
     monkeypatch.setattr(trace_processes, "num_processes", lambda count: asked.append(count) or 0)
@@ -172,7 +174,7 @@ def test_the_copies_are_never_asked_for(monkeypatch, tmp_path):
 
 @pytest.mark.mosaic
 def test_a_process_without_a_gpu_traces_kernels_for_one():
-    runner = Harness("qwen3_5", drafts=2, samplers=(), states=REPLAY).runner
+    runner = Harness("qwen3_5", drafts=2, feature_sets=(), states=REPLAY).runner
     chosen, program = program_of(traced_there(runner, target=H200, platform="cuda"))
     assert b'["slot_mapping", "kernel"' in chosen
     assert program.count("mosaic_gpu") > 0

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxspec.cache import Replay, Snapshot
-from jaxspec.request import Finish
+from jaxspec.requests.request import Finish
 from jaxspec.runner.update import truncate_at_stop, update
 from jaxspec.sampling import Acceptance
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul
+from jaxspec.requests.sampling_features import FULL, GREEDY, SAMPLED
 from jaxspec.runner.prepare import StepInputs
 from jaxspec.runner.verify import verify
-from jaxspec.sampler import FULL, GREEDY, SAMPLED
 from jaxspec.sampling import ExactVerifier, RejectionVerifier, SamplingInputs, draw
 from jaxspec.weight import Dense
 
@@ -33,7 +33,7 @@ class ScoresModel:
         return argmax_matmul(hidden, Dense(jnp.eye(VOCAB)), forbidden)
 
 
-def run(rows, scores, first_position, sampler, verifier, num_drafts=WIDTH - 1):
+def run(rows, scores, first_position, features, verifier, num_drafts=WIDTH - 1):
     """`verify` of rows of which the first decode, as a step calls it."""
     num_ends = rows.num_rows - NUM_DECODE
     drafts = jnp.broadcast_to(jnp.asarray(num_drafts, jnp.int32), (NUM_DECODE,))
@@ -49,8 +49,8 @@ def run(rows, scores, first_position, sampler, verifier, num_drafts=WIDTH - 1):
         next_prefill_token=jnp.full(num_ends, -1),
         page_size=4,
     )
-    model, draft_logits = ScoresModel(sampler.makes_logits), jnp.zeros((7, WIDTH - 1, VOCAB))
-    result, _ = verify(model, jnp.asarray(scores), inputs, draft_logits, verifier, sampler)
+    model, draft_logits = ScoresModel(features.makes_logits), jnp.zeros((7, WIDTH - 1, VOCAB))
+    result, _ = verify(model, jnp.asarray(scores), inputs, draft_logits, verifier, features)
     assert result.tokens.dtype == result.num_accepted.dtype == jnp.int32
     return np.asarray(result.tokens), np.asarray(result.num_accepted)
 
@@ -62,13 +62,15 @@ def scores_of(tokens, second=5):
 
 
 BOTH = pytest.mark.parametrize("verifier", [ExactVerifier(), RejectionVerifier()])
-SAMPLERS = pytest.mark.parametrize("sampler", [GREEDY, SAMPLED, FULL], ids=str)
+SAMPLERS = pytest.mark.parametrize("features", [GREEDY, SAMPLED, FULL], ids=str)
 
 
 @BOTH
 @SAMPLERS
 @pytest.mark.parametrize("num_ends", [0, 2])
-def test_greedy_rows_take_the_targets_best_in_every_program(sampler, verifier, num_ends, make_rows):
+def test_greedy_rows_take_the_targets_best_in_every_program(
+    features, verifier, num_ends, make_rows
+):
     rows = [
         {"slot": 1, "drafts": [11, 12]},
         {"slot": 2, "drafts": [21, 0]},
@@ -79,7 +81,7 @@ def test_greedy_rows_take_the_targets_best_in_every_program(sampler, verifier, n
     target = [11, 12, 13, 21, 22, 23, 31, 30, 29, 3, 4][: NUM_DECODE * WIDTH + num_ends]
     rows = make_rows(WIDTH - 1, rows)
     tokens, accepted = run(
-        rows, scores_of(target), [9] * rows.num_rows, sampler, verifier, num_drafts=[2, 2, 0]
+        rows, scores_of(target), [9] * rows.num_rows, features, verifier, num_drafts=[2, 2, 0]
     )
     expected = [[11, 12, 13], [21, 22, -1], [31, -1, -1], [3, -1, -1], [4, -1, -1]]
     assert tokens.tolist() == expected[: rows.num_rows]
@@ -88,7 +90,7 @@ def test_greedy_rows_take_the_targets_best_in_every_program(sampler, verifier, n
 
 @BOTH
 @SAMPLERS
-def test_no_stop_id_comes_before_the_minimum_length(sampler, verifier, make_rows):
+def test_no_stop_id_comes_before_the_minimum_length(features, verifier, make_rows):
     """By each token's own index: within a verify the second may be what the first may not."""
     stop = {"stop_ids": [STOP, 7], "min_len": 20}
     rows = [
@@ -104,7 +106,7 @@ def test_no_stop_id_comes_before_the_minimum_length(sampler, verifier, make_rows
         make_rows(WIDTH - 1, rows),
         scores,
         first_position,
-        sampler,
+        features,
         verifier,
     )
     ends = [[5, -1, -1], [STOP, -1, -1]]
@@ -113,7 +115,7 @@ def test_no_stop_id_comes_before_the_minimum_length(sampler, verifier, make_rows
 
 @BOTH
 @SAMPLERS
-def test_where_the_target_fails_nothing_is_emitted(sampler, verifier, make_rows):
+def test_where_the_target_fails_nothing_is_emitted(features, verifier, make_rows):
     rows = [{"slot": slot, "drafts": [6, 6]} for slot in range(1, 6)]
     scores = scores_of([6] * (NUM_DECODE * WIDTH + 2))
     scores[1, 3], scores[3], scores[9] = np.nan, -np.inf, np.inf
@@ -121,7 +123,7 @@ def test_where_the_target_fails_nothing_is_emitted(sampler, verifier, make_rows)
         make_rows(WIDTH - 1, rows),
         scores,
         [9] * 5,
-        sampler,
+        features,
         verifier,
     )
     expected = [[6, -1, -1], [-1] * 3, [6] * 3, [-1] * 3, [6, -1, -1]]
@@ -129,14 +131,14 @@ def test_where_the_target_fails_nothing_is_emitted(sampler, verifier, make_rows)
 
 
 @SAMPLERS
-def test_every_token_is_the_draw_of_its_position(sampler, make_rows):
+def test_every_token_is_the_draw_of_its_position(features, make_rows):
     """Drafts that plain sampling would draw there all stand; chunk ends draw as it does, too."""
     random = np.random.default_rng(0)
     places, first_position = NUM_DECODE * WIDTH + 2, np.array([4, 17, 30, 8, 25])
     scores = random.normal(size=(places, VOCAB)).astype(np.float32)
     row_of = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 4])
     place = np.array([0, 1, 2] * NUM_DECODE + [0, 0])
-    heat = np.zeros(5) if not sampler.makes_logits else np.array([0.9, 0.0, 1.5, 0.7, 0.0])
+    heat = np.zeros(5) if not features.makes_logits else np.array([0.9, 0.0, 1.5, 0.7, 0.0])
     how = SamplingInputs(
         {
             "temperature": jnp.asarray(heat, jnp.float32),
@@ -149,14 +151,14 @@ def test_every_token_is_the_draw_of_its_position(sampler, make_rows):
     )
     flat = jax.tree.map(lambda x: x[row_of], how)
     positions = jnp.asarray(first_position[row_of] + place, jnp.int32)
-    drawn = np.asarray(draw(jnp.asarray(scores), flat, positions, sampler=sampler))
+    drawn = np.asarray(draw(jnp.asarray(scores), flat, positions, features=features))
     rows = [
         {name: np.asarray(column)[row] for name, column in how.columns.items()}
         | {"slot": row + 1, "drafts": drawn[row * WIDTH :][: WIDTH - 1] if row < NUM_DECODE else []}
         for row in range(5)
     ]
     tokens, accepted = run(
-        make_rows(WIDTH - 1, rows), scores, first_position, sampler, ExactVerifier()
+        make_rows(WIDTH - 1, rows), scores, first_position, features, ExactVerifier()
     )
     assert tokens[:NUM_DECODE].ravel().tolist() + tokens[NUM_DECODE:, 0].tolist() == drawn.tolist()
     assert (tokens[NUM_DECODE:, 1:] == -1).all() and accepted.tolist() == [2, 2, 2, 0, 0]

@@ -9,15 +9,15 @@ import pytest
 from prefixes import Prefixes
 from verification import draft_places
 
-from jaxspec.sampler import BIAS, PENALTIES, TEMPERATURE, Sampler
+from jaxspec.requests.sampling_features import BIAS, PENALTIES, TEMPERATURE, SamplingFeatures
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.sampling import SamplingInputs, draw, verify_rejection
 from jaxspec.sampling.processors import has_choice, process_logits
-from jaxspec.sampling_params import SamplingParams
 
 VOCAB, WIDTH = 45, 4  # not a multiple of the bits of a word
 STOPS = tuple(range(0, 44, 2))
-process = jax.jit(process_logits, static_argnames="sampler")
-jitted = partial(process, sampler=Sampler.of(BIAS))
+process = jax.jit(process_logits, static_argnames="features")
+jitted = partial(process, features=SamplingFeatures.of(BIAS))
 
 
 def request(prompt, output, stop_ids=(), words=(), **params):
@@ -57,7 +57,7 @@ def test_what_is_forbidden_counts_as_not_there_whatever_it_scores():
     assert np.flatnonzero(np.isfinite(biased(prefixes, logits)[0, 0])).tolist() == [7]
     inputs = prefixes.inputs().repeat(WIDTH)
     flat, positions = logits.reshape(-1, VOCAB), prefixes.positions().reshape(-1)
-    sound = has_choice(jnp.asarray(flat), inputs, positions, sampler=Sampler.of(BIAS))
+    sound = has_choice(jnp.asarray(flat), inputs, positions, features=SamplingFeatures.of(BIAS))
     assert sound.tolist() == [True] * 4 + [False] * 4
 
 
@@ -87,7 +87,7 @@ def test_min_tokens_forbids_the_stop_ids_that_a_row_has_no_room_for():
     ]
     logits = np.zeros((4, WIDTH, VOCAB), np.float32)
     prefixes = Prefixes(requests, WIDTH, VOCAB)
-    got = biased(prefixes, logits, process, sampler=Sampler.of(BIAS))
+    got = biased(prefixes, logits, process, features=SamplingFeatures.of(BIAS))
     np.testing.assert_array_equal(got, prefixes.expected(logits))
     assert np.isneginf(got).sum(axis=2).tolist() == [
         [0, 0, 0, 0],
@@ -102,7 +102,9 @@ def test_masks_and_biases_come_before_penalties_and_those_before_the_temperature
     changes = {"logit_bias": {4: -3.0, 6: 2.0}, "repetition_penalty": 2.0, "temperature": 0.5}
     prefixes = Prefixes([request([4, 6], [4, 6, 1, 1], **changes)], 2, VOCAB)
     logits = np.ones((1, 2, VOCAB), np.float32)
-    got = biased(prefixes, logits, process, sampler=Sampler.of(BIAS, PENALTIES, TEMPERATURE))
+    got = biased(
+        prefixes, logits, process, features=SamplingFeatures.of(BIAS, PENALTIES, TEMPERATURE)
+    )
     np.testing.assert_allclose(got, prefixes.expected(logits) / 0.5, rtol=1e-6)
     assert got[0, 0, [4, 6]].tolist() == [-8.0, 3.0]
 
@@ -114,7 +116,9 @@ def test_where_everything_is_forbidden_there_is_no_token():
     ]
     prefixes = Prefixes(requests, 1, VOCAB)
     inputs, positions = prefixes.inputs(), prefixes.positions().reshape(-1)
-    tokens = draw(jnp.zeros((2, VOCAB)), inputs, positions, sampler=Sampler.of(BIAS, TEMPERATURE))
+    tokens = draw(
+        jnp.zeros((2, VOCAB)), inputs, positions, features=SamplingFeatures.of(BIAS, TEMPERATURE)
+    )
     assert tokens.tolist() == [-1, 0]
 
 
@@ -137,9 +141,9 @@ def test_drawn_drafts_keep_the_distribution_of_what_is_left(assert_distributed_a
     drawn = jax.jit(draft_places)(drafts, inputs, positions[:, :-1])
     # The step's tokens are its last one and what was drawn: each row has a prefix of its own.
     inputs = SamplingInputs(columns, single.tables, jnp.concatenate([tokens[:, :1], drawn], 1))
-    sampler = Sampler.of(BIAS, PENALTIES, TEMPERATURE)
-    result = jax.jit(verify_rejection, static_argnames="sampler")(
-        logits, drawn, drafts, inputs, positions, sampler=sampler
+    features = SamplingFeatures.of(BIAS, PENALTIES, TEMPERATURE)
+    result = jax.jit(verify_rejection, static_argnames="features")(
+        logits, drawn, drafts, inputs, positions, features=features
     )
     got = np.asarray(result.tokens)
 

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.request import Request
+from jaxspec.plan.table_plan import MAX_BAD_WORD_TOKENS, pack_tables
+from jaxspec.requests.request import Request
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.sampling.bias_tables import BiasTables
-from jaxspec.sampling_params import SamplingParams
-from jaxspec.table_plan import MAX_BAD_WORD_TOKENS, pack_tables
 
 SLOTS, VOCAB = 4, 70
 write = jax.jit(BiasTables.with_slot)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.sampler import SAMPLED
+from jaxspec.requests.sampling_features import SAMPLED
 from jaxspec.sampling import rejection
 from jaxspec.sampling.rejection import excess_of, judge_block, verify_block
 
@@ -200,7 +200,7 @@ def test_the_last_draft_whose_test_passes_decides(make_inputs, monkeypatch):
             jnp.asarray(draft_logits),
             make_inputs(rows),
             positions,
-            sampler=SAMPLED,
+            features=SAMPLED,
         )
         for row, (_, *_, passes) in enumerate(want):
             passed = np.flatnonzero(u[row, : len(passes)] < passes - 1e-6)

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from jaxspec.pallas.selection import LastKept, best_noisy
-from jaxspec.sampler import FULL, MIN_P, TOP_K, Sampler
+from jaxspec.requests.sampling_features import FULL, MIN_P, TOP_K, SamplingFeatures
 from jaxspec.sampling import SamplingInputs, Use, draw
 from jaxspec.sampling.candidates import MAX_SORTED
 from jaxspec.sampling.noise import row_keys
 from jaxspec.sampling.processors import process_logits
 
-VOCAB, ROWS = MAX_SORTED + 1300, 240
-RICH = FULL | Sampler.of(MIN_P)
-run = jax.jit(draw, static_argnames="sampler")
-process = jax.jit(process_logits, static_argnames="sampler")
+VOCAB, ROWS = MAX_SORTED + 1300, 96
+RICH = FULL | SamplingFeatures.of(MIN_P)
+run = jax.jit(draw, static_argnames="features")
+process = jax.jit(process_logits, static_argnames="features")
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def requests(top_k=-1, top_p=1.0, min_p=0.0, temperature=1.0):
     return SamplingInputs(columns | {"stop_ids": jnp.zeros((ROWS, 0), jnp.int32)})
 
 
-def by_masks(logits, inputs, positions, sampler):
-    scores = process(logits, inputs, positions, sampler=sampler)
+def by_masks(logits, inputs, positions, features):
+    scores = process(logits, inputs, positions, features=features)
     keys, every = row_keys(inputs.seed, positions, Use.TARGET), jnp.ones(ROWS, bool)
     return best_noisy(scores, keys, ~inputs.is_greedy, LastKept.none(ROWS), every)
 
@@ -68,14 +68,14 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_token_is_that_of_the_masks(case, logits):
-    sampler, columns = CASES[case]
+    features, columns = CASES[case]
     inputs, positions = requests(**columns), jnp.arange(ROWS, dtype=jnp.int32) + 7
-    tokens = np.asarray(run(logits, inputs, positions, sampler=sampler))
-    np.testing.assert_array_equal(tokens, by_masks(logits, inputs, positions, sampler))
+    tokens = np.asarray(run(logits, inputs, positions, features=features))
+    np.testing.assert_array_equal(tokens, by_masks(logits, inputs, positions, features))
 
 
 def test_a_row_draws_the_same_in_a_program_that_can_do_more(logits):
     inputs, positions = requests(top_k=[-1, 20], temperature=[0.0, 0.8]), jnp.arange(ROWS)
-    tokens = [run(logits, inputs, positions, sampler=each) for each in (TOP_K, FULL, RICH)]
+    tokens = [run(logits, inputs, positions, features=each) for each in (TOP_K, FULL, RICH)]
     np.testing.assert_array_equal(tokens[0], tokens[1])
     np.testing.assert_array_equal(tokens[0], tokens[2])

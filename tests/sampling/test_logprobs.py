@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.logprobs import LAYOUT
+from jaxspec.requests.logprobs import LAYOUT
+from jaxspec.requests.sampling_params import MAX_LOGPROBS
 from jaxspec.sampling.logprobs import pack_logprobs
-from jaxspec.sampling_params import MAX_LOGPROBS
 
 PACK = jax.jit(pack_logprobs)
 

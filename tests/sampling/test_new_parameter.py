@@ -6,11 +6,13 @@ import jax.numpy as jnp
 import pytest
 from harness import FIXTURES
 
-from jaxspec import LLM, SamplingParams, plan, row
+from jaxspec import LLM, SamplingParams
 from jaxspec.flight.file import read
-from jaxspec.row import RowField, row_layout
+from jaxspec.plan import plan, row
+from jaxspec.plan.plan import Program
+from jaxspec.plan.row import RowField, row_layout
+from jaxspec.requests.sampling_features import EVERYTHING, GREEDY, TOP_K, SamplingFeatures, rung
 from jaxspec.runner import verify
-from jaxspec.sampler import EVERYTHING, GREEDY, TOP_K, Sampler, rung
 from jaxspec.sampling.processors import PROCESSORS
 
 BAN = "ban"
@@ -23,9 +25,9 @@ class Params(SamplingParams):
     banned_id: int = -1
 
     @property
-    def sampler(self):
-        own = Sampler.of(BAN) if self.banned_id >= 0 else Sampler.of()
-        return super().sampler | own
+    def features(self):
+        own = SamplingFeatures.of(BAN) if self.banned_id >= 0 else SamplingFeatures.of()
+        return super().features | own
 
 
 FIELD = RowField("banned_id", "Never comes; -1: none.", lambda r: r.params.banned_id)
@@ -44,12 +46,12 @@ def llm(monkeypatch):
     monkeypatch.setattr(row, "SAMPLING_FIELDS", fields)
     monkeypatch.setattr(verify, "SAMPLING_FIELDS", fields)  # the same name, imported
     monkeypatch.setitem(PROCESSORS, BAN, ban)
-    for layout in (row_layout, plan._plan_layout):
+    for layout in (row_layout, plan._step_layout, plan._row_layout):
         layout.cache_clear()
     # A length of its own: no other test's programs are taken, and none takes these.
     options = {"max_num_seqs": 2, "decode_buckets": [2], "prefill_buckets": [16]}
     yield LLM(FIXTURES / "qwen3", dtype="float32", max_model_len=72, **options)
-    for layout in (row_layout, plan._plan_layout):
+    for layout in (row_layout, plan._step_layout, plan._row_layout):
         layout.cache_clear()
 
 
@@ -68,9 +70,11 @@ def test_a_new_parameter_needs_no_line_of_the_engine(llm, tmp_path):
     beside = tokens(drawn)
     streamed = [*first, *(token for delta in stream for token in delta.token_ids)]
 
-    samplers = {program.sampler for program in llm._runner._programs if program.num_steps}
-    own = rung(Sampler.of(BAN))
-    assert samplers == {GREEDY, TOP_K, EVERYTHING, own, own.of_decoding}
+    feature_sets = {
+        program.features for program in llm._runner._programs if isinstance(program, Program)
+    }
+    own = rung(SamplingFeatures.of(BAN))
+    assert feature_sets == {GREEDY, TOP_K, EVERYTHING, own, own.of_decoding}
     assert banned.banned_id not in streamed and len(streamed) == 40
     assert streamed[:4] == tokens(greedy)[:4] and streamed == tokens(banned)
     assert beside == tokens(drawn) != streamed[:8]

@@ -2,9 +2,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.sampling import SamplingInputs
 from jaxspec.sampling.tables import SamplingTables
-from jaxspec.sampling_params import SamplingParams
 
 
 def make_inputs(rows: int, stops: int) -> SamplingInputs:
@@ -50,11 +50,11 @@ def test_only_a_temperature_too_small_to_divide_by_is_greedy():
     is_greedy = SamplingInputs(columns).is_greedy.tolist()
     assert is_greedy == [True, True, False, False]
     # The host, which chooses the program, says the same.
-    assert [not SamplingParams(temperature=x).sampler.draws for x in temperature] == is_greedy
+    assert [not SamplingParams(temperature=x).features.draws for x in temperature] == is_greedy
 
 
 def test_a_column_that_is_no_sampling_field_is_refused():
     with pytest.raises(
-        AttributeError, match="'mirostat' is no field of jaxspec.row.SAMPLING_FIELDS"
+        AttributeError, match="'mirostat' is no field of jaxspec.plan.row.SAMPLING_FIELDS"
     ):
         _ = make_inputs(1, 0).mirostat

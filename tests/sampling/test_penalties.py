@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from prefixes import Prefixes
 
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.sampling import SamplingInputs
 from jaxspec.sampling.penalties import has_penalty, penalize
-from jaxspec.sampling_params import SamplingParams
 
 VOCAB, WIDTH = 24, 4
 jitted = jax.jit(penalize)
@@ -64,8 +64,8 @@ def test_a_row_without_penalties_reads_the_null_slot():
     inputs, positions = given.inputs().repeat(WIDTH), given.positions().reshape(-1)
     asks = np.asarray(has_penalty(inputs))
     assert asks.tolist() == [bool(kind) for kind in KINDS * 3 for _ in range(WIDTH)]
-    elsewhere = jnp.where(asks, inputs.slot, 10**6)  # beyond the tables: any answer of theirs
-    moved = SamplingInputs(inputs.columns | {"slot": elsewhere}, inputs.tables, inputs.tokens)
+    worker_spec = jnp.where(asks, inputs.slot, 10**6)  # beyond the tables: any answer of theirs
+    moved = SamplingInputs(inputs.columns | {"slot": worker_spec}, inputs.tables, inputs.tokens)
     logits = np.random.default_rng(4).normal(size=(len(asks), VOCAB)).astype(np.float32)
     np.testing.assert_array_equal(
         jitted(logits, inputs, positions), jitted(logits, moved, positions)

@@ -17,14 +17,14 @@ from verification import (
     spread,
 )
 
-from jaxspec.sampler import FULL, SAMPLED
+from jaxspec.requests.sampling_features import FULL, SAMPLED
 from jaxspec.sampling import NO_TOKEN
 from jaxspec.sampling.rejection import verify_block, verify_rejection
 from jaxspec.sampling.verify import verify_exact
 
 exact = jax.jit(verify_exact)
 STANDARD, BLOCK = (
-    jax.jit(verify, static_argnames="sampler") for verify in (verify_rejection, verify_block)
+    jax.jit(verify, static_argnames="features") for verify in (verify_rejection, verify_block)
 )
 
 
@@ -33,15 +33,15 @@ def rejection(request):
     return request.param
 
 
-@pytest.mark.parametrize("sampler", [SAMPLED, FULL], ids=str)
-def test_rejection_verifies_greedy_rows_exactly(rejection, sampler, make_inputs):
+@pytest.mark.parametrize("features", [SAMPLED, FULL], ids=str)
+def test_rejection_verifies_greedy_rows_exactly(rejection, features, make_inputs):
     cases = [case for case in GREEDY_CASES if len(case[0][0]) == 3 and min(case[1][0]) >= 0]
     drafts, target, emitted = (int32(np.concatenate(part)) for part in zip(*cases, strict=True))
     drafts, target, emitted = (np.resize(x, (ROWS, x.shape[1])) for x in (drafts, target, emitted))
     logits = np.where(np.arange(LARGE) == target[:, :, None], 100, -100).astype(np.float32)
     draft_logits = np.random.default_rng(0).normal(size=(ROWS, 3, LARGE)).astype(np.float32)
     inputs = make_inputs(ROWS, temperature=0.0)
-    result = rejection(logits, drafts, draft_logits, inputs, places(ROWS, 4), sampler=sampler)
+    result = rejection(logits, drafts, draft_logits, inputs, places(ROWS, 4), features=features)
     np.testing.assert_array_equal(result.tokens, emitted)
 
 
@@ -60,7 +60,7 @@ def test_sampled_output_keeps_the_targets_distribution(
     inputs, positions = make_inputs(MANY, temperature), places(MANY, num_drafts + 1)
     # Really drawn, with the drafting noise of the same seeds and positions as the test's.
     drafts = draft_places(draft_logits, inputs, positions[:, :-1])
-    result = rejection(logits, drafts, draft_logits, inputs, positions, sampler=SAMPLED)
+    result = rejection(logits, drafts, draft_logits, inputs, positions, features=SAMPLED)
     tokens, num_emitted = np.asarray(result.tokens), np.asarray(result.num_emitted)
     np.testing.assert_array_equal(num_emitted, result.num_accepted + 1)
     if proposal == "same":
@@ -88,7 +88,7 @@ def test_rejection_with_top_k_and_top_p_keeps_the_targets_distribution(
     inputs, positions = make_inputs(MANY, top_k=3, top_p=0.7), places(MANY, 2)
     draft_logits = spread(draft_row, MANY)
     drafts = draft_places(draft_logits, inputs, positions[:, :-1])
-    result = rejection(spread(row, MANY), drafts, draft_logits, inputs, positions, sampler=FULL)
+    result = rejection(spread(row, MANY), drafts, draft_logits, inputs, positions, features=FULL)
     tokens = np.asarray(result.tokens)
     assert_distributed_as(tokens[:, 0], kept[0])
     assert_distributed_as(tokens[tokens[:, 1] >= 0, 1], kept[1])
@@ -117,7 +117,7 @@ def many_steps(method, make_inputs, draft_number=int):
             result = exact(draw_places(logits, inputs, positions), drafts)
         else:
             args = logits, drafts, draft_logits[:, :-1], inputs, positions
-            result = (BLOCK if method == "block" else STANDARD)(*args, sampler=SAMPLED)
+            result = (BLOCK if method == "block" else STANDARD)(*args, features=SAMPLED)
         emitted = np.asarray(result.tokens)
         for place in range(num_drafts + 1):
             real = emitted[:, place] != NO_TOKEN
@@ -149,13 +149,13 @@ def test_the_token_after_a_rejection_is_drawn_from_the_excess_alone(rejection, v
     inputs, positions = make_inputs(8), places(8, 2)
     drafts = np.full((8, 1), 3, np.int32)
     result = rejection(
-        spread(row, 8), drafts, spread(draft_row, 8), inputs, positions, sampler=SAMPLED
+        spread(row, 8), drafts, spread(draft_row, 8), inputs, positions, features=SAMPLED
     )
     np.testing.assert_array_equal(result.num_accepted, 0)
     assert (np.asarray(result.tokens)[:, 0] >= vocab - 2).all()
     # The draft's mass covers all of the target's: what is left is rounding, if that.
     same = spread(row[:1], 8)
-    result = rejection(spread(row, 8), drafts, same, inputs, positions, sampler=SAMPLED)
+    result = rejection(spread(row, 8), drafts, same, inputs, positions, features=SAMPLED)
     np.testing.assert_array_equal(result.num_emitted, 1)
     assert (np.asarray(result.tokens)[:, 0] >= vocab - 2).all()
 
@@ -168,27 +168,27 @@ def test_a_placeholder_falls_and_the_target_alone_decides(
     draft_logits = logits[:, :-1]
     drafts = draft_places(draft_logits, inputs, positions[:, :-1])
     drafts = np.where(np.arange(3) == 1, NO_TOKEN, drafts)
-    result = rejection(logits, drafts, draft_logits, inputs, positions, sampler=SAMPLED)
+    result = rejection(logits, drafts, draft_logits, inputs, positions, features=SAMPLED)
     np.testing.assert_array_equal(result.num_emitted, 2)  # equal distributions: the first stands
     np.testing.assert_array_equal(result.tokens[:, 0], drafts[:, 0])
     assert_distributed_as(result.tokens[:, 1], softmax(row[1]))
 
 
-@pytest.mark.parametrize("sampler", [SAMPLED, FULL], ids=str)
-def test_placeholders_alone_leave_plain_sampling(rejection, sampler, make_inputs):
+@pytest.mark.parametrize("features", [SAMPLED, FULL], ids=str)
+def test_placeholders_alone_leave_plain_sampling(rejection, features, make_inputs):
     logits = np.random.default_rng(4).normal(size=(ROWS, 4, LARGE)).astype(np.float32)
     inputs, positions = make_inputs(ROWS, 0.9, top_k=[0, 5] * 8, top_p=0.9), places(ROWS, 4)
-    plain = draw_places(logits[:, :1], inputs, positions[:, :1], sampler)
+    plain = draw_places(logits[:, :1], inputs, positions[:, :1], features)
     none = np.full((ROWS, 3), NO_TOKEN, np.int32)
-    result = rejection(logits, none, logits[:, 1:], inputs, positions, sampler=sampler)
+    result = rejection(logits, none, logits[:, 1:], inputs, positions, features=features)
     np.testing.assert_array_equal(result.tokens[:, :1], plain)
     np.testing.assert_array_equal(result.num_emitted, 1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("sampler", [SAMPLED, FULL], ids=str)
+@pytest.mark.parametrize("features", [SAMPLED, FULL], ids=str)
 def test_a_nan_in_the_target_ends_the_row_and_in_the_draft_only_the_draft(
-    rejection, temperature, sampler, make_inputs
+    rejection, temperature, features, make_inputs
 ):
     row = np.random.default_rng(5).normal(size=(4, LARGE)).astype(np.float32)
     logits, draft_logits = spread(row, ROWS).copy(), spread(row[:-1], ROWS).copy()
@@ -198,7 +198,7 @@ def test_a_nan_in_the_target_ends_the_row_and_in_the_draft_only_the_draft(
     logits[3, 0] = -np.inf
     draft_logits[4:8] = np.nan
     inputs, positions = make_inputs(ROWS, temperature), places(ROWS, 4)
-    result = rejection(logits, drafts, draft_logits, inputs, positions, sampler=sampler)
+    result = rejection(logits, drafts, draft_logits, inputs, positions, features=features)
     tokens, num_emitted = np.asarray(result.tokens), np.asarray(result.num_emitted)
     assert (num_emitted[:4] <= [0, 1, 2, 0]).all() and (num_emitted[4:] >= 1).all()
     if temperature == 0:  # the drafts are the target's own choice, and q plays no part
@@ -218,10 +218,10 @@ def test_a_rows_acceptance_depends_on_no_other_row(rejection, make_inputs):
     inputs, positions = make_inputs(ROWS, random.choice([0.0, 0.7], ROWS)), places(ROWS, 4)
     drafts = np.asarray(draft_places(draft_logits, inputs, positions[:, :-1]))
 
-    def tokens(chosen, sampler):
+    def tokens(chosen, features):
         part = jax.tree.map(lambda leaf: leaf[chosen], inputs)
         args = logits[chosen], drafts[chosen], draft_logits[chosen], part, positions[chosen]
-        return np.asarray(rejection(*args, sampler=sampler).tokens)
+        return np.asarray(rejection(*args, features=features).tokens)
 
     everything = tokens(np.arange(ROWS), SAMPLED)
     assert len(np.unique((everything != -1).sum(axis=1))) > 1
@@ -235,7 +235,7 @@ def test_stop_ids_are_neither_drafted_nor_emitted_before_the_minimum_length(reje
     positions = places(MANY, 4)  # 5, 6, 7, 8
     logits = np.zeros((MANY, 4, VOCAB), np.float32)
     drafts = draft_places(logits[:, 1:], inputs, positions[:, :-1])
-    result = rejection(logits, drafts, logits[:, 1:], inputs, positions, sampler=SAMPLED)
+    result = rejection(logits, drafts, logits[:, 1:], inputs, positions, features=SAMPLED)
     for tokens in (np.asarray(drafts), np.asarray(result.tokens)):
         assert not (tokens[:, :2] == 2).any()
         assert (tokens[:, 2] == 2).any()
@@ -254,7 +254,7 @@ def test_a_draft_vocabulary_of_stop_ids_alone_drafts_nothing_before_the_minimum_
     draft_logits = np.where(np.arange(LARGE) == 2, logits[:, :-1], -np.inf).astype(np.float32)
     drafts = np.asarray(draft_places(draft_logits, inputs, positions[:, :-1]))
     np.testing.assert_array_equal(drafts, spread([NO_TOKEN, 2, 2], ROWS))
-    result = rejection(logits, drafts, draft_logits, inputs, positions, sampler=SAMPLED)
+    result = rejection(logits, drafts, draft_logits, inputs, positions, features=SAMPLED)
     plain = draw_places(logits[:, :1], inputs, positions[:, :1])
     np.testing.assert_array_equal(result.num_emitted, 1)
     np.testing.assert_array_equal(result.tokens[:, :1], plain)

@@ -3,9 +3,9 @@
 import dataclasses
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.plan import TABLES
-from jaxspec.replay import replay
-from jaxspec.token_checks import bad_word_ids
+from jaxspec.api.inputs import bad_word_ids
+from jaxspec.commands.replay import replay
+from jaxspec.plan.plan import TABLES
 
 PROMPT = "def add(a, b):"
 

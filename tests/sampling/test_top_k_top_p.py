@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.sampler import MAX_SMALL_TOP_K
+from jaxspec.requests.sampling_features import MAX_SMALL_TOP_K
 from jaxspec.sampling.top_k_top_p import mask_small_top_k, mask_top_k_top_p
 
 VOCAB = 32

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.sampler import FULL, GREEDY, SAMPLED
+from jaxspec.options import SpeculativeConfig
+from jaxspec.requests.sampling_features import FULL, GREEDY, SAMPLED
 from jaxspec.sampling import (
     NO_TOKEN,
     BlockVerifier,
@@ -18,7 +19,6 @@ from jaxspec.sampling import (
     verify_exact,
     verify_rejection,
 )
-from jaxspec.speculation import SpeculativeConfig
 
 ROWS, DRAFTS, VOCAB = 16, 3, 100
 ALWAYS = SyntheticVerifier((1.0,) * DRAFTS)
@@ -55,7 +55,7 @@ def assert_same(result, expected):
 @pytest.mark.parametrize("verifier", VERIFIERS, ids=name)
 def test_a_greedy_program_is_verified_without_logits(verifier, places):
     target, _, drafts, draft_logits, inputs, positions = places()
-    result = verifier(target, None, drafts, draft_logits, inputs, positions, sampler=GREEDY)
+    result = verifier(target, None, drafts, draft_logits, inputs, positions, features=GREEDY)
     if verifier is ALWAYS:
         emitted = np.concatenate([drafts, target[:, -1:]], axis=1)
         np.testing.assert_array_equal(result.tokens, emitted)
@@ -64,36 +64,36 @@ def test_a_greedy_program_is_verified_without_logits(verifier, places):
     assert_same(result, verify_exact(target, drafts))
 
 
-@pytest.mark.parametrize("sampler", [GREEDY, SAMPLED, FULL], ids=str)
+@pytest.mark.parametrize("features", [GREEDY, SAMPLED, FULL], ids=str)
 @pytest.mark.parametrize("verifier", VERIFIERS[:3], ids=name)
-def test_greedy_rows_are_verified_exactly_whatever_the_sampler(verifier, sampler, places):
+def test_greedy_rows_are_verified_exactly_whatever_the_sampler(verifier, features, places):
     target, logits, drafts, draft_logits, inputs, positions = places()
-    logits = logits if sampler.makes_logits else None
-    result = verifier(target, logits, drafts, draft_logits, inputs, positions, sampler=sampler)
+    logits = logits if features.makes_logits else None
+    result = verifier(target, logits, drafts, draft_logits, inputs, positions, features=features)
     assert_same(result, verify_exact(target, drafts))
 
 
-@pytest.mark.parametrize("sampler", [GREEDY, SAMPLED, FULL], ids=str)
+@pytest.mark.parametrize("features", [GREEDY, SAMPLED, FULL], ids=str)
 @pytest.mark.parametrize("verifier", [ExactVerifier(), SyntheticVerifier(())], ids=name)
-def test_without_drafts_every_verifier_takes_the_targets_own_token(verifier, sampler, places):
+def test_without_drafts_every_verifier_takes_the_targets_own_token(verifier, features, places):
     target, logits, *others = places(num_drafts=0, temperature=0.9)
     target = target.at[3].set(NO_TOKEN)
-    logits = logits if sampler.makes_logits else None
-    result = verifier(target, logits, *others, sampler=sampler)
+    logits = logits if features.makes_logits else None
+    result = verifier(target, logits, *others, features=features)
     np.testing.assert_array_equal(result.tokens, target)
     np.testing.assert_array_equal(result.num_accepted, 0)
 
 
-@pytest.mark.parametrize("sampler", [SAMPLED, FULL], ids=str)
+@pytest.mark.parametrize("features", [SAMPLED, FULL], ids=str)
 @pytest.mark.parametrize(
     ("verifier", "verify"),
     [(RejectionVerifier(), verify_rejection), (BlockVerifier(), verify_block)],
     ids=["standard", "block"],
 )
-def test_drawn_drafts_are_decided_on_by_the_logits_alone(verifier, verify, sampler, places):
+def test_drawn_drafts_are_decided_on_by_the_logits_alone(verifier, verify, features, places):
     target, logits, *others = places(temperature=0.9)
-    result = verifier(target * 0 + 7, logits, *others, sampler=sampler)
-    assert_same(result, verify(logits, *others, sampler=sampler))
+    result = verifier(target * 0 + 7, logits, *others, features=features)
+    assert_same(result, verify(logits, *others, features=features))
 
 
 def test_the_configuration_says_which_one():

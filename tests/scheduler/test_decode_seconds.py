@@ -2,13 +2,13 @@
 
 import pytest
 
-from jaxspec.plan import Program
-from jaxspec.sampler import FULL, GREEDY
-from jaxspec.scheduler.decode_seconds import DecodeSeconds
+from jaxspec.plan.plan import Program
+from jaxspec.requests.sampling_features import FULL, GREEDY
+from jaxspec.scheduler.step_seconds import DecodeSeconds
 
 
-def program(drafts, steps=1, sampler=GREEDY):
-    return Program(64, 0, sampler, steps, drafts)
+def program(drafts, steps=1, features=GREEDY):
+    return Program(64, 0, features, steps, drafts)
 
 
 def note(times, drafts, seconds, *, rows=8, is_trial=False, count=1, steps=1):
@@ -91,6 +91,6 @@ def test_programs_of_several_steps_have_times_of_their_own():
 def test_what_is_sampled_has_times_of_its_own_and_helps_where_they_lack():
     """A search for top-p takes longer the more places are verified."""
     times = known({0: 5.0, 3: 10.0})
-    times.note(program(3, sampler=FULL), 8, 20.0, is_trial=False)
+    times.note(program(3, features=FULL), 8, 20.0, is_trial=False)
     assert beside(times, 3) == [10.0]
     assert times.beside(FULL, 8, 64, (0, 3), 1) == {0: 10.0, 3: 20.0}

@@ -3,9 +3,9 @@
 import pytest
 from fake_device import make_buckets
 
-from jaxspec.request import Request
-from jaxspec.sampling_params import SamplingParams
-from jaxspec.scheduler.decode_steps import num_decode_steps
+from jaxspec.requests.request import Request
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.scheduler.prompt_budget import num_decode_steps
 from jaxspec.scheduler.ready_programs import ReadyPrograms
 
 SHAPES = make_buckets(steps_per_dispatch=4, num_drafts=1)

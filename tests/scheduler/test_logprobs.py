@@ -6,12 +6,12 @@ import types
 import numpy as np
 import pytest
 
-from jaxspec.logprobs import LAYOUT
-from jaxspec.plan import Program, StepOutput, StepPlan
-from jaxspec.request import Finish, Request
-from jaxspec.sampler import LOGPROBS, PROMPT_LOGPROBS, Sampler
-from jaxspec.sampling_params import SamplingParams
-from jaxspec.scheduler.logprobs import record_logprobs
+from jaxspec.plan.plan import Program, StepOutput, StepPlan
+from jaxspec.requests.logprobs import LAYOUT
+from jaxspec.requests.request import Finish, Request
+from jaxspec.requests.sampling_features import LOGPROBS, PROMPT_LOGPROBS, SamplingFeatures
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.scheduler.packing import record_logprobs
 from jaxspec.scheduler.scheduled_step import Entry, ScheduledStep
 
 ROWS, WIDTH, STEPS = 2, 3, 2
@@ -30,7 +30,9 @@ def number(rows):
 
 
 def scheduled(decodes=(), prefills=()):
-    program = Program(ROWS, 8 * bool(prefills), Sampler.of(LOGPROBS, PROMPT_LOGPROBS), STEPS)
+    program = Program(
+        ROWS, 8 * bool(prefills), SamplingFeatures.of(LOGPROBS, PROMPT_LOGPROBS), STEPS
+    )
     plan = StepPlan(program, np.zeros(0, np.int32))
     return ScheduledStep(plan, tuple(decodes), tuple(prefills), 0)
 

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from jaxspec.config import StepShapes
+from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.requests.sampling_features import EVERYTHING, GREEDY, LADDER, TOP_K
 from jaxspec.runner.warmup import first_programs, later_programs
-from jaxspec.sampler import EVERYTHING, GREEDY, LADDER, TOP_K
 from jaxspec.scheduler.ready_programs import ReadyPrograms, StepNeeds
 
 SHAPES = StepShapes(
@@ -21,8 +21,8 @@ SHAPES = StepShapes(
     draft_counts=(0, 1, 3),
 )
 NEEDS = [
-    StepNeeds(rows, tokens, sampler, 1, drafts)
-    for rows, tokens, sampler, drafts in itertools.product((1, 5, 16), (0, 9, 64), LADDER, (0, 3))
+    StepNeeds(rows, tokens, features, 1, drafts)
+    for rows, tokens, features, drafts in itertools.product((1, 5, 16), (0, 9, 64), LADDER, (0, 3))
 ]
 
 
@@ -34,8 +34,8 @@ def begun():
 
 def is_enough(program, needs):
     """Stated apart from the code under test."""
-    names = set(needs.sampler.names) - (set() if needs.num_prompt_tokens else {"prompt_logprobs"})
-    kept = set(program.sampler.names)
+    names = set(needs.features.names) - (set() if needs.num_prompt_tokens else {"prompt_logprobs"})
+    kept = set(program.features.names)
     if "top_k_top_p" in kept:
         kept.add("small_top_k")
     return (
@@ -65,7 +65,7 @@ def test_each_program_that_is_added_makes_no_step_dearer_and_drops_no_feature():
             assert sizes <= (before[needs].prefill_tokens, before[needs].decode_rows)
             before[needs] = chosen
     chosen = programs.choose(StepNeeds(1, 0, TOP_K, 1, 1))
-    assert (chosen.decode_rows, chosen.sampler, chosen.num_drafts) == (1, TOP_K, 1)
+    assert (chosen.decode_rows, chosen.features, chosen.num_drafts) == (1, TOP_K, 1)
     assert programs.choose(StepNeeds(4, 0, GREEDY, 4)).num_steps == 4
 
 

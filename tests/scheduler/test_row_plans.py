@@ -2,8 +2,8 @@
 
 from fake_device import make_buckets, make_group
 
-from jaxspec.piece_plan import Piece, Read, Write
-from jaxspec.plan import (
+from jaxspec.plan.block_plan import Block, Read, Write
+from jaxspec.plan.plan import (
     EXPORT,
     READ,
     READ_STATE,
@@ -11,16 +11,15 @@ from jaxspec.plan import (
     TABLES,
     WRITE,
     WRITE_STATE,
-    Export,
     Fork,
     Program,
+    StateExport,
     plan_layout,
 )
-from jaxspec.sampler import GREEDY
-from jaxspec.scheduler.host_drafter import HostDrafter
-from jaxspec.scheduler.prefix_cache import PrefixCache
-from jaxspec.scheduler.row_plans import RowPlans
-from jaxspec.scheduler.scheduled_step import NextStep
+from jaxspec.prefix.cache import PrefixCache
+from jaxspec.requests.sampling_features import GREEDY
+from jaxspec.scheduler.packing import RowUpdates
+from jaxspec.scheduler.scheduled_step import StepBuilder
 
 SHAPES = make_buckets(prefix_caching="all", num_checkpoints=2)
 STEP = Program(5, 0, GREEDY)
@@ -31,7 +30,7 @@ def make(count):
     running = [make_group(seed, 9, 4)[0] for seed in range(1, 1 + count)]
     for slot, request in enumerate(running, 1):
         request.slot, request.prefill_len = slot, len(request.tokens)
-    return RowPlans(SHAPES, HostDrafter(), prefixes), prefixes, running
+    return RowUpdates(SHAPES, None, prefixes), prefixes, running
 
 
 def fields(plan):
@@ -40,20 +39,20 @@ def fields(plan):
 
 def test_rows_that_decode_come_first_and_the_device_is_told_once_that_a_row_is_new():
     plans, _, (a, b) = make(2)
-    a.pages = [4, 5]
-    plan = plans.plan(STEP, NextStep(0, 1, decodes=[b], grown=[a]), [a, b])
-    assert (b.row, a.row) == (0, 1) and a.num_pages_sent == 2
+    a.pages.extend([4, 5])
+    plan = plans.plan(STEP, StepBuilder(0, 1, decodes=[b], grown=[a]), [a, b])
+    assert (b.row, a.row) == (0, 1) and not a.pages.unsent()
     assert fields(plan)["new_row_index"][:3].tolist() == [0, 1, -1] and not plan.before
-    again = plans.plan(STEP, NextStep(0, 1, decodes=[a]), [a, b])
+    again = plans.plan(STEP, StepBuilder(0, 1, decodes=[a]), [a, b])
     assert fields(again)["prev_positions"][:2].tolist() == [1, 0]
     assert (fields(again)["new_row_index"] == -1).all()
 
 
 def test_states_are_kept_first_then_rows_enter_on_prefixes_and_then_comes_the_step():
     plans, prefixes, (a, b, c) = make(3)
-    plans.plan(STEP, NextStep(0, 1, decodes=[a]), [a])
-    prefixes.store.copies += Export(0, 1), Fork(1, 2, 7, 8, (6, 8)), Fork(2, 3, 0, 0, (6,))
-    plan = plans.plan(STEP, NextStep(0, 1, decodes=[c, a, b]), [a, b, c])
+    plans.plan(STEP, StepBuilder(0, 1, decodes=[a]), [a])
+    prefixes.store.copies += StateExport(0, 1), Fork(1, 2, 7, 8, (6, 8)), Fork(2, 3, 0, 0, (6,))
+    plan = plans.plan(STEP, StepBuilder(0, 1, decodes=[c, a, b]), [a, b, c])
     assert [each.program for each in plan.before] == [EXPORT, RESTORE, RESTORE]
     kept, first, second = map(fields, plan.before)
     assert int(kept["row"]) == 0 and int(kept["checkpoint"]) == 1  # where the last plan had it
@@ -67,19 +66,19 @@ def test_states_are_kept_first_then_rows_enter_on_prefixes_and_then_comes_the_st
 def test_copies_run_in_the_order_in_which_they_were_thought_of():
     """A piece is filled before its page or slot is given away, and a request enters before that."""
     plans, prefixes, (a, b) = make(2)
-    pages, state = Piece(is_state=False), Piece(is_state=True)
+    pages, state = Block(is_state=False), Block(is_state=True)
     prefixes.store.copies += [
         *(Read(pages, (5, 6)), Write(state, (0,), (5,), 2), Fork(2, 1, 5, 6, (6,))),
         *(
-            Read(Piece(is_state=True), (5,), 2),
+            Read(Block(is_state=True), (5,), 2),
             Write(pages, (1, 0), (9, 5)),
             Fork(1, 2, 0, 0, (9,)),
         ),
     ]
-    plan = plans.plan(STEP, NextStep(0, 1, decodes=[a, b]), [a, b])
+    plan = plans.plan(STEP, StepBuilder(0, 1, decodes=[a, b]), [a, b])
     kinds = [READ, WRITE_STATE, RESTORE, READ_STATE, WRITE, RESTORE]
     assert [each.program for each in plan.before] == kinds
-    assert plan.before[0].piece is plan.before[4].piece is pages and plan.piece is None
+    assert plan.before[0].block is plan.before[4].block is pages and plan.block is None
     assert fields(plan.before[4])["targets"][:3].tolist() == [9, 5, 0]
     assert int(fields(plan.before[1])["checkpoint"]) == 2
 
@@ -97,6 +96,6 @@ def test_tables_of_a_request_that_enters_on_a_prefix_come_before_it():
     a.stop_ids = tuple(range(20))
     a.__post_init__()
     prefixes.store.copies.append(Fork(1, 1, 0, 0, (6,)))
-    plan = plans.plan(STEP, NextStep(0, 1, decodes=[a]), [a])
+    plan = plans.plan(STEP, StepBuilder(0, 1, decodes=[a]), [a])
     assert [each.program for each in plan.before] == [TABLES, RESTORE]
     assert not any(each.before for each in plan.before)  # whoever notes plans sees them all

@@ -2,19 +2,20 @@ import numpy as np
 import pytest
 from fake_device import expected_output, make_buckets, make_group
 from loop import Loop, random_group
+from pairwise import crossed
 
-from jaxspec.plan import TABLES
-from jaxspec.request import Finish
-from jaxspec.sampler import GREEDY
-from jaxspec.scheduler.host_drafter import HostDrafter
+from jaxspec.plan.plan import TABLES
+from jaxspec.plan.table_plan import table_layout
+from jaxspec.requests.request import Finish
+from jaxspec.requests.sampling_features import GREEDY
+from jaxspec.scheduler.request_observer import RequestObserver
 from jaxspec.scheduler.scheduler import Scheduler
-from jaxspec.table_plan import table_layout
 
 
-@pytest.mark.parametrize("num_drafts", [0, 1, 3])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-@pytest.mark.parametrize("steps_per_dispatch", [1, 3])
+@pytest.mark.parametrize(
+    "num_drafts, page_size, chunk, steps_per_dispatch",
+    crossed((0, 1, 3), (1, 4, 16), (1, 7, 64), (1, 3)),
+)
 def test_a_random_walk_gives_every_request_what_it_gets_alone(
     num_drafts, page_size, chunk, steps_per_dispatch
 ):
@@ -95,7 +96,7 @@ def test_while_somebody_reads_a_stream_steps_come_one_by_one():
     loop.add(streamed, other)
     steps = []
     while loop.scheduler.has_work:
-        steps.append(loop.turn().plan.program.num_steps)
+        steps.append(loop.turn().plan.num_steps)
     assert steps == [1, 1, 1, 1, 1, 4, 4, 4, 4]
 
 
@@ -126,7 +127,7 @@ def test_no_drafts_make_a_step_of_several_one_too_many(accuracy):
     loop.add(make_group(1, 5, 33))
     steps = []
     while loop.scheduler.has_work:
-        steps.append(loop.turn().plan.program.num_steps)
+        steps.append(loop.turn().plan.num_steps)
     assert loop.device.num_wasted == 0
     assert set(steps) == {1, 2} and steps.count(2) > 2
 
@@ -373,7 +374,7 @@ def test_who_follows_requests_hears_that_one_leaves_while_its_pages_are_its_own(
     """At its end and where it is preempted; a request that never ran does not leave."""
     loop, heard = Loop(depth=depth, num_pages=8, page_size=4, num_drafts=0), []
 
-    class Listening(HostDrafter):
+    class Listening(RequestObserver):
         def leave(self, request):
             pages = loop.scheduler.pages
             assert len(request.pages) * 4 >= len(request.tokens) - 1
@@ -384,7 +385,7 @@ def test_who_follows_requests_hears_that_one_leaves_while_its_pages_are_its_own(
             assert request.finish and not request.pages
             heard.append((request.seed, "removed"))
 
-    loop.scheduler.drafter = Listening()
+    loop.scheduler.observers = (Listening(),)
     loop.add(make_group(1, 6, 20), make_group(2, 6, 16), make_group(3, 6, 2))
     loop.scheduler.end(loop.requests[3], Finish.ABORT)
     loop.run()
@@ -444,11 +445,11 @@ def test_the_program_can_do_what_the_most_demanding_row_needs():
     )
     words = []
     while loop.scheduler.has_work:
-        words.append(str(loop.turn().plan.program.sampler))
+        words.append(str(loop.turn().plan.program.features))
     assert words == ["full"] * 4 + ["sampled"] * 2
     loop = Loop()
     loop.add(make_group(1, 3, 3, temperature=0.0, top_p=0.5))
-    assert loop.turn().plan.program.sampler == GREEDY
+    assert loop.turn().plan.program.features == GREEDY
 
 
 def test_statistics_count_the_drafts_that_were_verified():

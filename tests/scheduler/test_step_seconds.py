@@ -3,8 +3,8 @@
 import pytest
 from counting_device import Counting, default_shapes
 
-from jaxspec.plan import Program
-from jaxspec.sampler import GREEDY
+from jaxspec.plan.plan import Program
+from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.scheduler.step_seconds import StepSeconds
 
 SIZES = {"decode_rows": (1, 16), "prefill_tokens": (64, 512, 2048), "max_model_len": 9000}

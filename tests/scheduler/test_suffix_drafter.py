@@ -3,20 +3,20 @@
 import numpy as np
 from fake_device import make_buckets, make_group
 
-from jaxspec.plan import StepOutput
-from jaxspec.request import Finish, Request
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.options import SpeculativeConfig
+from jaxspec.plan.plan import StepOutput
+from jaxspec.requests.request import Finish, Request
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.scheduler.host_drafter import make_host_drafter
 from jaxspec.scheduler.scheduler import Scheduler
-from jaxspec.speculation import SpeculativeConfig
 
 
 def make(**options):
     return make_host_drafter(SpeculativeConfig.of({"method": "suffix", **options}))
 
 
-def make_request(prompt, leader=None):
-    return Request(tuple(prompt), SamplingParams(max_tokens=9), 0, leader=leader)
+def make_request(prompt, parent=None):
+    return Request(tuple(prompt), SamplingParams(max_tokens=9), 0, parent=parent)
 
 
 def test_a_request_goes_on_as_one_before_it():
@@ -38,17 +38,17 @@ def test_a_request_goes_on_as_one_before_it():
 
 
 def test_samples_of_a_prompt_learn_from_each_other():
-    drafter, leader = make(), make_request([1, 2, 3, 1])
-    drafter.add(leader)
-    drafter.extend(leader, [8, 9])
-    sample = make_request([1, 2, 3, 1], leader)
+    drafter, parent = make(), make_request([1, 2, 3, 1])
+    drafter.add(parent)
+    drafter.extend(parent, [8, 9])
+    sample = make_request([1, 2, 3, 1], parent)
     drafter.add(sample)
     assert drafter.path(sample, 9) == ([8, 9], 4)
 
 
 def answer(step, rng):
     """One token for each row that is due one; some end."""
-    num_rows = step.plan.program.decode_rows + 3
+    num_rows = getattr(step.plan.program, "decode_rows", 0) + 3
     tokens = rng.integers(0, 9, (1, num_rows, 1))
     tokens = np.pad(tokens, ((0, 0), (0, 0), (0, 2)), constant_values=-1).astype(np.int32)
     nothing = np.zeros((1, num_rows), np.int32)

@@ -5,7 +5,7 @@ import pytest
 from served import serving
 
 from jaxspec import LLM
-from jaxspec.async_llm import AsyncLLM
+from jaxspec.api.async_llm import AsyncLLM
 
 OPTIONS = {
     "dtype": "float32",

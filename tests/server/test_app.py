@@ -12,7 +12,7 @@ import pytest
 from scripted_llm import ScriptedLLM
 from served import serving
 
-from jaxspec.async_llm import AsyncLLM
+from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.server.app import make_app
 
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -101,7 +101,7 @@ def test_a_failure_in_a_step_is_told_to_every_stream_and_health_is_503(short_mod
 
     def make():
         llm = AsyncLLM(short_model, max_num_seqs=4, flight_recorder="off")
-        llm._engine._compile = lambda samplers: None
+        llm._engine._compile = lambda feature_sets: None
         llm._engine.session.engine.step = step
         return llm
 

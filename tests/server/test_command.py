@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from jaxspec import __main__ as command
-from jaxspec import options as engine
+from jaxspec.options import engine_options as engine
 from jaxspec.server import command as serve_command
 from jaxspec.server.command import main, parser
 from jaxspec.server.options import OPTIONS, ServerOptions
@@ -80,7 +80,7 @@ def test_the_library_imports_nothing_of_the_extra():
 
 
 def test_without_the_extra_the_way_to_it_is_told(monkeypatch, capsys):
-    for name in ("command", "run", "http_server"):
+    for name in ("command", "run", "http.http_server"):
         monkeypatch.delitem(sys.modules, f"jaxspec.server.{name}")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert command.main(["serve"]) == 2

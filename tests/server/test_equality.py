@@ -5,11 +5,12 @@ import json
 import random
 
 import httpx
+import pytest
+from pairwise import soak
 
 from jaxspec import SamplingParams
-from jaxspec.server.parsers.dialects import HERMES
+from jaxspec.text.parsers.dialects import HERMES
 
-NUM_REQUESTS = 200  # each streamed, and every other one whole, too
 PROMPTS = [
     "def fibonacci(n):",
     "import os\n",
@@ -62,11 +63,11 @@ async def answered(client, number, *, is_chat, streams):
     return found
 
 
-async def all_answers(root, is_chat):
+async def all_answers(root, count, is_chat):
     limits = httpx.Limits(max_connections=16)
     async with httpx.AsyncClient(base_url=root, timeout=300, limits=limits) as client:
-        ways = [(number, True) for number in range(NUM_REQUESTS)]
-        ways += [(number, False) for number in range(0, NUM_REQUESTS, 2)]
+        ways = [(number, True) for number in range(count)]
+        ways += [(number, False) for number in range(0, count, 2)]
         work = [
             answered(client, number, is_chat=is_chat(number), streams=streams)
             for number, streams in ways
@@ -87,11 +88,13 @@ def wanted(reference, numbers, *, is_chat):
     return dict(zip(numbers, told, strict=True))
 
 
-def test_text_from_the_server_is_the_library_s(served, reference, monkeypatch):
+@pytest.mark.parametrize("count", [60, soak(200)])
+def test_text_from_the_server_is_the_library_s(count, served, reference, monkeypatch):
+    """Each request is streamed, and every other one is sent whole, too."""
     monkeypatch.setattr(served.service, "dialect", HERMES)
-    chats = range(0, NUM_REQUESTS, 3)
-    texts = [number for number in range(NUM_REQUESTS) if number not in chats]
-    found = asyncio.run(all_answers(served.root, lambda number: number in chats))
+    chats = range(0, count, 3)
+    texts = [number for number in range(count) if number not in chats]
+    found = asyncio.run(all_answers(served.root, count, lambda number: number in chats))
     want = wanted(reference, chats, is_chat=True) | wanted(reference, texts, is_chat=False)
     for (number, streams), text in found:
         assert text == want[number], (streams, asked(number))

@@ -11,6 +11,7 @@ import time
 
 import httpx
 import pytest
+from pairwise import soak
 from scripted_llm import ScriptedLLM
 
 from jaxspec.server.options import ServerOptions
@@ -33,7 +34,7 @@ sys.exit(asyncio.run(serve(lambda: Slow(["a"] * 10, "x"), ServerOptions(port=0))
 FAILING = """
 import asyncio, sys
 from scripted_llm import ScriptedLLM
-from jaxspec.async_errors import EngineDeadError
+from jaxspec.engine.errors import EngineDeadError
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.run import serve
 
@@ -89,7 +90,7 @@ class Process:
         self.process.stderr.close()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, soak(2)])
 def test_after_sigterm_streams_end_well_new_requests_get_503_and_the_status_is_0(
     short_model, processes
 ):

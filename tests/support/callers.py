@@ -5,10 +5,10 @@ import sys
 
 from fake_device import expected_output
 
-from jaxspec.outputs import Sample, TextDelta
-from jaxspec.request import Finish, Request
-from jaxspec.sampling_params import SamplingParams
-from jaxspec.stop_strings import StopStrings
+from jaxspec.requests.outputs import Sample, TextDelta
+from jaxspec.requests.request import Finish, Request
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.requests.stop_strings import StopStrings
 
 # Prompts by number; some begin others.
 PROMPTS = [tuple((3 * i + 1) % 50 for i in range(length)) for length in (1, 2, 5, 9, 14)]
@@ -62,9 +62,9 @@ class Ask:
         params = dataclasses.replace(params, stop=stops)
         group: list[Request] = []
         for i in range(self.n):
-            leader = group[0] if group else None
+            parent = group[0] if group else None
             key, seed = first_key + i, self.seed + 10 * i
-            group.append(Request(PROMPTS[self.prompt], params, seed, stop_ids, key, leader))
+            group.append(Request(PROMPTS[self.prompt], params, seed, stop_ids, key, parent))
         return group
 
 

@@ -3,7 +3,7 @@
 import json
 import shutil
 
-from jaxspec.loading import EMBEDDED_MODEL
+from jaxspec.api.loading import EMBEDDED_MODEL
 
 # In the manner of Qwen3.5's: what was thought before the user's last message is dropped, results of
 # tools come as the user's, and a prompt ends with the thought's beginning.

@@ -4,10 +4,10 @@ from collections import deque
 
 import numpy as np
 
-from jaxspec.config import StepShapes
-from jaxspec.plan import StepOutput
-from jaxspec.request import Finish, Request
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.plan.plan import StepOutput
+from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.requests.request import Finish, Request
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduler import Scheduler
 
 

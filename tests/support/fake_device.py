@@ -5,23 +5,24 @@ from collections import deque
 
 import numpy as np
 
-from jaxspec.config import StepShapes
-from jaxspec.piece_plan import Write
-from jaxspec.plan import (
+from jaxspec.plan.block_plan import Write
+from jaxspec.plan.plan import (
+    BLOCK_COPIES,
     EXPORT,
-    PIECES,
     READ,
     READ_STATE,
     RESTORE,
     TABLES,
-    Export,
+    Program,
+    StateExport,
     StepOutput,
     output_layout,
     plan_layout,
 )
-from jaxspec.request import Finish, Request
-from jaxspec.row import row_layout
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.plan.row import row_layout
+from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.requests.request import Finish, Request
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduled_step import ScheduledStep
 from jaxspec.scheduler.scheduler import Scheduler
 
@@ -65,9 +66,9 @@ def make_group(seed, prompt_len, max_tokens, n=1, root=None, salt=None, **change
     params = SamplingParams(n=n, max_tokens=max_tokens, **changes)
     group = []
     for sample in range(n):
-        leader = group[0] if group else None
+        parent = group[0] if group else None
         key = seed + sample
-        group.append(Request(prompt, params, key, stop_ids, key, leader, cache_salt=salt))
+        group.append(Request(prompt, params, key, stop_ids, key, parent, cache_salt=salt))
     return group
 
 
@@ -141,12 +142,12 @@ class FakeDevice:
             values = plan_layout(each.program, self.buckets).unpack(each.packed)
             if each.program == EXPORT:
                 self._export(values)
-            elif each.program in PIECES:
+            elif each.program in BLOCK_COPIES:
                 self._copy(each, values)
             elif each.program != TABLES:
                 self._place(values, scheduler, each.program)
         assert not self.begun, "a row with tokens computed that nobody computed for it"
-        if plan.program in (EXPORT, *PIECES):
+        if plan.program in (EXPORT, *BLOCK_COPIES):
             self._check_pages(scheduler)
             self._check_prefixes(scheduler)
             self.uncollected.append(step)
@@ -155,8 +156,9 @@ class FakeDevice:
         self._check_pages(scheduler)
         num_decode = int(values["num_decode"])
         lens = values["prefill_lens"]
-        num_rows, drafts = plan.program.decode_rows + len(lens), self.buckets.num_drafts
-        outputs = [_empty_output(num_rows, drafts) for _ in range(plan.program.num_steps)]
+        first = plan.program.decode_rows if isinstance(plan.program, Program) else 0
+        num_rows, drafts = first + len(lens), self.buckets.num_drafts
+        outputs = [_empty_output(num_rows, drafts) for _ in range(plan.num_steps)]
         self.log.append(([], []))
         for row, entry in enumerate(step.decodes):
             self._check_needed(self.rows[row])
@@ -173,7 +175,7 @@ class FakeDevice:
                 tokens,
                 values["next_prefill_tokens"][seq],
                 *outputs,
-                plan.program.decode_rows + seq,
+                first + seq,
                 step.prefills[seq],
             )
         for row in filter(None, self.rows):
@@ -192,7 +194,7 @@ class FakeDevice:
     def num_uncollected(self, request, generation=None):
         """Steps the host has not heard of in which `request` must emit."""
         return sum(
-            step.plan.program.num_steps
+            step.plan.num_steps
             * (entry.request is request)
             * (entry.bound > 0 and generation in (None, entry.generation))
             for step in self.uncollected
@@ -218,8 +220,8 @@ class FakeDevice:
 
     def _copy(self, plan, values):
         """A piece is filled with what is there now, or what it was filled with is put back."""
-        piece, slot = plan.piece, int(values["checkpoint"])
-        assert values["piece"] == piece.number and piece.is_state == plan.program.is_of_state
+        piece, slot = plan.block, int(values["checkpoint"])
+        assert values["block"] == piece.number and piece.is_state == plan.program.of_state
         if plan.program in (READ, READ_STATE):
             assert piece.arrays is None, "a piece is filled twice"
             self.num_reads += 1
@@ -249,7 +251,7 @@ class FakeDevice:
     def _check_prefixes(self, scheduler):
         """What is kept is what the tree says; what the next plan copies first is left out."""
         prefixes = scheduler.prefixes.store
-        exports = [copy for copy in prefixes.copies if isinstance(copy, Export)]
+        exports = [copy for copy in prefixes.copies if isinstance(copy, StateExport)]
         writes = [copy for copy in prefixes.copies if isinstance(copy, Write)]
         coming = {export.target_page for export in exports}
         coming |= {page for write in writes for page in write.pages}
@@ -370,7 +372,7 @@ class FakeDevice:
         slot = fields["slot"]
         assert 0 < slot < self.buckets.num_slots
         keeps_prefixes = self.buckets.prefix_caching != "off"
-        assert not fields["num_computed"] or request.leader or keeps_prefixes
+        assert not fields["num_computed"] or request.parent or keeps_prefixes
         assert fields["num_computed"] < fields["prefill_len"]
         self.tables[slot] = 0
         self.states[slot] = ()
@@ -390,7 +392,9 @@ class FakeDevice:
 
     def _check_order(self, values, step):
         entries = step.decodes + step.prefills
-        assert len(step.decodes) == values["num_decode"] <= step.plan.program.decode_rows
+        assert len(step.decodes) == values["num_decode"]
+        if isinstance(step.plan.program, Program):
+            assert len(step.decodes) <= step.plan.program.decode_rows
         assert len(step.prefills) == np.count_nonzero(values["prefill_lens"])
         for row, entry in enumerate(entries):
             assert self.rows[row].request is entry.request

@@ -6,10 +6,10 @@ import time
 from callers import Ask, Letters
 from schedules import Schedule
 
-from jaxspec.outputs import Sample
-from jaxspec.request import Request
-from jaxspec.sampling_params import SamplingParams
-from jaxspec.stop_strings import StopStrings
+from jaxspec.requests.outputs import Sample
+from jaxspec.requests.request import Request
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.requests.stop_strings import StopStrings
 
 
 class FakeLLMEngine:
@@ -71,7 +71,7 @@ class FakeLLMEngine:
             self.schedule.requests[request.proposer_key] = request
         self.session.check(samples)
 
-    def warm_up(self, samplers):
+    def warm_up(self, feature_sets):
         pass
 
     def metrics(self):

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.measure.shapes import GdnShape
+from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams
 
 SMALL = GdnShape(2, 6, key_dim=8, value_dim=5)
 
@@ -39,22 +40,23 @@ def oracle(state, q, k, v, g, beta):
     return np.array(outputs), np.array(states)
 
 
-def assert_rounding_does_not_add_up(outs, tokens, kept, error):
-    """Outputs `[steps, width, value_heads, value_dim]` of a row, from no state, against float64.
+def heads_of(shape: GdnShape) -> GdnHeads:
+    return GdnHeads(shape.key_heads, shape.key_dim, shape.value_heads)
 
-    `tokens`: q, k, v, g and beta `[steps, 1, width, ...]`; the first `kept` of each step stand. The
-    relative error is below `error` in each quarter, and hardly more in the last than in the first.
+
+def projection(rng, shape, x, weight):
+    """A whole projection around the channels `x`, and parameters around the taps `weight`.
+
+    NaN in columns that no op reads, and where a token's channels are NaN.
     """
-    heads, value_dim = outs.shape[2:]
-    exact, wrong, right = np.zeros((heads, value_dim, tokens[1].shape[-1])), [], []
-    for out, *x, stand in zip(np.asarray(outs, np.float64), *tokens, kept, strict=True):
-        expected, after = oracle(exact, *(y[0] for y in x))
-        wrong.append(np.linalg.norm(out - expected))
-        right.append(np.linalg.norm(expected))
-        exact = after[stand - 1]
-    quarters = [np.sqrt(np.mean(np.square(x))) for x in np.array_split(wrong, 4)]
-    assert max(quarters) < error * np.sqrt(np.mean(np.square(right)))
-    assert quarters[-1] < 1.5 * quarters[0]
+    rows, width, _ = x.shape
+    heads, features = shape.value_heads, shape.value_heads * shape.value_dim
+    unread = jnp.full((rows, width, features), jnp.nan, x.dtype)
+    gates = jnp.asarray(6 * rng.normal(size=(rows, width, 2 * heads)), x.dtype)
+    gates = jnp.where(jnp.isnan(x[..., :1]), jnp.nan, gates)
+    decay = jnp.asarray(rng.normal(size=(heads, 2)), jnp.float32)
+    params = GdnParams(weight, decay, heads_of(shape))
+    return jnp.concatenate([x, unread, gates, unread[..., :8]], axis=2), params
 
 
 def gated_norm(heads, norm):

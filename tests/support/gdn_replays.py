@@ -1,33 +1,39 @@
 """Rows of every kind for the kernels that replay Gated DeltaNet, and how they are compared."""
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gated_delta import operands, oracle
+from gated_delta import heads_of
+from recurrences import GDN
 from regions import decode_region
+from replays import pools
 from sm90 import array
 
-from benchmarks.measure.shapes import GDN, GdnShape
-from jaxspec.pallas.gated_delta.heads import GdnTokens
+from benchmarks.measure.shapes import GdnShape
+from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay, gdn_conv_replay_reference
+from jaxspec.pallas.gated_delta.heads import GdnParams
+from jaxspec.pallas.gated_delta.replay_kernel import Projection, gdn_conv_replay_kernel
 from jaxspec.pallas.gated_delta.ring import GdnRing
 from jaxspec.pallas.norm.gated_norm import GatedNorm
-from jaxspec.pallas.recurrent.replay import default_window, must_fold, next_ring_length
+from jaxspec.pallas.recurrent.conv_ring import past_rows
+from jaxspec.pallas.recurrent.replay import default_window, must_fold
 from jaxspec.regions import DecodeRegion
 
 LAYERS, SLOTS = 2, 7
 
 COMPILED_CASES = [  # shape, dtype, width, rows; with 1, 2 and 16 rows a head has 4, 2 and 1 block
-    *((GDN["qwen3.5-9b"], jnp.float32, width, rows) for width in (1, 4, 8) for rows in (1, 16)),
-    *((GDN["qwen3.5-9b"], jnp.float16, width, rows) for width in (1, 4, 8) for rows in (1, 16)),
-    (GDN["qwen3.5-9b"], jnp.bfloat16, 4, 16),
-    (GDN["qwen3.5-9b"], jnp.float32, 4, 2),
+    *((GDN.typical, jnp.float32, width, rows) for width in (1, 4, 8) for rows in (1, 16)),
+    *((GDN.typical, jnp.float16, width, rows) for width in (1, 4, 8) for rows in (1, 16)),
+    (GDN.typical, jnp.bfloat16, 4, 16),
+    (GDN.typical, jnp.float32, 4, 2),
     *((GdnShape(2, 4, 64, 64), dtype, 4, 64) for dtype in (jnp.float32, jnp.float16)),
     *(
         (shape, dtype, 4, 16)
-        for shape in GDN.values()
-        if shape != GDN["qwen3.5-9b"]
+        for shape in GDN.published.values()
+        if shape != GDN.typical
         for dtype in (jnp.float32, jnp.float16, jnp.bfloat16)
     ),
 ]
@@ -38,65 +44,12 @@ def window_of(dtype):
     return default_window(jnp.dtype(dtype).itemsize)
 
 
-def empty_pools(shape, dtype=jnp.float32, *, width, window=None, slots=5, fill=0.0):
-    """Checkpoints and a ring for steps of up to `width` tokens, every element `fill`."""
-    window = window or window_of(dtype)
-    states = (LAYERS, slots, 1, shape.value_heads, shape.value_dim, shape.key_dim)
-    lead = (LAYERS, slots, window + width)
-    return jnp.full(states, fill, dtype), GdnRing(
-        k=jnp.full((*lead, shape.key_heads, shape.key_dim), fill, dtype),
-        u=jnp.full((*lead, shape.value_heads, shape.value_dim), fill, dtype),
-        g=jnp.full((*lead, shape.value_heads), fill, jnp.float32),
-        window=window,
-    )
-
-
-def walk(run, rng, pools, widths, kept_of, *, shape, padded=False, decay=1.0):
-    """Steps of these widths with rows that change places; outputs are the oracle's to 1e-5.
-
-    `kept_of(real)`: how many of a step's `real` tokens stand. `padded`: steps may have fewer tokens
-    than their width, and the others are NaN. `decay`: a factor on `g`; with a small one the oldest
-    tokens of a ring still count. Returns the pools, and how often a row folded.
-    """
-    states, ring = pools
-    slots = (1, 3, 4)
-    states = states.at[1, slots, 0].set(0.0)
-    true = {slot: np.zeros(states.shape[3:]) for slot in slots}
-    computed, length = dict.fromkeys(slots, 5), dict.fromkeys(slots, 0)
-    folds = 0
-    for width in widths:
-        order = rng.permutation(slots)
-        query_len = rng.integers(0, width + 1, size=3) if padded else np.full(3, width)
-        tokens = operands(rng, 3, width, shape=shape)
-        tokens[3] *= np.float32(decay)
-        for x in tokens:
-            for row, real in enumerate(query_len):
-                x[row, real:] = np.nan
-        rows = decode_region(
-            order,
-            query_len,
-            num_computed=[computed[slot] for slot in order],
-            ring_length=[length[slot] for slot in order],
-        )
-        out, states, ring = run(GdnTokens(*tokens), states, ring, 1, rows)
-        for row, slot in enumerate(order):
-            if not (real := query_len[row]):
-                continue
-            expected, after = oracle(true[slot], *(x[row, :real] for x in tokens))
-            np.testing.assert_allclose(out[row, :real], expected, atol=1e-5)
-            kept = kept_of(real)
-            new = int(next_ring_length(length[slot], kept, width, ring.window))
-            folds += new < length[slot] + kept
-            true[slot], computed[slot], length[slot] = after[kept - 1], computed[slot] + kept, new
-    return states, ring, folds
-
-
 def real_tokens(width):
-    """How many of each row of `pools` are no padding; a NaN comes in live row 2."""
+    """How many of each row of `pools_and_rows` are no padding; a NaN comes in live row 2."""
     return [width, max(1, width - 1), width, 0, 0, 0, 0, width]
 
 
-def pools(rng, shape, dtype, width, window=None):
+def pools_and_rows(rng, shape, dtype, width, window=None):
     """Checkpoints, ring and region; NaN in all that no row may read.
 
     Rows: an empty ring; one that folds, of all the tokens it may have; one that just does not
@@ -170,6 +123,72 @@ def compare(got, want, before, rows, width, loose, norm=None):
     }
 
 
+def _compiled(op):
+    """`op` as one program: the heads and the layer are static."""
+
+    @functools.partial(jax.jit, static_argnames=("heads", "layer"))
+    def run(projected, conv_weight, decay, heads, conv, states, ring, layer, rows, *norm):
+        params = GdnParams(conv_weight, decay, heads)
+        return op(projected, params, conv, states, ring, layer, rows, *norm)
+
+    return lambda projected, params, *others: run(projected, *params, *others)
+
+
+conv_replay, conv_reference = map(_compiled, (gdn_conv_replay, gdn_conv_replay_reference))
+
+
+def conv_kernel(projected, params, conv, states, ring, layer, rows, norm=None, **options):
+    tokens = Projection(projected, params.conv, params.decay)
+    operands = tokens, conv, states, ring, jnp.int32(layer), rows, norm
+    return gdn_conv_replay_kernel(*operands, **options)
+
+
+def conv_case(shape, x_dtype, dtype, width, *, window=None, kernel=4, spare=0):
+    """All operands of a step from its projection on; `spare`: rows of the pool nobody needs."""
+    rng = np.random.default_rng(width)
+    states, ring, rows = pools_and_rows(rng, shape, dtype, width, window)
+    projected, params, conv = _projection(rng, shape, x_dtype, width, rows, kernel, spare)
+    return projected, params, conv, states, ring, 1, rows
+
+
+def _projection(rng, shape, dtype, width, region, kernel, spare):
+    """NaN in all that no live row may read, and in live row 2's keys."""
+    rows, window = real_tokens(width), kernel - 1 + width + spare
+    gates = shape.conv_dim + shape.value_heads * shape.value_dim
+    a = gates + shape.value_heads
+    x = rng.normal(size=(len(rows), width, shape.projected))
+    x[..., shape.conv_dim : gates] = np.nan
+    x[..., a : a + shape.value_heads] -= 3  # so that the ring's oldest tokens still count
+    x[..., a + shape.value_heads :] = np.nan
+    for row, count in enumerate(rows):
+        x[row, count:] = np.nan
+    keys = shape.key_heads * shape.key_dim
+    x[2, :, keys : 2 * keys] = np.nan
+    places = past_rows(region.num_computed, kernel - 1, window)
+    conv = np.full((LAYERS, SLOTS, window, shape.conv_dim), np.nan)
+    for slot, place in zip(region.slots, places, strict=True):
+        if 0 < slot < SLOTS:
+            conv[1, slot, place] = rng.normal(size=(kernel - 1, shape.conv_dim))
+    weight = 0.5 * rng.normal(size=(kernel, shape.conv_dim))
+    decay = jnp.asarray(rng.normal(size=(shape.value_heads, 2)) - 1, jnp.float32)
+    x, weight, conv = (jnp.asarray(a, dtype) for a in (x, weight, conv))
+    return x, GdnParams(weight, decay, heads_of(shape)), conv
+
+
+def check_conv(run, shape, x_dtype, dtype, width, *, normed=None, **options):
+    """`run` is the reference in what it puts out and in every element of the pools."""
+    operands = conv_case(shape, x_dtype, dtype, width, **options)
+    states, rows = operands[3], operands[-1]
+    want, kept, *expected = conv_reference(*operands)
+    norm = normed and norm_of(shape, len(rows.slots), width, normed)
+    out, conv, *after = run(*operands, norm)
+    np.testing.assert_array_equal(*(np.asarray(a, np.float32) for a in (conv, kept)))
+    # The convolution may round to a neighbour, and what follows from it.
+    eps = max(float(jnp.finfo(x).eps) for x in (x_dtype, dtype))
+    loose = 2e-5 if eps < 1e-6 else 2 * eps
+    compare((out, *after), (want, *expected), states, rows, width, loose, norm)
+
+
 def assert_bits_are_the_same(first, others):
     """All arrays are the same to the bit, but for which NaN it is."""
     for other in others:
@@ -181,7 +200,7 @@ def assert_bits_are_the_same(first, others):
 
 def abstract_pools(shape, dtype, width):
     """Shapes of checkpoints and ring, for programs that are only compiled."""
-    return jax.eval_shape(lambda: empty_pools(shape, dtype, width=width, slots=33))
+    return jax.eval_shape(lambda: pools(GDN, jnp.zeros, shape, dtype, width=width, slots=33))
 
 
 def abstract_region(rows):

@@ -1,53 +1,69 @@
 """Engines for the law tests: token ids in and out, on the tiny fixtures, with programs shared."""
 
+import dataclasses
 import functools
+import tempfile
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 from oracle import Expected, Oracle, expect
+from shortened import write_shortened
 
-from jaxspec.config import StateConfig, StepShapes
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.models import load_model, unread_model_or_head
-from jaxspec.models.base import ModelRecipe
+from jaxspec.models.base import ModelSpec
+from jaxspec.options import SpeculativeConfig
+from jaxspec.plan.step_shapes import StateConfig, StepShapes
+from jaxspec.prefix.disk_tier import DiskTier
+from jaxspec.prefix.host_tier import HostTier
 from jaxspec.proposers import Proposer, make_proposer
 from jaxspec.proposers.testing.oracle import OracleProposer
-from jaxspec.request import Finish, Request
+from jaxspec.requests.request import Finish, Request
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runner.blueprint import Blueprint
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import programs, warm_up
 from jaxspec.sampling import make_verifier
-from jaxspec.sampling_params import SamplingParams
-from jaxspec.scheduler.disk_tier import DiskTier
 from jaxspec.scheduler.host_drafter import make_host_drafter, path_length
-from jaxspec.scheduler.host_tier import HostTier
 from jaxspec.scheduler.scheduler import Scheduler
-from jaxspec.speculation import SpeculativeConfig
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
+HYBRID = "qwen3_5, one layer of each kind"
 ROWS, MAX_LEN = 4, 96
+NUM_PAGES = 400  # of every engine's pools, so that engines which may use fewer share programs
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SAMPLED = SamplingParams(temperature=0.8, max_tokens=12)
 SNAPSHOT = StateConfig()
 REPLAY = StateConfig("replay", window=7)  # so that even short requests fold several times
 
 
+_shortened = tempfile.TemporaryDirectory(prefix="jaxspec-hybrid-")
+
+
+@functools.cache
+def folder_of(fixture: str) -> Path:
+    """Return the folder of a fixture, or of `HYBRID`: qwen3_5 with two of its four layers."""
+    if fixture != HYBRID:
+        return FIXTURES / fixture
+    return write_shortened(FIXTURES / "qwen3_5", (0, 3), Path(_shortened.name) / "model")
+
+
 @functools.cache
 def model(fixture: str):
-    return load_model(FIXTURES / fixture, jnp.dtype("float32"))
+    return load_model(folder_of(fixture), jnp.dtype("float32"))
 
 
 @functools.cache
 def drafting(fixture: str):
     """A model or a head that drafts for another fixture."""
-    with unread_model_or_head(FIXTURES / fixture, jnp.dtype("float32")) as found:
+    with unread_model_or_head(folder_of(fixture), jnp.dtype("float32")) as found:
         return found.read()
 
 
 @functools.cache
 def oracle(fixture: str) -> Oracle:
-    return Oracle(FIXTURES / fixture)
+    return Oracle(folder_of(fixture))
 
 
 def expected(
@@ -71,12 +87,17 @@ def prompts(count: int, seed: int = 0, longest: int = 24) -> list[tuple[int, ...
     return [tuple(rng.integers(0, 256, length).tolist()) for length in lengths]
 
 
+def _padded(sequences) -> tuple[tuple[int, ...], ...]:
+    """Add sequences that no prompt begins with, so that most engines' tables are of one shape."""
+    return (*map(tuple, sequences), *[(-1,) * MAX_LEN] * (16 - len(sequences) % 16))
+
+
 class Harness:
     """An engine, and the requests it was given. Every finished request is checked by `check`."""
 
     def __init__(
         self,
-        fixture: str = "qwen3_5",
+        fixture: str = HYBRID,
         *,
         drafts: int = 0,
         accuracy: tuple[float, ...] | None = None,
@@ -90,9 +111,9 @@ class Harness:
         max_in_flight: int = 2,
         steps_per_dispatch: int = 1,
         chunk: int | None = None,
-        num_pages: int = 400,
+        num_pages: int = NUM_PAGES,
         page_size: int = 4,
-        samplers=(GREEDY.sampler,),
+        feature_sets=(GREEDY.features,),
         decode_rows=(ROWS,),
         prefill_tokens=(64,),
         states: StateConfig = SNAPSHOT,
@@ -103,7 +124,7 @@ class Harness:
         num_checkpoints: int = 6,
         interval: int | None = None,
         host_bytes: int = 0,
-        piece_pages: int = 4,
+        block_pages: int = 4,
         folder: Path | None = None,  # of files of pieces
     ):
         speculation = None
@@ -135,7 +156,7 @@ class Harness:
             num_checkpoints=num_checkpoints if prefixes in ("align", "all") else 0,
             checkpoint_interval=interval,
             host_bytes=host_bytes,
-            piece_pages=piece_pages,
+            block_pages=block_pages,
         )
         self.fixture = fixture
         self.vocab_size = model(fixture).vocab_size
@@ -145,16 +166,16 @@ class Harness:
                 num_drafts=drafts,
                 vocab_size=self.vocab_size,
                 vary_num_drafts=vary,
-                sequences=tuple(map(tuple, continuations)),
+                sequences=_padded(continuations),
                 accuracy=accuracy,
             )
         elif speculation is not None:
-            recipe = drafter and ModelRecipe.of(drafting(drafter), jnp.dtype("float32"))
-            self.proposer = make_proposer(speculation, model(fixture), recipe)
+            model_spec = drafter and ModelSpec.of(drafting(drafter), jnp.dtype("float32"))
+            self.proposer = make_proposer(speculation, model(fixture), model_spec)
         given = drafter and drafting(drafter)
         blueprint = Blueprint.of(
             model(fixture),
-            self.buckets,
+            dataclasses.replace(self.buckets, num_pages=max(num_pages, NUM_PAGES)),
             self.proposer,
             dtype=jnp.dtype("float32"),
             verifier=make_verifier(speculation),
@@ -163,17 +184,17 @@ class Harness:
             drafter=given,
         )
         self.runner = ModelRunner(model(fixture), blueprint, drafter=given)
-        compiled = programs(self.buckets, samplers)
+        compiled = programs(self.buckets, feature_sets)
         warm_up(self.runner, compiled)
         drafts_on_host = make_host_drafter(speculation)
-        pieces, tier = self.runner.pieces, None
+        pieces, tier = self.runner.blocks, None
         if host_bytes:
             kinds = (False, True) if self.buckets.num_checkpoints else (False,)
             like = {kind: pieces.arrays(is_state=kind) for kind in kinds}
             disk = folder and DiskTier(folder, 2**30, self.runner.fingerprint, page_size, like)
             tier = HostTier(host_bytes, page_size, pieces, disk, has_states=len(kinds) > 1)
         self.scheduler = Scheduler(self.buckets, drafter=drafts_on_host, tier=tier)
-        self.scheduler.programs.add(compiled if samplers else ())
+        self.scheduler.programs.add(compiled if feature_sets else ())
         self.engine = Engine(self.scheduler, self.runner, max_in_flight=max_in_flight)
         self.requests: list[Request] = []
         self.emitted: dict[Request, list[int]] = {}
@@ -186,7 +207,7 @@ class Harness:
         samples: list[Request] = []
         for index in range(params.n):
             key = self.proposer.request_key(prompt, seed + index) if self.proposer else 0
-            leader = samples[0] if samples else None
+            parent = samples[0] if samples else None
             samples.append(
                 Request(
                     tuple(prompt),
@@ -194,7 +215,7 @@ class Harness:
                     seed + index,
                     tuple(stop_ids),
                     key,
-                    leader,
+                    parent,
                     tuple(bad_words),
                     cache_salt=salt,
                 )

@@ -14,9 +14,10 @@ PACKAGE = Path(jaxspec.__file__).parent
 FILES = {
     str(path)
     for path in (
-        PACKAGE / "session.py",
-        PACKAGE / "turns.py",
-        PACKAGE / "engine.py",
+        PACKAGE / "engine" / "session.py",
+        PACKAGE / "engine" / "engine.py",
+        PACKAGE / "requests" / "waiting_queue.py",
+        *(PACKAGE / "prefix").glob("*.py"),
         *(PACKAGE / "scheduler").glob("*.py"),
         Path(contextlib.__file__),
     )

@@ -1,20 +1,20 @@
-"""A RemoteLLM and the desk that serves it in one process, joined by a channel as two would be."""
+"""A RemoteLLM and the engine server in one process, joined by a channel as two would be."""
 
 import asyncio
 import contextlib
 import socket
 
-from jaxspec.server.figures import Figures
+from jaxspec.server.metrics.figures import Figures
+from jaxspec.server.metrics.snapshot import LocalWatch
 from jaxspec.server.processes.channel import Channel
-from jaxspec.server.processes.desk import Desk
+from jaxspec.server.processes.engine_server import RemoteEngineServer
 from jaxspec.server.processes.remote_llm import RemoteLLM
-from jaxspec.server.snapshot import LocalWatch
 
 
 class Joined(RemoteLLM):
     """A RemoteLLM that brings the other side along; `close` ends both, but not the engine."""
 
-    desk: Desk
+    engine_server: RemoteEngineServer
     hearing: list[asyncio.Task]
 
     async def close(self):
@@ -27,10 +27,10 @@ async def join(llm) -> Joined:
     near, far = map(Channel.of, socket.socketpair())
     near, far = await near, await far
     watch = LocalWatch(llm, Figures())
-    desk = Desk(llm, far, watch.snapshot, watch.last_steps)
-    remote = Joined(llm.elsewhere(1), near)
-    remote.desk = desk
-    remote.hearing = [asyncio.create_task(each.run()) for each in (desk, near)]
+    engine_server = RemoteEngineServer(llm, far, watch.snapshot, watch.last_steps)
+    remote = Joined(llm.worker_spec(1), near)
+    remote.engine_server = engine_server
+    remote.hearing = [asyncio.create_task(each.run()) for each in (engine_server, near)]
     return remote
 
 

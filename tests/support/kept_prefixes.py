@@ -1,11 +1,11 @@
 """Engines that keep prefixes, and whose drafts are right now and then."""
 
-from harness import GREEDY, SAMPLED, SNAPSHOT, Harness, continuations
+from harness import GREEDY, HYBRID, SAMPLED, SNAPSHOT, Harness, continuations
 
 RATES = 0.8, 0.5, 0.5
 
 
-def keeping(prompts, fixture="qwen3_5", drafts=3, depth=2, states=SNAPSHOT, mode="all", **options):
+def keeping(prompts, fixture=HYBRID, drafts=3, depth=2, states=SNAPSHOT, mode="all", **options):
     """An engine that keeps what it can; `prompts` are those that its drafts are right for."""
     known = [(prompt, params, 0) for prompt in prompts for params in (GREEDY, SAMPLED)]
     oracles = {"accuracy": RATES[:drafts], "continuations": continuations(fixture, known)}

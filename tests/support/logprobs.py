@@ -5,8 +5,8 @@ import functools
 import numpy as np
 from harness import Harness, oracle
 
-from jaxspec.logprobs import readable
-from jaxspec.request import Finish
+from jaxspec.requests.logprobs import readable
+from jaxspec.requests.request import Finish
 
 NEAR = 1e-4
 
@@ -61,7 +61,7 @@ def check_logprobs(engine: Harness) -> tuple[int, int]:
             continue
         rows = request.prompt_logprobs
         assert len(rows) == len(prompt) and rows[0] is None, what
-        if request.leader is None:
+        if request.parent is None:
             assert all(row is not None for row in rows[1:]), what
         for index, row in enumerate(rows):
             if row is not None:

@@ -5,8 +5,8 @@ from collections import deque
 import numpy as np
 from fake_device import FakeDevice, expected_output, make_buckets, make_group
 
-from jaxspec.request import Finish
-from jaxspec.scheduler.host_tier import HostTier
+from jaxspec.prefix.host_tier import HostTier
+from jaxspec.requests.request import Finish
 from jaxspec.scheduler.scheduler import Scheduler
 
 

@@ -9,10 +9,6 @@ from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params
 SMALL = Mamba2Shape(6, 2, head_dim=5, state_dim=8)
 
 
-def int32(*values):
-    return jnp.asarray(values, jnp.int32)
-
-
 def operands(rng, *batch, shape=SMALL):
     """x, dt, A, B, C, D as a layer makes them; all but A and D for tokens of this batch shape."""
     x = rng.normal(size=(*batch, shape.heads, shape.head_dim))
@@ -21,18 +17,6 @@ def operands(rng, *batch, shape=SMALL):
     b, c = (rng.normal(size=(*batch, shape.groups, shape.state_dim)) for _ in range(2))
     c /= np.sqrt(shape.state_dim)
     return [y.astype(np.float32) for y in (x, dt, a, b, c, d)]
-
-
-def one_row(operands, row, count=None):
-    """The operands of one row's first `count` tokens."""
-    return [y if y.ndim == 1 else y[row, :count] for y in operands]
-
-
-def spoil(operands, row, first=0):
-    """Make the tokens of one row NaN from the `first` on."""
-    for y in operands:
-        if y.ndim > 1:
-            y[row, first:] = np.nan
 
 
 def oracle(state, x, dt, a, b, c, d):
@@ -55,12 +39,12 @@ def heads_of(shape: Mamba2Shape) -> Mamba2Heads:
     return Mamba2Heads(shape.heads, shape.head_dim, shape.groups, shape.state_dim)
 
 
-def projection(rng, heads, x, weight, bias=True):
+def projection(rng, shape, x, weight, bias=True):
     """A whole projection around the channels `x`, and parameters around the taps `weight`.
 
     NaN in columns that no op reads, and where a token's channels are NaN.
     """
-    rows, width, _ = x.shape
+    (rows, width, _), heads = x.shape, heads_of(shape)
     steps = 3 * rng.normal(size=(rows, width, heads.heads)) - 2
     steps = jnp.where(jnp.isnan(x[..., :1]), jnp.nan, jnp.asarray(steps, x.dtype))
     padding = -heads.columns % 64

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 from scripted_llm import ScriptedLLM, ScriptedStream
 
-from jaxspec.async_errors import EngineDeadError
-from jaxspec.outputs import TextDelta
+from jaxspec.engine.errors import EngineDeadError
+from jaxspec.requests.outputs import TextDelta
 
 FAILS, HANGS = "the step fails", "the model hangs"
 _TEMPLATE = "{{ messages[-1]['content'] }}</think>"

@@ -2,7 +2,7 @@
 
 import json
 
-from jaxspec.server.parsers import assemble, joined
+from jaxspec.text.parsers import assemble, joined
 
 TOOLS = [
     {

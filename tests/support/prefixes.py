@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.request import Request
-from jaxspec.row import row_layout, write_row
+from jaxspec.plan.row import row_layout, write_row
+from jaxspec.plan.table_plan import pack_tables
+from jaxspec.requests.request import Request
 from jaxspec.sampling import SamplingInputs
 from jaxspec.sampling.tables import SamplingTables
-from jaxspec.table_plan import pack_tables
 
 
 def by_prefix(scores, params, prompt, output, stop_ids=(), bad_words=()):

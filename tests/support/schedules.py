@@ -12,10 +12,10 @@ from callers import Ask, Caller, Watched
 from fake_device import FakeDevice, make_buckets
 from interrupts import INTERRUPTS, CtrlC, Interrupter
 
-from jaxspec.engine import Engine
-from jaxspec.request import Finish, Request
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.session import Session
+from jaxspec.requests.request import Finish, Request
 from jaxspec.scheduler.scheduler import Scheduler
-from jaxspec.session import Session
 
 MAX_LEN = 30
 MAX_STEPS = 2000  # far more than any schedule here needs
@@ -123,7 +123,7 @@ class Schedule:
             self.callers.append(Caller(watched, self.session.run(samples)))
         else:
             for each in watched:
-                each.request.leader = None  # a stream is of one sample
+                each.request.parent = None  # a stream is of one sample
                 self.callers.append(Caller([each], self.session.stream(each.sample)))
 
     def retry(self, index: int, how: str):

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxspec.loading import EMBEDDED_MODEL
-from jaxspec.outputs import TextDelta
-from jaxspec.request import RequestMetrics
-from jaxspec.sampling_params import SamplingParams
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.api.loading import EMBEDDED_MODEL
+from jaxspec.requests.outputs import TextDelta
+from jaxspec.requests.request import RequestMetrics
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.text.tokenizer import Tokenizer
 
 
 class ScriptedStream:

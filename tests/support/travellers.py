@@ -2,23 +2,23 @@
 
 from types import SimpleNamespace
 
-from harness import MAX_LEN, Harness, expected
+from harness import HYBRID, MAX_LEN, Harness, expected
 
-from jaxspec import travelling
-from jaxspec.handover import RequestState
-from jaxspec.inputs import InputProcessor
-from jaxspec.llm_engine import LLMEngine
-from jaxspec.request import Finish
+from jaxspec.api import request_transfer
+from jaxspec.api.inputs import InputProcessor
+from jaxspec.api.llm_engine import LLMEngine
+from jaxspec.engine.session import Session
+from jaxspec.requests.request import Finish
 from jaxspec.scheduler.ready_programs import StepNeeds
-from jaxspec.session import Session
+from jaxspec.transfer import RequestState
 
 
 class Traveller:
-    """What `jaxspec.travelling` needs of an `LLM`, around a `Harness`."""
+    """What `jaxspec.api.request_transfer` needs of an `LLM`, around a `Harness`."""
 
     one_prompt, prepare_one = LLMEngine.one_prompt, LLMEngine.prepare_one
 
-    def __init__(self, fixture="qwen3_5", **options):
+    def __init__(self, fixture=HYBRID, **options):
         options = {"num_pages": 120, "prefixes": "all"} | options
         options.setdefault("num_checkpoints", 0 if options["prefixes"] == "pages" else 12)
         self.harness = Harness(fixture, **options)
@@ -41,8 +41,8 @@ class Traveller:
         self.session.check(sample for group in groups for sample in group)
         return groups
 
-    def _compile(self, samplers):
-        needs = (StepNeeds(1, 0, each, num_drafts=0) for each in samplers)
+    def _compile(self, feature_sets):
+        needs = (StepNeeds(1, 0, each, num_drafts=0) for each in feature_sets)
         assert all(map(self.harness.scheduler.programs.can_run, needs))
 
     def sample(self, prompt, params, name="x"):
@@ -63,17 +63,17 @@ class Traveller:
         return request
 
     def prefill(self, prompt, params, name="x"):
-        return travelling.prefill(self, list(prompt), params, request_id=name)
+        return request_transfer.prefill(self, list(prompt), params, request_id=name)
 
     def export(self, name="x"):
-        return travelling.export_request(self, name)
+        return request_transfer.export_request(self, name)
 
     def finish(self, state):
         """Import a request and run it to its end."""
-        return told(travelling.import_request(self, state))
+        return told(request_transfer.import_request(self, state))
 
     def arrive(self, state):
-        return travelling.import_request(self, state)
+        return request_transfer.import_request(self, state)
 
     def check(self, state, tokens):
         """All of a request's tokens are those that the oracle says; the ties met."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.sampler import SAMPLED
+from jaxspec.requests.sampling_features import SAMPLED
 from jaxspec.sampling import draw, draw_draft
 
 VOCAB = 6
@@ -42,10 +42,10 @@ def draft_places(logits, inputs, positions, first=0):
     return at_places(draw_draft, logits, inputs, positions, number)
 
 
-@partial(jax.jit, static_argnames="sampler")
-def draw_places(logits, inputs, positions, sampler=SAMPLED):
+@partial(jax.jit, static_argnames="features")
+def draw_places(logits, inputs, positions, features=SAMPLED):
     """The target's own."""
-    return at_places(partial(draw, sampler=sampler), logits, inputs, positions)
+    return at_places(partial(draw, features=features), logits, inputs, positions)
 
 
 int32 = partial(np.asarray, dtype=np.int32)

@@ -3,9 +3,9 @@
 import dataclasses
 
 import numpy as np
-from harness import GREEDY, SAMPLED, Harness, continuations, prompts
+from harness import GREEDY, HYBRID, SAMPLED, Harness, continuations, prompts
 
-from jaxspec.request import Finish
+from jaxspec.requests.request import Finish
 
 PROMPTS = prompts(10, seed=3, longest=20)
 PARAMS = [dataclasses.replace(p, max_tokens=m) for p in (GREEDY, SAMPLED) for m in (1, 6, 14)]
@@ -14,17 +14,17 @@ EVENTS = {"admit": 0.3, "abort": 0.02, "preempt": 0.05, "permute": 0.2, "none": 
 
 
 def walk_harness(
-    accuracy, *, vary=False, drafts=3, samplers=(GREEDY.sampler, SAMPLED.sampler), **options
+    accuracy, *, vary=False, drafts=3, feature_sets=(SAMPLED.features,), **options
 ) -> Harness:
     """An engine whose oracle proposer knows the greedy continuation of every prompt."""
     longest = PARAMS[2]
-    known = continuations("qwen3_5", [(prompt, longest, 0) for prompt in PROMPTS])
+    known = continuations(HYBRID, [(prompt, longest, 0) for prompt in PROMPTS])
     return Harness(
         drafts=drafts,
         accuracy=accuracy,
         continuations=known,
         vary=vary,
-        samplers=samplers,
+        feature_sets=feature_sets,
         **options,
     )
 

@@ -1,4 +1,4 @@
-"""docs/options.md, made of the options of `LLM` (`jaxspec.options`, `jaxspec.vllm_options`).
+"""docs/options.md, made of the options of `LLM` (`options.engine_options`, `options.vllm_options`).
 
 python -m tools.docs.options            writes it
 python -m tools.docs.options --check    ends with status 1 if it is not what would be written
@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec.options import OPTIONS, default_of, meaning
-from jaxspec.vllm_options import RENAMED, UNDERSTOOD
+from jaxspec.options.engine_options import OPTIONS, default_of, meaning
+from jaxspec.options.vllm_options import RENAMED, UNDERSTOOD
 from tools.docs.kept_page import keep
 
 PATH = Path(__file__).parents[2] / "docs" / "options.md"
 COMMAND = "python -m tools.docs.options"
 _HEAD = f"""\
-<!-- Made by `{COMMAND}` of jaxspec/options.py and vllm_options.py; change those. -->
+<!-- Made by `{COMMAND}` of jaxspec/options/engine_options.py and vllm_options.py; change those. -->
 # Options of `LLM`
 
 `jaxspec.LLM(model, **options)` takes these, and `jaxspec.generate(prompts, model, **options)` too.

@@ -6,7 +6,7 @@ python -m tools.docs.page_picture    writes it; takes a Chromium and the extra `
 import sys
 from pathlib import Path
 
-from jaxspec.async_llm import AsyncLLM
+from jaxspec.api.async_llm import AsyncLLM
 
 ROOT = Path(__file__).parents[2]
 PATH = ROOT / "docs" / "pictures" / "page.png"

@@ -30,7 +30,7 @@ from jaxspec.pallas.matmul.split_matmul import (
 from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.norm.rms_norm import Norm
-from jaxspec.request import ROW_STOP_IDS
+from jaxspec.requests.request import ROW_STOP_IDS
 from jaxspec.weight import Dense, Float8
 
 _SHAPE = GDN["qwen3.5-0.8b"]  # also the 2B's

@@ -1,4 +1,4 @@
-"""The architectures of GGUF files that jaxspec has families for; to add one is a line here."""
+"""Table of the GGUF architectures that jaxspec supports; a new one is one entry."""
 
 from jaxspec.checks import shown
 from jaxspec.gguf.file import GGUFFile
@@ -34,16 +34,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3moe": attention.QWEN3_MOE,
     "qwen3next": gated_hybrid.QWEN3_NEXT,
 }
-"""By `general.architecture` of the metadata."""
+"""Keyed by `general.architecture` of the metadata."""
 
 _KEY = "general.architecture"
 
 
 def architecture_of(file: GGUFFile) -> tuple[str, Architecture]:
-    """The file's architecture and its name.
+    """Return the name of the file's architecture, and the architecture.
 
     Raises:
-        ValueError: it names none, or one that jaxspec has no family for.
+        ValueError: It is missing or not supported.
     """
     name = Block(file.metadata, file=str(file.path), remedy=REMEDY).need(_KEY, WORD)
     if name not in ARCHITECTURES:
@@ -55,10 +55,10 @@ def architecture_of(file: GGUFFile) -> tuple[str, Architecture]:
 
 
 def described(file: GGUFFile) -> Described:
-    """What the file says of its model, with options such as the layers compute.
+    """Return the file's description of its model, after checking its options.
 
     Raises:
-        ValueError: as `architecture_of`, or an option is not implemented.
+        ValueError: As `architecture_of`, or an option is not implemented.
     """
     name, architecture = architecture_of(file)
     prefix = f"{name}."

@@ -1,4 +1,4 @@
-"""Llama and Qwen3: attention in every layer, with dense feed-forward layers or with experts."""
+"""Llama and Qwen3 in GGUF: attention in every layer, with dense layers or experts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ _BLOCKS = ATTENTION | _NORM
 
 
 def rotated_by_pairs(model: Described) -> Mapping[str, Conversion]:
-    """Queries and keys as Llama's have them: see `by_pairs`."""
+    """Return the conversions of queries and keys of architectures like Llama: see `by_pairs`."""
     heads = model.sizes.need("attention.head_count", SIZE)
     key_heads = model.one_of_layers("attention.head_count_kv") if _has_key_heads(model) else heads
     orders = {"attn_q": by_pairs(heads), "attn_k": by_pairs(key_heads or heads)}
@@ -40,7 +40,7 @@ def _dense(model: Described) -> dict[str, Any]:
 
 
 def qwen_experts(model: Described) -> dict[str, Any]:
-    """Qwen's fields of experts; llama.cpp always renormalises the chosen ones' weights."""
+    """Return Qwen's fields of experts; llama.cpp always renormalises the chosen weights."""
     sizes = model.sizes
     return {
         "num_experts": sizes.need("expert_count", EXPERTS),

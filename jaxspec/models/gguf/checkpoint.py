@@ -1,4 +1,4 @@
-"""GGUFCheckpoint: the tensors in a GGUF file, by their published names and as numbers again."""
+"""GGUFCheckpoint: the tensors in a GGUF file, with the names and layout of the hub."""
 
 import math
 from collections import Counter
@@ -14,26 +14,25 @@ from jaxspec.models.gguf import REMEDY
 from jaxspec.models.gguf.places import Place, places_in
 from jaxspec.models.safetensors_file import DTYPES, StoredTensor
 
-_ELEMENTS = 2**20  # that are put in their published order at once
-_NEAR = 4  # rows of the file that lie no further apart are read together with those between them
+_ELEMENTS = 2**20  # elements reordered at once
+_NEAR = 4  # rows at most this far apart are read together with those between them
 
 
 class GGUFCheckpoint:
-    """The tensors of an open GGUF file: a `Checkpoint`, whose quantised tensors read as float32.
+    """The `Checkpoint` in a GGUF file. A context manager.
 
-    They are dequantised when they are read, a part at a time. A context manager.
+    Quantised tensors are dequantised to float32 while they are read, a part at a time.
     """
 
     asked_by = "metadata"
     remedy = REMEDY
 
     def __init__(self, path: Path):
-        """Open the file and check its header.
+        """Open the file and validate its header.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: as `GGUFFile` and `places_in`, or tensors are of a type that can't be
-                dequantised.
+            FileNotFoundError: The file does not exist.
+            ValueError: As `GGUFFile` and `places_in`, or a tensor's type can't be dequantised.
         """
         self.path = path
         self._file = GGUFFile(path)
@@ -45,42 +44,35 @@ class GGUFCheckpoint:
             raise
 
     def __enter__(self) -> "GGUFCheckpoint":
-        """The checkpoint itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the file."""
         self._file.close()
 
     @property
     def names(self) -> frozenset[str]:
-        """Every tensor's published name; gguf: and its own if the architecture has none such."""
+        """Hub names of all tensors; "gguf:" and the file's name for unknown ones."""
         return frozenset(self._places)
 
     def files_of(self, name: str) -> list[str]:
-        """The name of the file."""
         return [self.path.name]
 
     def stored(self, name: str) -> StoredTensor:
-        """A tensor's shape, and the dtype that `read` gives."""
         place = self._places[name]
         return StoredTensor(place.dtype, place.shape, place.tensors[0].start, place.num_bytes)
 
     def bytes_by_type(self) -> Mapping[str, int]:
-        """The bytes of all tensors, by the type that they are stored in."""
         num_bytes: Counter[str] = Counter()
         for tensor in self._file.tensors.values():
             num_bytes[tensor.type.name] += tensor.num_bytes
         return num_bytes
 
     def read(self, name: str, first: int, into: np.ndarray) -> None:
-        """Fill `into`, `[elements]`, with a tensor's elements from `first` on, in C order.
-
-        It must have the dtype that `stored` says. Several threads may read at once.
+        """See `Checkpoint.read`.
 
         Raises:
-            ValueError: the file was cut short since it was opened, or holds values that no
-                published ones were converted to.
+            ValueError: The file was truncated after it was opened, or has values that the converter
+                can't have written.
         """
         place = self._places[name]
         order, columns = place.rows(), place.columns()
@@ -100,11 +92,10 @@ class GGUFCheckpoint:
             into[low - first : high - first] = read
 
     def check_unchanged(self) -> None:
-        """ValueError if the file was written to since it was opened."""
         self._file.check_unchanged()
 
     def _rows(self, place: Place, wanted: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """The rows that are `wanted` of the file, in the order in which they are."""
+        """Return the `wanted` rows of a tensor in the file, in this order."""
         width = math.prod(place.shape[1:])
         order = np.argsort(wanted)
         ends = np.flatnonzero(np.diff(wanted[order]) > _NEAR) + 1
@@ -117,7 +108,7 @@ class GGUFCheckpoint:
         return rows
 
     def _read(self, place: Place, first: int, into: np.ndarray) -> None:
-        """Fill `into` with elements as they follow each other in the place's tensors."""
+        """Fill `into` with consecutive elements of the place's tensors, from `first` on."""
         last, begin = first + into.size, 0
         for tensor in place.tensors:
             size = math.prod(tensor.shape)

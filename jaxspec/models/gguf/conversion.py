@@ -1,4 +1,4 @@
-"""Conversion: what llama.cpp's converter does to a tensor beside its name, and the way back."""
+"""Conversion: how to undo what llama.cpp's converter does to a tensor, beyond its name."""
 
 import dataclasses
 import functools
@@ -9,52 +9,52 @@ import numpy as np
 
 Shape = tuple[int, ...]
 Order = Callable[[int], np.ndarray | None]
-"""The places in the file of so many published rows or columns; None: they can't be so many."""
+"""Maps a number of rows or columns on the hub to their indices in the file; None if invalid."""
 
 
 class Change(NamedTuple):
-    """How values are made published ones again."""
+    """The inverse of the converter's change of values."""
 
-    words: str  # what the stored values must be, behind "must hold"
-    back: Callable[[np.ndarray], np.ndarray]  # float32 to float32; not finite for any others
+    words: str  # valid stored values; completes "must hold ..."
+    back: Callable[[np.ndarray], np.ndarray]  # float32 to float32; not finite for invalid ones
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """What differs between a tensor in the file and the published one."""
+    """Differences between a tensor in the file and the one on the hub."""
 
-    shape: Callable[[Shape], Shape] = lambda stored: stored  # the published one
-    rows: Order | None = None  # None: they lie as they were published
+    shape: Callable[[Shape], Shape] = lambda stored: stored  # returns the shape on the hub
+    rows: Order | None = None  # None means the same order
     columns: Order | None = None
     change: Change | None = None
-    behind: tuple[str, ...] = ()  # tensors of the block whose rows follow this one's
+    behind: tuple[str, ...] = ()  # tensors of the block to append, as more rows
 
 
 AS_IT_IS = Conversion()
 
 
 def convolution(stored: Shape) -> Shape:
-    """`[channels, taps]` as `[channels, 1, taps]`; another shape stays."""
+    """Return `[channels, 1, taps]` for `[channels, taps]`; other shapes are unchanged."""
     return (stored[0], 1, stored[1]) if len(stored) == 2 else stored
 
 
 def column(stored: Shape) -> Shape:
-    """`[size, 1]` as `[size]`; another shape stays."""
+    """Return `[size]` for `[size, 1]`; other shapes are unchanged."""
     return stored[:1] if stored[1:] == (1,) else stored
 
 
 def row(stored: Shape) -> Shape:
-    """`[size]` as `[1, size]`: llama.cpp leaves leading axes of 1 out when it quantises."""
+    """Return `[1, size]` for `[size]`; llama.cpp drops leading axes of 1 when it quantises."""
     return (1, *stored) if len(stored) == 1 else stored
 
 
 def grouped(groups: int) -> Callable[[Shape], Shape]:
-    """`[groups, size]` as `[groups * size]`; another shape stays."""
+    """Map `[groups, size]` to `[groups * size]`; other shapes are unchanged."""
     return lambda stored: (groups * stored[1],) if stored[1:] and stored[0] == groups else stored
 
 
 def by_pairs(heads: int) -> Order:
-    """Rows of heads in which the two channels that are rotated together lie side by side.
+    """Order of rows of heads whose rotated channel pairs are adjacent in the file.
 
     llama.cpp rotates channels 2i and 2i + 1 together, transformers i and i + half a head.
     """
@@ -62,18 +62,18 @@ def by_pairs(heads: int) -> Order:
 
 
 def tiled(key_heads: int, value_heads: int, before: int = 0) -> Order:
-    """Channels of value heads that lie in turns: one of each key head, then the next of each.
+    """Order of the channels of value heads that the file interleaves over the key heads.
 
-    They were published key head by key head. `before`: channels in front of them that lie as they
-    were published.
+    With 2 key heads and 4 value heads, the hub's value heads 0, 1, 2, 3 (two per key head) are
+    stored as 0, 2, 1, 3. The first `before` channels are in the hub's order.
     """
     return functools.partial(_tiled, key_heads, value_heads, before)
 
 
 def by_key_head(key_heads: int, parts: tuple[int, ...]) -> Order:
-    """Rows that lie part by part, each of all key heads, and were published key head by key head.
+    """Order of rows that the file stores part by part, and the hub key head by key head.
 
-    `parts`: rows that each part has of a key head.
+    `parts` are the rows of each part per key head.
     """
     return functools.partial(_by_key_head, key_heads, parts)
 
@@ -109,6 +109,6 @@ def _log_of_negated(values: np.ndarray) -> np.ndarray:
 
 
 LOG_OF_NEGATED = Change("negative numbers", _log_of_negated)
-"""Rates of decay: A_log is published, and -exp(A_log) is stored."""
+"""For decay rates: -exp(A_log) is stored, A_log is on the hub."""
 LESS_ONE = Change("finite numbers", lambda values: values - np.float32(1))
-"""Weights of norms that are centred at zero: llama.cpp has them centred at one."""
+"""For weights of zero-centred norms: llama.cpp stores `1 + weight`."""

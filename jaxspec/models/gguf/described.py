@@ -1,4 +1,4 @@
-"""Described: what the header of a GGUF file says of a model, read by kind."""
+"""Described: the model's sizes in the header of a GGUF file, validated by kind."""
 
 import dataclasses
 from typing import Any
@@ -12,44 +12,44 @@ from jaxspec.models.kinds import MAX_LAYERS, SIZE, Block, Kind, whole
 from jaxspec.models.layers.moe import MAX_EXPERTS
 
 EXPERTS = whole(0, MAX_EXPERTS)
-"""Experts of a layer; 0: there are none."""
+"""Kind of a number of experts per layer; 0 if there are none."""
 _DRAFT_BLOCKS = whole(0, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """An open file, and the entries of its metadata under the architecture's name."""
+    """An open file, and its metadata entries under the architecture's prefix."""
 
     file: GGUFFile
     sizes: Block
 
     @property
     def num_draft_blocks(self) -> int:
-        """Blocks behind those of the trunk, 0 or 1: the layer of a head that drafts."""
+        """Number of blocks after the trunk's, 0 or 1: the layer of a draft head."""
         return self.sizes.find("nextn_predict_layers", _DRAFT_BLOCKS) or 0
 
     @property
     def num_layers(self) -> int:
-        """Blocks of the trunk."""
+        """Number of blocks of the trunk."""
         drafting = self.num_draft_blocks
         return self.sizes.need("block_count", whole(1 + drafting, MAX_LAYERS)) - drafting
 
     @property
     def num_experts(self) -> int:
-        """Experts of a layer; 0: there are none."""
+        """Experts per layer; 0 if there are none."""
         return self.sizes.find("expert_count", EXPERTS) or 0
 
     def has(self, tail: str) -> bool:
-        """Whether some block has a tensor of this name behind `blk.N.`."""
+        """Return whether any block has a tensor `blk.N.<tail>`."""
         return any(
             name.startswith("blk.") and name.split(".", 2)[-1] == tail for name in self.file.tensors
         )
 
     def by_layer(self, name: str, kind: Kind[int]) -> list[int]:
-        """The entry's values for the layers of the trunk: one for each block, or one for all.
+        """Return the entry's value for each trunk layer; it may be a single value or one per block.
 
         Raises:
-            ValueError: there is no such entry, or it has another number of values or kind.
+            ValueError: The entry is missing, or has another length or kind.
         """
         value = self.sizes.entries.get(name)
         if not isinstance(value, np.ndarray):
@@ -64,10 +64,10 @@ class Described:
         return listed[: self.num_layers]
 
     def one_of_layers(self, name: str) -> int | None:
-        """The one size that `by_layer` gives those layers that have any; None: none has.
+        """Return the one value other than 0 that `by_layer` has; None if all are 0.
 
         Raises:
-            ValueError: as `by_layer`, or there are two sizes.
+            ValueError: As `by_layer`, or the values differ.
         """
         sizes = sorted({size for size in self.by_layer(name, whole(0, 2**20)) if size})
         if len(sizes) > 1:
@@ -79,10 +79,11 @@ class Described:
         return sizes[0] if sizes else None
 
     def value_dim(self) -> int:
-        """Channels of a recurrent head's values.
+        """Return the channels of a recurrent head's values.
 
         Raises:
-            ValueError: an entry is missing or malformed, or the heads can't share all channels.
+            ValueError: An entry is missing or malformed, or the channels can't be divided by the
+                heads.
         """
         sizes = self.sizes
         channels, heads = (sizes.need(f"ssm.{x}", SIZE) for x in ("inner_size", "time_step_rank"))
@@ -95,16 +96,16 @@ class Described:
         return channels // heads
 
     def head_dim(self) -> int:
-        """Channels of a head of attention."""
+        """Return the channels of an attention head."""
         given = self.sizes.find("attention.key_length", SIZE)
         heads = self.sizes.need("attention.head_count", SIZE)
         return given or max(1, self.sizes.need("embedding_length", SIZE) // heads)
 
     def attention(self) -> dict[str, Any]:
-        """The fields of attention, but for the number of key heads, which blocks may differ in.
+        """Return the fields of attention except the number of key heads, which may differ by block.
 
         Raises:
-            ValueError: an entry is missing, malformed or not implemented.
+            ValueError: An entry is missing, malformed or not implemented.
         """
         head_dim = self.head_dim()
         self.sizes.refuse_all_but({"attention.value_length": (head_dim,)})
@@ -115,10 +116,10 @@ class Described:
         }
 
     def key_heads(self) -> dict[str, Any]:
-        """The number of key heads of a model that has attention in every layer.
+        """Return the number of key heads of a model with attention in every layer, as a field.
 
         Raises:
-            ValueError: it is malformed, or not the same in all blocks.
+            ValueError: It is malformed, or differs between blocks.
         """
         name = "attention.head_count_kv"
         if self.sizes.entries.get(name) is None:
@@ -127,7 +128,7 @@ class Described:
         return {"num_key_value_heads": self.one_of_layers(name)}
 
     def mixed_key_heads(self) -> tuple[dict[str, Any], list[bool]]:
-        """The number of key heads, and which layers attend: those that have any."""
+        """Return the number of key heads as a field, and which layers have attention."""
         name = "attention.head_count_kv"
         heads = self.one_of_layers(name) or self.sizes.need("attention.head_count", SIZE)
         attending = [count > 0 for count in self.by_layer(name, whole(0, 2**20))]

@@ -1,4 +1,4 @@
-"""Falcon-H1: attention and Mamba2 side by side; the file's weights have all multipliers in them."""
+"""Falcon-H1 in GGUF: the multipliers are already applied to the file's weights."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def _entries(model: Described) -> dict[str, Any]:
         **mamba2,
         "intermediate_size": model.sizes.need("feed_forward_length", whole(1, 2**31 - 1)),
         "mamba_rms_norm": model.has("ssm_norm.weight"),
-        "mamba_norm_before_gate": False,  # llama.cpp has no other order
+        "mamba_norm_before_gate": False,  # llama.cpp's only order
     }
 
 

@@ -1,4 +1,4 @@
-"""read_fields: the config.json that a GGUF file's metadata amounts to."""
+"""read_fields: convert a GGUF file's metadata to the fields of a config.json."""
 
 from pathlib import Path
 from typing import Any
@@ -13,23 +13,23 @@ from jaxspec.models.kinds import SIZE, Block, number, whole
 
 _POSITIVE = number(1e-30, 1e30)
 _TOKEN = whole(0, 2**31 - 1)
-_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, a turn, a message
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # end of text, turn and message
 
 
 def read_fields(path: Path) -> Fields:
-    """The fields of the model in the file.
+    """Read the fields of the model in the file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: as `GGUFFile`; its architecture has no family here; or the metadata lacks a
-            size, has one of a wrong kind, or an option that is unknown or not implemented.
+        FileNotFoundError: The file does not exist.
+        ValueError: As `GGUFFile`; the architecture is not supported; or the metadata lacks a size,
+            has one of the wrong kind, or an option that is unknown or not implemented.
     """
     with GGUFFile(path) as file:
         return Fields(_entries(file), remedy=REMEDY)
 
 
 def _entries(file: GGUFFile) -> dict[str, Any]:
-    """The entries of a config.json, each read with the kind that it must be of."""
+    """Return the fields of a config.json."""
     _, architecture = architecture_of(file)
     model = described(file)
     sizes = model.sizes
@@ -48,13 +48,13 @@ def _entries(file: GGUFFile) -> dict[str, Any]:
 
 
 def _vocab_size(model: Described) -> int:
-    """Rows of the embedding, which may be more than there are tokens."""
+    """Return the rows of the embedding, which may exceed the number of tokens."""
     if (embedding := model.file.tensors.get("token_embd.weight")) is not None:
         return embedding.shape[0]
     return model.sizes.need("vocab_size", SIZE)
 
 
 def _ends(metadata: Block) -> list[int]:
-    """The ids that end an output."""
+    """Return the ids that end an output."""
     found = (metadata.find(f"tokenizer.ggml.{key}", _TOKEN) for key in _END_KEYS)
     return list(dict.fromkeys(token for token in found if token is not None))

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: Gated DeltaNet and gated attention, norms centred at zero."""
+"""Qwen3-Next and Qwen3.5 in GGUF: Gated DeltaNet, gated attention, zero-centred norms."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -41,7 +41,7 @@ _SEPARATE = {
     "ssm_alpha": "linear_attn.in_proj_a",
     "ssm_beta": "linear_attn.in_proj_b",
 }
-# Files of 2025 have the first tensor as it was published, later ones q, k, v apart from z.
+# Files of 2025 have ssm_in as on the hub; later ones have q, k, v (attn_qkv) apart from z.
 _BY_KEY_HEAD = {
     "ssm_in": "linear_attn.in_proj_qkvz",
     "attn_qkv": "linear_attn.in_proj_qkvz",
@@ -74,8 +74,8 @@ _CENTRED = (
 
 def _entries(model: Described) -> dict[str, Any]:
     sizes, entries = model.sizes, model.attention()
-    interval = sizes.find("full_attention_interval", SIZE) or 4  # llama.cpp's, where it is silent
-    entries.setdefault("partial_rotary_factor", 1.0)  # the families' own default is another one
+    interval = sizes.find("full_attention_interval", SIZE) or 4  # llama.cpp's default
+    entries.setdefault("partial_rotary_factor", 1.0)  # the families' default differs
     return {
         **entries,
         **model.key_heads(),
@@ -110,7 +110,7 @@ def _conversions(model: Described) -> dict[str, Conversion]:
 
 
 def _in_turns(model: Described) -> Mapping[str, Conversion]:
-    """Qwen3.5: value heads lie in turns, so that llama.cpp may repeat the key heads."""
+    """Qwen3.5: value heads are interleaved over key heads, so llama.cpp can repeat these."""
     sizes = model.sizes
     key_heads = sizes.need("ssm.group_count", SIZE)
     value_heads = sizes.need("ssm.time_step_rank", SIZE)
@@ -129,7 +129,7 @@ def _in_turns(model: Described) -> Mapping[str, Conversion]:
 
 
 def _by_parts(model: Described) -> Mapping[str, Conversion]:
-    """Qwen3-Next: queries, keys and values of all key heads, and behind them z."""
+    """Qwen3-Next: queries, keys and values of all key heads, then z."""
     sizes = model.sizes
     key_heads, key_dim = sizes.need("ssm.group_count", SIZE), sizes.need("ssm.state_size", SIZE)
     values = sizes.need("ssm.time_step_rank", SIZE) // key_heads * model.value_dim()

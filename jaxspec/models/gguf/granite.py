@@ -1,4 +1,4 @@
-"""Granite: attention, or Mamba2 and attention, with multipliers that the metadata gives."""
+"""Granite in GGUF: attention, or Mamba2 and attention, with multipliers in the metadata."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from jaxspec.models.gguf.described import Described
 from jaxspec.models.gguf.mamba2 import mamba2_conversions, mamba2_sizes, mamba2_tensors
 from jaxspec.models.kinds import FLAG, SIZE, number
 
-# gate_proj and up_proj were published as one tensor, whose name says nothing of either.
+# On the hub gate_proj and up_proj are one tensor with another name.
 _BLOCKS = {
     **ATTENTION,
     **DENSE,
@@ -41,7 +41,7 @@ _OPTIONS = {
 
 
 def _multipliers(model: Described) -> dict[str, Any]:
-    """What activations are multiplied with; 0 stands for none."""
+    """Return the multipliers of activations; 0 in the metadata means none."""
     factors: dict[str, Any] = {
         theirs: model.sizes.find(own, _FACTOR) or 1.0 for theirs, own in _MULTIPLIERS.items()
     }
@@ -50,7 +50,7 @@ def _multipliers(model: Described) -> dict[str, Any]:
 
 
 def _common(model: Described) -> dict[str, Any]:
-    """The fields that do not depend on what the layers are."""
+    """Return the fields that do not depend on the types of layers."""
     sizes, num_experts = model.sizes, model.num_experts
     width = sizes.need("feed_forward_length", SIZE)
     shared = sizes.find("expert_shared_feed_forward_length", SIZE)

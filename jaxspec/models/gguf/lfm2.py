@@ -1,4 +1,4 @@
-"""LFM2 and LFM2-MoE: short convolutions, and attention in some layers."""
+"""LFM2 and LFM2-MoE in GGUF: short convolutions and some attention layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +30,7 @@ _STACKS = {
     "ffn_up_exps": "feed_forward.experts.{}.w3",
     "ffn_down_exps": "feed_forward.experts.{}.w2",
 }
-# The norm of the output has this name in the converter, and has kept it.
+# The converter's name of the final norm.
 _OUTSIDE = OUTSIDE_BLOCKS | {"token_embd_norm.weight": "model.embedding_norm.weight"}
 
 
@@ -41,13 +41,13 @@ def _entries(model: Described) -> dict[str, Any]:
         **key_heads,
         "layer_types": ["full_attention" if attends else "conv" for attends in attending],
         "intermediate_size": model.sizes.need("feed_forward_length", whole(1, 2**31 - 1)),
-        "block_auto_adjust_ff_dim": False,  # the width is that of the tensors
+        "block_auto_adjust_ff_dim": False,  # feed_forward_length is the tensors' width
         "conv_L_cache": model.sizes.need("shortconv.l_cache", SIZE),
     }
 
 
 def _sparse(model: Described) -> dict[str, Any]:
-    """With the experts' fields; llama.cpp always renormalises the chosen ones' weights."""
+    """Return the fields with experts; llama.cpp always renormalises the chosen weights."""
     sizes = model.sizes
     return {
         **_entries(model),

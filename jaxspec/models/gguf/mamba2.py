@@ -1,4 +1,4 @@
-"""Mamba2, and how llama.cpp stores its layers in other families, too."""
+"""Mamba2 in GGUF, alone and as a layer of other families."""
 
 from typing import Any
 
@@ -25,15 +25,15 @@ _PARTS = {
 
 
 def mamba2_tensors(published: str) -> dict[str, str]:
-    """The tensors of a layer whose published names begin with `published`, such as "mixer."."""
+    """Return the tensors of a layer whose hub names begin with `published`, such as "mixer."."""
     return {own: published + part for own, part in _PARTS.items()}
 
 
 def mamba2_conversions(model: Described) -> dict[str, Conversion]:
-    """What the converter does to them.
+    """Return the conversions of a layer's tensors.
 
     Raises:
-        ValueError: the number of groups is missing or malformed.
+        ValueError: The number of groups is missing or malformed.
     """
     return {
         "ssm_a": Conversion(column, change=LOG_OF_NEGATED),
@@ -53,10 +53,10 @@ def mamba2_sizes(
     conv_kernel: str,
     conv_bias: str,
 ) -> dict[str, Any]:
-    """A layer's sizes, under a family's names for them.
+    """Return a layer's sizes, under a family's names of the fields.
 
     Raises:
-        ValueError: an entry is missing or malformed.
+        ValueError: An entry is missing or malformed.
     """
     sizes = model.sizes
     return {

@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron-3: each block is Mamba2, attention or a feed-forward layer."""
+"""Nemotron-H and Nemotron-3 in GGUF: a block is Mamba2, attention or a feed-forward layer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -60,7 +60,7 @@ def _entries(model: Described) -> dict[str, Any]:
 
 
 def _letter(model: Described, number: int, attends: bool, width: int) -> str:
-    """What a block is, in Nemotron's letters; llama.cpp tells it in the same way."""
+    """Return a block's type as Nemotron's letter, by the same rule as llama.cpp."""
     if width:
         return "E" if f"blk.{number}.ffn_gate_inp.weight" in model.file.tensors else "-"
     return "*" if attends else "M"

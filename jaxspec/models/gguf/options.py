@@ -1,4 +1,4 @@
-"""Options in a GGUF file's metadata: what the layers compute, and no entry that nobody reads."""
+"""Validate options in a GGUF file's metadata: values must be implemented, keys known."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,62 +28,59 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "residual_scale": (1.0, 0.0),
     "rope.scale_linear": (1.0, 0.0),
     "rope.scaling.attn_factor": (1.0,),
-    "rope.scaling.factor": (1.0, 0.0),  # llama.cpp scales by it where no type is given, too
+    "rope.scaling.factor": (1.0, 0.0),  # llama.cpp applies it even without a type
     "rope.scaling.type": ("none",),
     "router_logit_softcapping": (0.0,),
     "ssm.dt_b_c_rms": (False,),
     "use_parallel_residual": (False,),
 }
-"""Options that change the output, and their values that the layers of any architecture compute."""
+"""Options that change the output, with the values that all architectures implement."""
 
 _HARMLESS = frozenset(
     {
-        "attention.head_count",  # of a model that has no attention
+        "attention.head_count",  # in a model without attention
         "attention.layer_norm_epsilon",  # all norms are RMS norms
-        "expert_feed_forward_length",  # of a model that has no experts
-        "expert_group_used_count",  # of one group
-        "expert_used_count",  # of a model that has no experts
-        "feed_forward_length",  # of a model whose layers all have experts, or none
-        "pooling_type",  # of embeddings of whole texts
-        "rope.dimension_sections",  # which positions count where; for text they are equal
+        "expert_feed_forward_length",  # in a model without experts
+        "expert_group_used_count",  # with a single group
+        "expert_used_count",  # in a model without experts
+        "feed_forward_length",  # if all layers have experts, or none has a feed-forward part
+        "pooling_type",  # only for text embeddings
+        "rope.dimension_sections",  # channels per position axis; equal positions for text
         "rope.scaling.finetuned",
         "rope.scaling.original_context_length",
         "tensor_data_layout",
-        "vocab_size",  # the embedding tells
+        "vocab_size",  # taken from the embedding's shape
     }
 )
 
 
 class Noted(Mapping[str, Any]):
-    """Entries that remember which of them were asked for."""
+    """Metadata entries that record which of them were read."""
 
     def __init__(self, entries: Mapping[str, Any]):
-        """Take the entries of an architecture, without its prefix."""
         self._entries = entries
         self._asked: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
-        """The entry, which counts as read from now on."""
         self._asked.add(name)
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
-        """The names of all entries."""
         return iter(self._entries)
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self._entries)
 
     def unread(self) -> list[str]:
-        """The names of those that nobody asked for."""
+        """Return the names of the entries that were not read."""
         return [name for name in self._entries if name not in self._asked]
 
 
 def refuse_unread(sizes: Block) -> None:
-    """ValueError if an entry was not read that may change the output. To be called at the end.
+    """Raise ValueError if an unread entry may change the output. Call it after reading all entries.
 
-    A converter may know options that jaxspec does not; without them the output would be wrong.
+    A converter may write options that jaxspec does not implement; ignoring them would make the
+    output wrong.
     """
     assert isinstance(sizes.entries, Noted)
     unknown = [name for name in sizes.entries.unread() if name not in _HARMLESS]

@@ -1,4 +1,4 @@
-"""places_in: where each published tensor lies in a GGUF file, and how it was converted."""
+"""places_in: locate each hub tensor in a GGUF file, with its conversion."""
 
 import math
 import re
@@ -17,22 +17,22 @@ from jaxspec.models.gguf.rotation import ROPE_FACTORS
 _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,3})\.([\w.]+)")
 _DRAFT_LAYER = "mtp.layers.0."
 MAX_NAMES = 2**18
-"""Published tensors of a file, experts one by one: some four times those of published models."""
-_UNKNOWN = "gguf:"  # before the names of tensors that the architecture does not have
+"""Maximum tensors of a file, counting each expert: about four times those of published models."""
+_UNKNOWN = "gguf:"  # prefix for tensors that the architecture does not have
 
 
 class Place(NamedTuple):
-    """Where a published tensor lies in the file, and how it is made of what lies there."""
+    """Location of a hub tensor in the file, and its conversion."""
 
-    own: str  # the file's name of the tensor, or of the first
-    tensors: tuple[Tensor, ...]  # whose elements follow each other
-    shape: Shape  # as published
-    first: int = 0  # of its elements: an expert is a part of a stack
+    own: str  # name of the (first) tensor in the file
+    tensors: tuple[Tensor, ...]  # concatenated along the first axis
+    shape: Shape  # on the hub
+    first: int = 0  # index of the first element, for an expert in a stack
     conversion: Conversion = AS_IT_IS
 
     @property
     def dtype(self) -> str:
-        """The name of the dtype that has all published values."""
+        """Name of the dtype that represents all values."""
         kinds = {tensor.type.name if tensor.type.is_raw else "F32" for tensor in self.tensors}
         return kinds.pop() if len(kinds) == 1 and self.conversion.change is None else "F32"
 
@@ -42,21 +42,21 @@ class Place(NamedTuple):
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def rows(self) -> np.ndarray | None:
-        """The places of the published rows in the file; None: they lie as they were published."""
+        """Return the indices in the file of the hub's rows; None if the order is the same."""
         order = self.conversion.rows
         return None if order is None else order(self.shape[0])
 
     def columns(self) -> np.ndarray | None:
-        """Those of the columns of a matrix, likewise."""
+        """Return the indices in the file of a matrix's columns; None if the order is the same."""
         order = self.conversion.columns
         return None if order is None or len(self.shape) != 2 else order(self.shape[1])
 
 
 def places_in(file: GGUFFile) -> Mapping[str, Place]:
-    """The published tensors and where they lie; others by a name that no published one has.
+    """Map hub names to places; tensors unknown to the architecture get the prefix "gguf:".
 
     Raises:
-        ValueError: as `described`, or there are more than `MAX_NAMES`.
+        ValueError: As `described`, or there are more than `MAX_NAMES` tensors.
     """
     layout, found = _Layout(file), {}
     for own in file.tensors:
@@ -66,13 +66,13 @@ def places_in(file: GGUFFile) -> Mapping[str, Place]:
                     f"{file.path} must hold at most {MAX_NAMES:,} published tensors, with each "
                     f"expert's own, and holds more. {REMEDY}"
                 )
-            # A second tensor of one published name counts as unknown.
+            # A second tensor with the same hub name counts as unknown.
             found[name if name not in found else _UNKNOWN + own] = place
     return found
 
 
 class _Layout:
-    """How the tensors of a file are called and stored."""
+    """Names and storage of the tensors of a file."""
 
     def __init__(self, file: GGUFFile):
         model = described(file)
@@ -82,7 +82,7 @@ class _Layout:
         self._num_layers = model.num_layers
         self._num_blocks = model.num_layers + model.num_draft_blocks
         self._conversions = self._architecture.conversions(model)
-        # The tensors whose rows come behind those of others.
+        # Tensors whose rows are appended to another's -> that one.
         self._leaders = {
             tail: leader
             for leader, conversion in self._conversions.items()
@@ -90,7 +90,7 @@ class _Layout:
         }
 
     def places(self, own: str) -> Iterator[tuple[str, Place]]:
-        """The published tensors that one tensor of the file holds."""
+        """Yield the hub tensors that one tensor of the file contains."""
         if own == ROPE_FACTORS:
             return
         if own in self._architecture.outside:
@@ -101,19 +101,19 @@ class _Layout:
             yield self._unknown(own)
 
     def _in_block(self, own: str, number: int, tail: str) -> Iterator[tuple[str, Place]]:
-        """Those of a tensor that `tail` names behind `blk.N.`."""
+        """Yield the hub tensors in the tensor `blk.<number>.<tail>`."""
         architecture = self._architecture
         layer = f"{architecture.layer}{number}."
         if number == self._num_layers:
             if not architecture.draft_head:
-                return  # of a head that jaxspec does not read from GGUF files
+                return  # draft head that is not supported in GGUF files
             if tail in architecture.draft_head:
                 yield architecture.draft_head[tail], self._place(own, tail)
                 return
             layer = _DRAFT_LAYER
         stack, _, kind = tail.rpartition(".")
         if (leader := self._leaders.get(tail)) and f"blk.{number}.{leader}" in self._tensors:
-            return  # it is a part of the leader's place
+            return  # already part of the leader's place
         if stack in architecture.stacks and self._is_stack(own):
             for expert, place in enumerate(self._experts(own)):
                 yield f"{layer}{architecture.stacks[stack].format(expert)}.{kind}", place
@@ -126,17 +126,17 @@ class _Layout:
             yield self._unknown(own)
 
     def _published(self, tail: str) -> str | None:
-        """The published name behind that of a layer; None where the architecture has no such."""
+        """Return the hub name within a layer; None if the architecture has no such tensor."""
         blocks, (name, _, kind) = self._architecture.blocks, tail.rpartition(".")
         if tail in blocks:
             return blocks[tail]
         return f"{blocks[name]}.{kind}" if kind in ("weight", "bias") and name in blocks else None
 
     def _place(self, own: str, tail: str) -> Place:
-        """The place of a tensor that is not one of a stack.
+        """Return the place of a tensor that is not a stack of experts.
 
         Raises:
-            LookupError: a tensor that belongs to it is missing, or of another width.
+            LookupError: A tensor to append is missing or has another width.
         """
         conversion = self._conversions.get(tail, AS_IT_IS)
         stem = own.removesuffix(tail)

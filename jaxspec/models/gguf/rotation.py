@@ -1,4 +1,4 @@
-"""rotation: the fields of a config.json on the rotation, from a GGUF file's metadata."""
+"""Convert a GGUF file's rotary settings to the fields of a config.json."""
 
 import math
 from collections import Counter
@@ -10,21 +10,26 @@ from jaxspec.gguf.file import GGUFFile
 from jaxspec.models.kinds import SIZE, Block, number
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""A tensor that holds no weights: what llama3's scaling divides each frequency by."""
+"""Tensor with the divisors of frequencies under llama3 scaling; not a weight."""
 _POSITIVE = number(1e-30, 1e30)
-_THETA = 10000.0  # llama.cpp's, where the metadata is silent
-# The metadata has no field for these, which all published models of llama3's scaling share.
+_THETA = 10000.0  # llama.cpp's default
+# The metadata has no fields for these; all published models with llama3 scaling share them.
 _LOW, _HIGH, _POSITIONS = 1.0, 4.0, 8192
 _MOST_POSITIONS = 2**31 - 1
-_MOST_CHANNELS = 1024  # of a head whose factors are read
-_TRIES = 8  # different lengths of the context that are tried
+_MOST_CHANNELS = 1024  # limit of channels per head for reading factors
+_TRIES = 8  # candidates for the original context length
 
 
 def rotation(file: GGUFFile, sizes: Block, head_dim: int) -> dict[str, Any]:
-    """The fields of a head of `head_dim` channels. `sizes`: the architecture's entries.
+    """Return the rotary fields of a head of `head_dim` channels.
+
+    Args:
+        file: The open file.
+        sizes: The architecture's metadata entries.
+        head_dim: Channels per head.
 
     Raises:
-        ValueError: an entry is malformed, or the file holds factors that are not llama3's.
+        ValueError: An entry is malformed, or the file's factors are not those of llama3 scaling.
     """
     theta = sizes.find("rope.freq_base", _POSITIVE) or _THETA
     entries: dict[str, Any] = {"rope_theta": theta}
@@ -37,10 +42,10 @@ def rotation(file: GGUFFile, sizes: Block, head_dim: int) -> dict[str, Any]:
 
 
 def _llama3(file: GGUFFile, theta: float, rotated: int) -> dict[str, Any]:
-    """The scaling whose factors the file holds.
+    """Return the scaling that gives the factors in the file.
 
     Raises:
-        ValueError: it holds others than llama3's.
+        ValueError: It is not a llama3 scaling.
     """
     tensor = file.tensors[ROPE_FACTORS]
     fault = f"has the shape {list(tensor.shape)} in {tensor.type.name}"
@@ -62,10 +67,10 @@ def _llama3(file: GGUFFile, theta: float, rotated: int) -> dict[str, Any]:
 
 
 def _scaling_of(factors: np.ndarray, wavelengths: np.ndarray) -> dict[str, Any] | None:
-    """The scaling that divides the frequencies by these `factors`; None: llama3's does not.
+    """Return the llama3 scaling that gives these `factors`, or None.
 
-    What a pair of channels of middle speed is divided by tells the length of the context. Rounding
-    moves it, so that the pairs may differ by a little: the lengths that most of them tell count.
+    The factor of each medium-speed pair of channels determines the original context length.
+    Rounding makes the pairs differ slightly, so the most frequent lengths are tried.
     """
     factor = factors.max(initial=1.0)
     if not 1 < factor < math.inf:

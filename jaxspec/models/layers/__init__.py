@@ -1,5 +1,5 @@
-"""The layers models are built from.
+"""Layers that models are built from.
 
-A layer declares its parameters by shape and dtype, and `checkpoint(prefix)` says which published
-tensor fills which part of which parameter: the names stand beside what they name.
+A layer declares its parameters by shape and dtype; its `checkpoint(prefix)` maps tensors of the
+checkpoint to parts of these parameters.
 """

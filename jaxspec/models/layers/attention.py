@@ -1,4 +1,4 @@
-"""Attention over keys and values in pages: rotated or not, normed or not, gated or not."""
+"""Grouped-query attention over paged keys and values, with optional rotation, norms and gate."""
 
 from collections.abc import Iterator
 
@@ -26,24 +26,23 @@ _Heads = Float[Array, "tokens heads head_dim"]
 
 @flax.struct.dataclass
 class AttentionTokens:
-    """What attention reads of each token whose keys and values are already in their pages."""
+    """Queries and gates of tokens whose keys and values are already written to their pages."""
 
-    queries: _Heads  # after their norm and rotation, if there are any
+    queries: _Heads  # after norm and rotation, if any
     gate: OutputGate | None
 
 
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions (Llama), or without any (Nemotron).
 
-    With `config.normed_heads` queries and keys are normalised before they are rotated (Qwen3).
-    With `config.gated_attention` the output is multiplied by the sigmoid of a gate (Qwen3.5):
-    `q_proj` gives, head by head, `head_dim` channels of query and then as many of gate.
+    With `config.normed_heads` queries and keys are normalised before the rotation (Qwen3). With
+    `config.gated_attention` the output is multiplied by the sigmoid of a gate (Qwen3.5): per head,
+    `q_proj` outputs `head_dim` channels of query, then as many of gate.
     """
 
     pool = "kv"
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        """`dtype`: of the weights."""
         self.config = config
         width, kv_width = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
         q_width = 2 * width if config.gated_attention else width
@@ -51,7 +50,7 @@ class Attention(nnx.Module):
         self.qkv = Linear(config.attention_inputs or config.hidden_size, outputs, dtype)
         initializers = jax.nn.initializers
         init = initializers.zeros if config.zero_centred_norms else initializers.ones
-        # The norms of queries and of keys, in one matrix: a kernel gets it without a copy.
+        # Norms of queries and keys in one matrix, which a kernel reads without a copy.
         self.norms = declare((2, config.head_dim), dtype, init) if config.normed_heads else None
         self.out = Linear(width, {"o_proj": config.hidden_size}, dtype)
 
@@ -61,7 +60,6 @@ class Attention(nnx.Module):
         return self.qkv
 
     def cache_specs(self, options: CacheOptions) -> tuple[PagedKV]:
-        """Keys and values of a layer."""
         heads, head_dim = self.config.num_kv_heads, self.config.head_dim
         return (PagedKV(self.pool, 1, heads, head_dim, options.kv_dtype),)
 
@@ -72,7 +70,7 @@ class Attention(nnx.Module):
         pools: Pools,
         layer: int,
     ) -> tuple[AttentionTokens, Pools]:
-        """Queries and gate; the pages have the keys and values of all tokens then."""
+        """Compute queries and gates, and write the keys and values of all tokens to their pages."""
         config, norm = self.config, None
         if self.norms is not None:
             norm = QKNorm(self.norms[...], config.rms_norm_eps, config.zero_centred_norms)
@@ -92,7 +90,7 @@ class Attention(nnx.Module):
     def decode(
         self, tokens: AttentionTokens, inputs: ModelInputs, pools: Pools, layer: int
     ) -> tuple[_Heads, Pools]:
-        """Each row's tokens over the row's pages; the pools are as they were."""
+        """Attend from each row's tokens to the row's pages; the pools are unchanged."""
         queries, rows = tokens.queries, inputs.decode
         heads = paged_attention(
             queries.reshape(rows.slots.shape[0], inputs.width, *queries.shape[1:]),
@@ -107,7 +105,7 @@ class Attention(nnx.Module):
     def prefill(
         self, tokens: AttentionTokens, inputs: ModelInputs, pools: Pools, layer: int
     ) -> tuple[_Heads, Pools]:
-        """Each chunk's tokens over its sequence's pages; the pools are as they were."""
+        """Attend from each chunk's tokens to the sequence's pages; the pools are unchanged."""
         chunks = inputs.prefill
         assert chunks is not None
         heads = prefill_attention(
@@ -116,19 +114,16 @@ class Attention(nnx.Module):
         return heads if tokens.gate is None else tokens.gate(heads), pools
 
     def states(self, pools: Pools, rows: DecodeRegion, layer: int) -> dict[str, Array]:
-        """None: keys and values lie in pages."""
         return {}
 
     def finish(self, heads: _Heads, tokens: AttentionTokens) -> _Heads:
-        """The heads themselves: `decode` has gated them."""
+        """Return the heads, which `decode` has gated."""
         return heads
 
     def output(self, heads: _Heads, tokens: AttentionTokens) -> Pending:
-        """The output projection of all heads of a token."""
         return self.out.pending(heads.reshape(heads.shape[0], self.out.in_features))
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
-        """The published tensors, under `self_attn.`."""
         prefix += "self_attn."
         yield from self.qkv.checkpoint(prefix)
         if self.norms is not None:

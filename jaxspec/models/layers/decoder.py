@@ -1,4 +1,4 @@
-"""DecoderLayer: a token mixer, a feed-forward layer, or both; MIXERS and FEED_FORWARDS."""
+"""DecoderLayer: a token mixer, a feed-forward layer, or both; the tables of both types."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -38,7 +38,7 @@ from jaxspec.models.layers.squared_relu_mlp import SquaredReluMLP
 from jaxspec.models.model_inputs import ModelInputs, Selection
 from jaxspec.pallas.norm.residual import Pending
 
-# An entry of a config's `layer_types` -> the mixer of that layer.
+# Entry of `ModelConfig.layer_types` -> mixer.
 MIXERS: dict[str, Callable[[ModelConfig, jnp.dtype], Mixer[Any]]] = {
     FULL_ATTENTION: Attention,
     LINEAR_ATTENTION: GatedDeltaNet,
@@ -47,7 +47,7 @@ MIXERS: dict[str, Callable[[ModelConfig, jnp.dtype], Mixer[Any]]] = {
     SHORT_CONV: ShortConv,
 }
 
-# An entry of a config's `feed_forward_types` -> the feed-forward layer of that layer.
+# Entry of `ModelConfig.feed_forward_types` -> feed-forward layer.
 FEED_FORWARDS: dict[str, Callable[[ModelConfig, jnp.dtype], FeedForward]] = {
     DENSE: GatedMLP,
     SQUARED_RELU: SquaredReluMLP,
@@ -57,7 +57,7 @@ FEED_FORWARDS: dict[str, Callable[[ModelConfig, jnp.dtype], FeedForward]] = {
 
 
 def residual_norm(config: ModelConfig, dtype: jnp.dtype) -> RMSNorm:
-    """A norm of the residual stream, as all layers of the model have it."""
+    """Make a norm of the residual stream, with the model's size and epsilon."""
     zero_centred = config.zero_centred_norms
     return RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, zero_centred=zero_centred)
 
@@ -73,9 +73,14 @@ class DecoderLayer(nnx.Module):
         earlier: Iterable["DecoderLayer"],
         dtype: jnp.dtype,
     ):
-        """`mixer`: a key of `MIXERS`, or NO_MIXER; `feed_forward`: likewise.
+        """Make the layer.
 
-        `earlier`: the model's layers before this one.
+        Args:
+            config: The model's sizes.
+            mixer: A key of `MIXERS`, or NO_MIXER.
+            feed_forward: A key of `FEED_FORWARDS`, or NO_FEED_FORWARD.
+            earlier: The model's layers before this one.
+            dtype: Dtype of the weights.
         """
         mixes, feeds = mixer != NO_MIXER, feed_forward != NO_FEED_FORWARD
         self.mixer: Mixer[Any] | None = MIXERS[mixer](config, dtype) if mixes else None
@@ -91,10 +96,10 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, stream: Stream, pending: Pending, inputs: LayerInputs, pools: Pools
     ) -> tuple[Stream, Pending, Pools]:
-        """The stream, what is still to be added to it, and the pools with this step written.
+        """Return the stream, the output still to be added to it, and the updated pools.
 
-        `pending` is None before the first layer. The norm that follows an addition does it: in one
-        kernel, which for few rows also does the product that follows the norm.
+        `pending` is None before the first layer. The next norm adds it to the stream, in one
+        kernel, which for few rows also includes the matmul after the norm.
         """
         if self.mixer is None:
             return *self._feed(stream, pending, inputs.step), pools
@@ -109,10 +114,10 @@ class DecoderLayer(nnx.Module):
         pools: Pools,
         selection: Selection,
     ) -> tuple[Stream, Pending, Pools]:
-        """As `__call__`, but the stream goes on with the selected tokens alone.
+        """Like `__call__`, but return only the selected tokens.
 
-        There must be a mixer. It prepares all tokens, and its pool must keep nothing else of them.
-        This is true of attention, and of no recurrent mixer.
+        The layer must have a mixer that stores nothing about a token after `prepare`. That holds
+        for attention, not for recurrent mixers.
         """
         assert self.mixer is not None
         stream, projected = self.mixer.projection.after_norm(stream, pending, self.input_norm)
@@ -126,9 +131,9 @@ class DecoderLayer(nnx.Module):
         pools: Pools,
         selection: Selection | None = None,
     ) -> tuple[Stream, Pending, Pools]:
-        """The rest of the layer, given what `mixer.projection` made of the stream or of more.
+        """Run the rest of the layer on the output of `mixer.projection`.
 
-        With a `selection` as `select`, else as `__call__`.
+        With a `selection` as `select`, otherwise as `__call__`.
         """
         assert self.mixer is not None
         tokens, pools = self.mixer.prepare(projected, inputs, pools, self.cache_layer)
@@ -144,7 +149,7 @@ class DecoderLayer(nnx.Module):
         return *self._feed(stream, pending, inputs), pools
 
     def _mix(self, tokens: Any, inputs: ModelInputs, pools: Pools) -> tuple[Pending, Pools]:
-        """Each region by its own operation, and one output projection for both."""
+        """Run decode and prefill separately, and one output projection for both."""
         mixer, split = self.mixer, inputs.num_decode_tokens
         assert mixer is not None
         rectangle = jax.tree.map(lambda x: x[:split], tokens)
@@ -158,13 +163,11 @@ class DecoderLayer(nnx.Module):
     def _feed(
         self, stream: Stream, pending: Pending, inputs: ModelInputs
     ) -> tuple[Stream, Pending]:
-        """The feed-forward layer, if there is one."""
         if self.feed_forward is None:
             return stream, pending
         return self.feed_forward(stream, pending, self.feed_forward_norm, inputs.live)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
-        """The published tensors."""
         if self.mixer is not None:
             yield from self.input_norm.checkpoint(prefix + "input_layernorm")
             yield from self.mixer.checkpoint(prefix)
@@ -173,5 +176,5 @@ class DecoderLayer(nnx.Module):
             yield from self.feed_forward.checkpoint(prefix + "mlp.")
 
     def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
-        """One layer of each pool that the mixer keeps; none without a mixer."""
+        """Return one layer of each of the mixer's pools."""
         return () if self.mixer is None else self.mixer.cache_specs(options)

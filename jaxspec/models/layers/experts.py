@@ -1,4 +1,4 @@
-"""The matrices of a layer's experts, in two stacks."""
+"""Weights of a layer's experts, in two stacks."""
 
 from collections.abc import Iterator, Mapping
 
@@ -10,15 +10,14 @@ from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.moe.experts import Experts
 from jaxspec.weight import DenseExperts
 
-_INITS = {Activation.SWIGLU: NORMAL, Activation.SQUARED_RELU: CENTRED_ROWS}  # of second matrices
+_INITS = {Activation.SWIGLU: NORMAL, Activation.SQUARED_RELU: CENTRED_ROWS}  # for the down matrices
 
 
 class ExpertStacks(nnx.Module):
-    """Feed-forward layers of one width, `[experts, out, in]`.
+    """Feed-forward layers of equal width, stacked as `[experts, out, in]`.
 
-    Those that compete come first. Behind them lie slices of one that every token has. It may be
-    wider than the others: it is the sum of slices of their width, the last of which is padded with
-    zeros.
+    The routed experts come first, then the shared expert, cut into slices of the experts' width
+    whose outputs add up. The last slice is padded with zeros.
     """
 
     def __init__(
@@ -31,7 +30,16 @@ class ExpertStacks(nnx.Module):
         shared_width: int = 0,
         activation: Activation = Activation.SWIGLU,
     ):
-        """`dtype` is that of the weights; `shared_width` is the width of the shared expert."""
+        """Declare the stacks.
+
+        Args:
+            competing: Number of routed experts.
+            features: Input and output features.
+            width: Intermediate features per expert.
+            dtype: Dtype of the weights.
+            shared_width: Intermediate features of the shared expert; 0 if there is none.
+            activation: Activation between the two matmuls.
+        """
         self.competing, self.shared_width, self.activation = competing, shared_width, activation
         held = competing + -(-shared_width // width)
         self.up = declare((held, activation.pieces * width, features), dtype)
@@ -39,16 +47,15 @@ class ExpertStacks(nnx.Module):
 
     @property
     def operand(self) -> Experts:
-        """The experts as ops take them."""
+        """The experts as kernels take them."""
         return Experts(DenseExperts(self.up[...]), DenseExperts(self.down[...]), self.activation)
 
     @property
     def _pieces(self) -> tuple[str, ...]:
-        """The published matrices that lie one behind the other in `up`."""
+        """Checkpoint names of the matrices that are concatenated in `up`."""
         return ("gate_proj", "up_proj")[-self.activation.pieces :]
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
-        """The published tensors."""
         features, width = self.down.shape[1:]
         rows = {name: slice(i * width, i * width + width) for i, name in enumerate(self._pieces)}
         name = "gate_up_proj" if len(rows) == 2 else "up_proj"
@@ -60,9 +67,9 @@ class ExpertStacks(nnx.Module):
     def _stack(
         self, prefix: str, name: str, param: nnx.Param, matrices: Mapping[str, slice]
     ) -> Placement:
-        """All experts that compete in one tensor; or a tensor for each of their `matrices`.
+        """Place all routed experts from one tensor, or from one tensor per expert and matrix.
 
-        `matrices`: the names of these, and the rows of an expert that each is.
+        `matrices` maps the names of the latter to their rows of an expert.
         """
         outer, inner = param.shape[1:]
 
@@ -80,7 +87,7 @@ class ExpertStacks(nnx.Module):
         return Placement(prefix + name, shape, param, index=index, instead=one_by_one)
 
     def _shared(self, prefix: str) -> Iterator[Placement]:
-        """The slices of the shared expert: rows of its first matrices, columns of its down."""
+        """Yield the shared expert's slices: rows of its first matrices, columns of `down_proj`."""
         (features, width), size = self.down.shape[1:], self.shared_width
         pieces = self._pieces
         for number, start in enumerate(range(0, size, width)):

@@ -6,18 +6,17 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from jaxspec.cache import CacheOptions, Conv, PerSlot, Pools, Recurrent, RecurrentPool, Ring
+from jaxspec.cache import PerSlot, RecurrentPool, Ring
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields, check_groups
 from jaxspec.models.kinds import SIZE
 from jaxspec.models.layers.linear import Linear
-from jaxspec.models.layers.mixer import LayerInputs, flat, rectangle
+from jaxspec.models.layers.mixer import rectangle
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import Placement, declare, draw_rates
-from jaxspec.models.model_inputs import ModelInputs
+from jaxspec.models.layers.recurrent_mixer import Projected, RecurrentMixer
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay
 from jaxspec.pallas.gated_delta.gates import gates
 from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnTokens
@@ -30,29 +29,27 @@ from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
 from jaxspec.pallas.norm.residual import Pending
 from jaxspec.pallas.recurrent.conv_update import conv_prefill
-from jaxspec.regions import DecodeRegion
-
-_Projected = Float[Array, "tokens columns"]
-_Finished = Float[Array, "tokens features"]
+from jaxspec.regions import DecodeRegion, PrefillRegion
 
 
 @dataclasses.dataclass(frozen=True)
 class GatedDeltaNetConfig:
-    """The sizes of a Gated DeltaNet layer: a part of a `ModelConfig`."""
+    """Sizes of a Gated DeltaNet layer: a part of a `ModelConfig`."""
 
-    key_heads: int  # queries have as many; each serves `value_heads // key_heads` value heads
+    key_heads: int  # also of queries; each is shared by `value_heads // key_heads` value heads
     value_heads: int
     key_dim: int
     value_dim: int
     conv_kernel: int  # taps of the causal convolution
-    by_key_head: bool = False  # published so: each key head's rows, then those of the next
+    by_key_head: bool = False  # rows of the checkpoint's projections are grouped by key head
 
     @classmethod
     def read(cls, fields: Fields, *, by_key_head: bool) -> "GatedDeltaNetConfig":
-        """The sizes in Qwen's fields.
+        """Read the sizes from Qwen's fields.
 
         Raises:
-            ValueError: a field is missing or malformed, or key heads can't share value heads.
+            ValueError: A field is missing or malformed, or value heads can't be divided by key
+                heads.
         """
         sizes = cls(
             key_heads=fields.need("linear_num_key_heads", SIZE),
@@ -67,7 +64,7 @@ class GatedDeltaNetConfig:
 
     @property
     def values(self) -> int:
-        """Channels of all value heads."""
+        """Total channels of all value heads."""
         return self.value_heads * self.value_dim
 
     @property
@@ -76,17 +73,15 @@ class GatedDeltaNetConfig:
         return 2 * self.key_heads * self.key_dim + self.values
 
 
-class GatedDeltaNet(nnx.Module):
-    """Projections, a short causal convolution, the gated delta rule, a gated norm, a projection.
+class GatedDeltaNet(RecurrentMixer):
+    """Input projection, causal convolution, gated delta rule, gated norm, output projection.
 
     Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464. Decay, write strength, recurrence
-    and output norm are float32 whatever the dtype of the weights.
+    and output norm are float32, whatever the dtype of the weights.
     """
 
-    pool = "recurrent"
-
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        """`dtype`: of the weights, but the decay's and the norm's."""
+        """Declare the parameters, in `dtype` except those of the decay and the norm (float32)."""
         self.sizes = sizes = config.part(GatedDeltaNetConfig)
         outputs = {
             "in_proj_qkv": sizes.conv_dim,
@@ -94,114 +89,66 @@ class GatedDeltaNet(nnx.Module):
             "in_proj_b": sizes.value_heads,
             "in_proj_a": sizes.value_heads,
         }
-        # Padded to whole tiles of a kernel: otherwise the last tile of the 0.8B's 8,224 columns
-        # has 32, which are copied in rows of 64 bytes.
+        # Padded to whole kernel tiles: otherwise the last tile of the 0.8B's 8,224 columns has 32,
+        # which are copied in rows of only 64 bytes.
         self.in_proj = Linear(config.hidden_size, outputs, dtype, multiple=BLOCK_N)
-        # Published transposed; the GPU kernel reads one tap of many channels at once.
+        # Transposed on load; the GPU kernel reads one tap of many channels at once.
         self.conv = declare((sizes.conv_kernel, sizes.conv_dim), dtype)
-        # Published as A_log and dt_bias; a kernel gets the one matrix without a copy.
+        # A_log and dt_bias of the checkpoint, in one matrix that a kernel reads without a copy.
         self.decay = declare((sizes.value_heads, 2), jnp.float32, _init_decay)
         # This norm is never zero-centred.
         self.norm = RMSNorm(sizes.value_dim, config.rms_norm_eps, jnp.float32)
         self.out_proj = Linear(sizes.values, {"out_proj": config.hidden_size}, dtype)
 
-    @property
-    def projection(self) -> Linear:
-        """Channels of the convolution, output gate z, b and a."""
-        return self.in_proj
-
-    def cache_specs(self, options: CacheOptions) -> tuple[Recurrent]:
-        """A layer's state, inputs of its convolution, and what a token adds to the state."""
-        sizes, dtype = self.sizes, options.state_dtype
+    def cached(self, dtype: jnp.dtype) -> tuple[PerSlot, Ring]:
+        sizes = self.sizes
+        value = sizes.value_heads, sizes.value_dim
         factors = (
             PerSlot((sizes.key_heads, sizes.key_dim), dtype),  # k
-            PerSlot((sizes.value_heads, sizes.value_dim), dtype),  # u
+            PerSlot(value, dtype),  # u
             PerSlot((sizes.value_heads,), jnp.dtype("float32")),  # g
         )
-        spec = Recurrent(
-            name=self.pool,
-            layers=1,
-            conv=Conv(sizes.conv_kernel, sizes.conv_dim, options.dtype),
-            state=PerSlot((sizes.value_heads, sizes.value_dim, sizes.key_dim), dtype),
-            ring=Ring(GdnRing, factors),
-            policy=options.states,
-        )
-        return (spec,)
+        return PerSlot((*value, sizes.key_dim), dtype), Ring(GdnRing, factors)
 
-    def prepare(
-        self, projected: _Projected, inputs: LayerInputs, pools: Pools, layer: int
-    ) -> tuple[_Projected, Pools]:
-        """The projection as it is: each region's operation begins with the convolution."""
-        return projected, pools
-
-    def decode(
-        self, projected: _Projected, inputs: ModelInputs, pools: Pools, layer: int
-    ) -> tuple[Heads, Pools]:
-        """The rectangle's heads, computed as the state policy says: by `step` or by `replay`."""
-        pool = pools[self.pool]
-        heads, pool = pool.policy.decode(self, projected, pool, inputs.decode, layer)
-        return heads, pools | {self.pool: pool}
-
-    def step(
-        self, projected: _Projected, pool: RecurrentPool, rows: DecodeRegion, layer: int
-    ) -> tuple[Heads, RecurrentPool]:
-        """The rectangle's heads under the snapshot policy: the state after each token is kept."""
+    def step_heads(
+        self, projected: Projected, pool: RecurrentPool, rows: DecodeRegion, layer: int
+    ) -> tuple[Array, Array, Array]:
         projected = rectangle(projected, rows)
         tokens, conv = gdn_inputs(projected, self._params, pool.conv, layer, rows)
         heads, states = gdn_step(tokens, pool.states, layer, rows)
-        return flat(heads), dataclasses.replace(pool, conv=conv, states=states)
+        return heads, conv, states
 
-    def replay(
-        self, projected: _Projected, pool: RecurrentPool, rows: DecodeRegion, layer: int
-    ) -> tuple[Heads, RecurrentPool]:
-        """The rectangle's heads under the replay policy: a ring keeps what each token adds."""
-        heads, conv, states, ring = gdn_conv_replay(
-            rectangle(projected, rows),
-            self._params,
-            pool.conv,
-            pool.states,
-            pool.ring,
-            layer,
-            rows,
-            self._gated_norm(projected),
-        )
-        return flat(heads), dataclasses.replace(pool, conv=conv, states=states, ring=ring)
+    def replay_heads(
+        self, projected: Projected, pool: RecurrentPool, rows: DecodeRegion, layer: int
+    ) -> tuple[Array, Array, Array, GdnRing]:
+        tokens, norm = rectangle(projected, rows), self.output_norm(projected)
+        held = pool.conv, pool.states, pool.ring
+        return gdn_conv_replay(tokens, self._params, *held, layer, rows, norm)
 
-    def prefill(
-        self, projected: _Projected, inputs: ModelInputs, pools: Pools, layer: int
-    ) -> tuple[_Finished, Pools]:
-        """The chunks' normed heads; convolution and state of each sequence stand at its end."""
-        chunks, pool = inputs.prefill, pools[self.pool]
-        assert chunks is not None
+    def prefill_heads(
+        self, projected: Projected, pool: RecurrentPool, chunks: PrefillRegion, layer: int
+    ) -> tuple[Array, Array, Array]:
         mixed, _, b, a = self.in_proj.split(projected)
         g, beta = gates(b, a, self.decay[...])
         y, conv = conv_prefill(mixed, self.conv[...], pool.conv, layer, chunks)
         q, k, v = split_qkv(y, self._heads)
-        v = v.astype(mixed.dtype)  # its dtype before the convolution: 16-bit products are quick
-        tokens = GdnTokens(q, k, v, g, beta)
-        heads, states = gdn_prefill(tokens, pool.states, layer, chunks)
-        pool = dataclasses.replace(pool, conv=conv, states=states)
-        return self.finish(heads, projected), pools | {self.pool: pool}
-
-    def states(self, pools: Pools, rows: DecodeRegion, layer: int) -> dict[str, Array]:
-        """See `Mixer.states`."""
-        pool = pools[self.pool]
-        return {self.pool: pool.policy.states(self, pool, rows, layer)}
+        v = v.astype(mixed.dtype)  # its dtype before the convolution, for fast 16-bit matmuls
+        heads, states = gdn_prefill(GdnTokens(q, k, v, g, beta), pool.states, layer, chunks)
+        return heads, conv, states
 
     def replayed(self, pool: RecurrentPool, rows: DecodeRegion, layer: int) -> Array:
-        """See `Recurrence.replayed`."""
         return replayed_states(pool.states, pool.ring, layer, rows)
 
-    def finish(self, heads: Heads, projected: _Projected) -> _Finished:
-        """The heads normed and gated, unless `replay`'s kernel has done it."""
-        return self._gated_norm(projected)(heads)
+    def output_norm(self, projected: Projected) -> GatedNorm:
+        """Return the norm of these tokens' heads; its gates z follow the convolution's channels."""
+        norm = self.norm.operand
+        return GatedNorm(projected, norm.weight, first=self.sizes.conv_dim, eps=norm.eps)
 
-    def output(self, heads: Heads, projected: _Projected) -> Pending:
-        """The output projection, with the gated norm of heads that are not finished."""
-        return self.out_proj.after_gated_norm(heads, self._gated_norm(projected))
+    def output(self, heads: Heads, projected: Projected) -> Pending:
+        """Apply the output projection, after the gated norm if the heads are not finished."""
+        return self.out_proj.after_gated_norm(heads, self.output_norm(projected))
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
-        """The published tensors, under `linear_attn.`."""
         prefix += "linear_attn."
         taps, channels = self.conv.shape
         by_key_head = self.sizes.by_key_head
@@ -213,7 +160,7 @@ class GatedDeltaNet(nnx.Module):
         yield from self.out_proj.checkpoint(prefix)
 
     def _by_key_head(self, prefix: str) -> Iterator[Placement]:
-        """The projections as Qwen3-Next has them: q, k, v and z of a key head, b and a of one."""
+        """Place Qwen3-Next's projections, whose rows are q, k, v, z (or b, a) per key head."""
         sizes, weight, start = self.sizes, self.in_proj.weight, 0
         served = sizes.value_heads // sizes.key_heads
         values = served * sizes.value_dim
@@ -239,11 +186,6 @@ class GatedDeltaNet(nnx.Module):
     @property
     def _params(self) -> GdnParams:
         return GdnParams(self.conv[...], self.decay[...], self._heads)
-
-    def _gated_norm(self, projected: _Projected) -> GatedNorm:
-        """The norm of these tokens' heads; its gates z lie behind the convolution's channels."""
-        norm = self.norm.operand
-        return GatedNorm(projected, norm.weight, first=self.sizes.conv_dim, eps=norm.eps)
 
 
 def _init_decay(key, shape, dtype):

@@ -1,4 +1,4 @@
-"""One product in place of several: linear layers whose weights become parts of a common one."""
+"""Merge linear layers into one, so that one matmul replaces several."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ from jaxspec.pallas.gpu.operands import ALIGNED_COLUMNS
 
 
 def side_by_side(parts: Sequence[Linear]) -> Linear:
-    """The linear layer that gives the outputs of all `parts` for their common input.
+    """Return a linear layer with the outputs of all `parts`, which have the same input.
 
-    Its `split` gives each part's output, padding included; kernels can read it where it is. The
-    parts must be new: their weights are columns of its weight from now on, and so are what their
-    `checkpoint` fills.
+    Its `split` returns each part's output, padding included, aligned so that kernels can read it in
+    place. The parts must be new: their weights become columns of the merged weight, which their
+    `checkpoint` then fills.
     """
     outputs = {str(number): part.columns for number, part in enumerate(parts)}
     dtype, unit = parts[0].weight.dtype, ALIGNED_COLUMNS
@@ -22,10 +22,10 @@ def side_by_side(parts: Sequence[Linear]) -> Linear:
 
 
 def summed(parts: Sequence[Linear]) -> Linear:
-    """The linear layer that gives the sum of what `parts` give, for their inputs side by side.
+    """Return a linear layer with the sum of the outputs of `parts`, for their inputs side by side.
 
-    The parts must be new, and give as many outputs each, without padding: their weights are rows
-    of its weight from now on.
+    The parts must be new and have equally many outputs without padding: their weights become rows
+    of the merged weight.
     """
     rows = sum(part.in_features for part in parts)
     whole = Linear(rows, {"sum": parts[0].columns}, parts[0].weight.dtype)

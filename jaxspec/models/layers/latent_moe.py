@@ -1,4 +1,4 @@
-"""The feed-forward layer of a mixture whose experts live in fewer features than the stream."""
+"""Mixture of experts that work on a latent projection of the residual stream."""
 
 from collections.abc import Iterator
 
@@ -21,17 +21,17 @@ from jaxspec.pallas.norm.residual import Pending, Stream
 
 
 class LatentMoE(nnx.Module):
-    """Experts of `MoEConfig.latent_size` features, and a shared layer of all features, ungated.
+    """Experts on `MoEConfig.latent_size` features, and an ungated shared layer on all features.
 
-    Nemotron-3 Super's and Ultra's. A projection comes before the experts, and one behind the
-    weighted sum of what they put out. Each shares a product with a matrix of the shared layer.
+    Used by Nemotron-3 Super and Ultra. One projection precedes the experts and another follows the
+    weighted sum of their outputs. Each shares a matmul with a matrix of the shared layer.
     """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        """`dtype` is that of the weights.
+        """Declare the layer.
 
         Raises:
-            ValueError: the sizes are those of another layer.
+            ValueError: The config has no latent size, another activation, or a gated shared expert.
         """
         sizes, hidden_size = config.part(MoEConfig), config.hidden_size
         latent, shared = sizes.latent_size, sizes.shared_size
@@ -59,7 +59,7 @@ class LatentMoE(nnx.Module):
     def __call__(
         self, stream: Stream, pending: Pending, norm: RMSNorm, live: Bool[Array, " tokens"]
     ) -> tuple[Stream, Pending]:
-        """`stream + pending`, and the layer's output for the `norm` of that, pending in turn."""
+        """Return `stream + pending`, and the layer's output for its norm as the new `pending`."""
         return latent_moe_feed_forward(
             stream,
             pending,
@@ -71,7 +71,6 @@ class LatentMoE(nnx.Module):
         )
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
-        """The published tensors."""
         yield from self.input.checkpoint(prefix)
         yield from self.output.checkpoint(prefix)
         yield from self.correction.checkpoint(prefix)

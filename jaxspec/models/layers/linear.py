@@ -1,8 +1,8 @@
 """Layers that own a matrix: linear layers, the embedding and the output head.
 
-Each multiplies with its own weight, and hands it to an op whole (`operand`); no other object takes
-the array out. What a weight consists of, and which kernels there are for it, is known here and in
-the ops of `pallas.matmul` alone.
+Each multiplies with its weight, which it passes to ops whole (`operand`); no other object reads the
+array. Only this module and the ops of `pallas.matmul` depend on the weight's representation and on
+the kernels for it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,11 +23,11 @@ from jaxspec.weight import Dense, Weight
 
 
 class Linear(nnx.Module):
-    """`y = x W` for one or several published matrices with the same input, side by side.
+    """`y = x W` for one or several matrices of the checkpoint with the same input, side by side.
 
-    The weight is kept `[in, out]`: XLA's CPU product of the few rows of a decode step is then 2 to
-    3 times as fast as with the published `[out, in]`. One product in place of several saves the
-    cost of each call.
+    The weight is stored `[in, out]`: for the few rows of a decode step, XLA's CPU matmul is then 2
+    to 3 times as fast as with the checkpoint's `[out, in]`. One matmul instead of several saves
+    their call overhead.
     """
 
     def __init__(
@@ -41,13 +41,19 @@ class Linear(nnx.Module):
         joined_name: str | None = None,
         init: Init = NORMAL,
     ):
-        """`outputs` maps each published tensor's name (without `.weight`) to its number of rows.
+        """Declare the weight.
 
-        Each output begins at a multiple of `align` columns. Between them, and behind the last up
-        to a `multiple`, are columns of padding; their values mean nothing. A kernel can read an
-        output of a single row where it is if `align` is `gpu.operands.ALIGNED_COLUMNS`.
-        A checkpoint may have all outputs in one tensor instead, `joined_name`, in their order.
-        `init`: as of `declare`.
+        Args:
+            in_features: Input features.
+            outputs: Maps each tensor of the checkpoint (without `.weight`) to its number of rows.
+            dtype: Dtype of the weight.
+            align: Each output starts at a multiple of this many columns. With
+                `gpu.operands.ALIGNED_COLUMNS` a kernel can read an output of a single row in place.
+            multiple: The number of columns is rounded up to a multiple of this. Values in padding
+                columns are arbitrary.
+            joined_name: Name of one tensor with all outputs in order, which a checkpoint may have
+                instead.
+            init: See `declare`.
         """
         self.in_features = in_features
         self.outputs = tuple(outputs.items())
@@ -59,56 +65,55 @@ class Linear(nnx.Module):
         self.starts = tuple(starts)  # the first column of each output
         self.columns = -(-end // multiple) * multiple  # padding included
         self.weight = declare((in_features, self.columns), dtype, init)
-        self.origin = (0, 0)  # row and column of `weight` where the matrix begins
+        self.origin = (0, 0)  # first row and column of the matrix in `weight`
 
     def become_part(self, whole: "Linear", row: int, column: int) -> None:
-        """Let the matrix be the part of another's weight that begins there (`layers.joined`)."""
+        """Move the matrix into another layer's weight, at this row and column (`layers.joined`)."""
         self.weight, self.origin = whole.weight, (row, column)
 
     def index(self, start: int, end: int) -> tuple[slice, slice]:
-        """Where in `weight` the columns `start:end` of the matrix are."""
+        """Return the index into `weight` of the matrix's columns `start:end`."""
         row, column = self.origin
         return slice(row, row + self.in_features), slice(column + start, column + end)
 
     @property
     def operand(self) -> Weight:
-        """The weight as ops take it, copied where it is part of another."""
+        """The weight as ops take it; a copy if it is part of another."""
         weight = self.weight[...]
         is_whole = weight.shape == (self.in_features, self.columns)
         return Dense(weight if is_whole else weight[self.index(0, self.columns)])
 
     def __call__(self, x: Float[Array, "tokens features"]) -> tuple[Float[Array, "tokens _"], ...]:
-        """One array for each entry of `outputs`, in their order."""
+        """Return one array per entry of `outputs`, in order."""
         return self.split(self.joined(x))
 
     def joined(self, x: Float[Array, "tokens features"]) -> Float[Array, "tokens outputs"]:
-        """All outputs side by side, as `after_norm` gives them."""
+        """Return all outputs side by side, as `after_norm` does."""
         return matmul(x, self.operand)
 
     def after_norm(
         self, stream: Stream, pending: Pending, norm: RMSNorm
     ) -> tuple[Stream, Float[Array, "tokens outputs"]]:
-        """`stream + pending`, and all outputs for the `norm` of that, side by side.
+        """Return `stream + pending`, and all outputs for its `norm`, side by side.
 
-        `split` cuts them apart. On a GPU these are one or two kernels (`norm_matmul`).
+        `split` separates the outputs. On a GPU this is one or two kernels (`norm_matmul`).
         """
         return norm_matmul(stream, pending, norm.operand, self.operand)
 
     def pending(self, x: Float[Array, "tokens features"]) -> Pending:
-        """The output as what the next norm adds to the residual stream (`norm.residual`)."""
+        """Return the output in the form that the next norm adds to the stream (`norm.residual`)."""
         return split_matmul(x, self.operand)
 
     def after_gated_norm(self, heads: Heads, norm: GatedNorm) -> Pending:
-        """The output for heads normed and gated, as what the next norm adds to the stream."""
+        """Return the output for gated and normed heads, in the form of `pending`."""
         return gated_norm_matmul(heads, norm, self.operand)
 
     def split(self, y: Float[Array, "tokens outputs"]) -> tuple[Float[Array, "tokens _"], ...]:
-        """All outputs side by side, cut into one array for each entry of `outputs`."""
+        """Split joined outputs into one array per entry of `outputs`."""
         return tuple(y[..., start:end] for _, start, end in self._spans())
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
-        """The published tensors."""
-        row = 0  # of the joined tensor, which has no padding
+        row = 0  # in the joined tensor, which has no padding
         for name, start, end in self._spans():
             shape = (end - start, self.in_features)
             index = self.index(start, end)
@@ -128,7 +133,7 @@ class Linear(nnx.Module):
 
 
 class LinearOfTwo(nnx.Module):
-    """`y = x1 W1 + x2 W2`, one product for two published matrices with inputs side by side."""
+    """`y = x1 W1 + x2 W2`: one matmul for two matrices with inputs side by side."""
 
     def __init__(
         self,
@@ -137,20 +142,22 @@ class LinearOfTwo(nnx.Module):
         dtype: jnp.dtype,
         init: Init = NORMAL,
     ):
-        """`inputs` maps each published tensor's name (without `.weight`) to its columns.
+        """Declare the weight.
 
-        `init`: as of `declare`.
+        Args:
+            inputs: Maps each tensor of the checkpoint (without `.weight`) to its number of columns.
+            out_features: Output features.
+            dtype: Dtype of the weight.
+            init: See `declare`.
         """
         self.inputs = tuple(inputs.items())
         self.weight = declare((sum(inputs.values()), out_features), dtype, init)
 
     @property
     def operand(self) -> Weight:
-        """The weight as ops take it."""
         return Dense(self.weight[...])
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
-        """The published tensors."""
         end = 0
         for name, size in self.inputs:
             start, end = end, end + size
@@ -159,42 +166,38 @@ class LinearOfTwo(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table with one row for each token id."""
+    """A table with one row per token id."""
 
     def __init__(self, vocab_size: int, hidden_size: int, dtype: jnp.dtype):
-        """`dtype` is that of the table."""
         self.weight = declare((vocab_size, hidden_size), dtype)
 
     def __call__(self, tokens: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
-        """The rows of `tokens`; ids out of range, which padding may have, are clamped."""
+        """Return the rows of `tokens`; out-of-range ids, as in padding, are clamped."""
         table = self.weight[...]
         return table[jnp.clip(tokens, 0, table.shape[0] - 1)]
 
     def checkpoint(self, name: str) -> Iterator[Placement]:
-        """The published tensor."""
         yield Placement(name, self.weight.shape, self.weight)
 
 
 class LMHead(nnx.Module):
-    """The output head: scores of every token id. With tied embeddings it is their table, too.
+    """The output head: logits of every token id. If tied, it is also the embedding table.
 
-    The weight is kept `[hidden, vocab]`, as `Linear` keeps it. To read a few columns as embeddings
-    costs less than a slower product would.
+    The weight is stored `[hidden, vocab]` like that of `Linear`. Reading a few columns as
+    embeddings costs less than a slower matmul would.
     """
 
     def __init__(self, hidden_size: int, vocab_size: int, dtype: jnp.dtype):
-        """`dtype` is that of the weight."""
         self.weight = declare((hidden_size, vocab_size), dtype)
 
     @property
     def operand(self) -> Dense:
-        """The weight as ops take it."""
         return Dense(self.weight[...])
 
     def __call__(
         self, hidden: Float[Array, "n hidden"], columns: Weight | None = None
     ) -> Float[Array, "n ids"]:
-        """The float32 scores of all ids, or of those that `columns` were made for."""
+        """Return the float32 logits of all ids, or of those in `columns`."""
         return matmul(hidden, self.operand if columns is None else columns, jnp.float32)
 
     def greedy_tokens(
@@ -203,25 +206,21 @@ class LMHead(nnx.Module):
         forbidden: Int[Array, "n forbidden"],
         columns: Weight | None = None,
     ) -> Int[Array, " n"]:
-        """The id (int32) of the largest score in each row; -1 where there is none.
+        """Return the id (int32) of each row's largest logit; -1 if there is none.
 
-        With `columns` it is the index among the ids that they were made for. `forbidden` ids or
-        indices (int32) are passed over; -1 forbids nothing (`argmax_matmul`).
+        With `columns` it is an index into their ids. `forbidden` ids or indices (int32) are
+        skipped; -1 forbids nothing (`argmax_matmul`).
         """
         return argmax_matmul(hidden, self.operand if columns is None else columns, forbidden)
 
     def columns(self, ids: Int[Array, " ids"] | None) -> Dense:
-        """The part of the head that scores `ids` (int32, each in range), copied; None: all of it.
-
-        All of it is the head itself.
-        """
+        """Copy the columns for `ids` (int32, all in range); None returns the head itself."""
         return self.operand if ids is None else self.operand.columns(ids)
 
     def embed(self, tokens: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
-        """The embeddings of `tokens`; ids out of range are clamped."""
+        """Return the embeddings of `tokens`; out-of-range ids are clamped."""
         table = self.weight[...]
         return table[:, jnp.clip(tokens, 0, table.shape[1] - 1)].T
 
     def checkpoint(self, name: str) -> Iterator[Placement]:
-        """The published tensor, `[vocab, hidden]`."""
         yield Placement(name, self.weight.shape[::-1], self.weight, transpose=True)

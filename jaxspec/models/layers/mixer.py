@@ -1,8 +1,8 @@
-"""What the halves of a decoder layer must offer: the protocols Mixer and FeedForward.
+"""Protocols of the two halves of a decoder layer: Mixer and FeedForward.
 
-The residual stream travels through the layers in two parts: `stream`, tokens, and `pending`, what
-is still to be added to it (`pallas.norm.residual`). Whoever normalises the stream adds it first, so
-that a GPU does both in one kernel.
+The residual stream passes through the layers in two parts: `stream`, and `pending`, the output that
+is still to be added to it (`pallas.norm.residual`). The next norm adds it, so that a GPU runs both
+in one kernel.
 """
 
 from collections.abc import Iterator
@@ -22,46 +22,46 @@ from jaxspec.pallas.attention.inputs import Rotation
 from jaxspec.pallas.norm.residual import Pending, Stream
 from jaxspec.regions import DecodeRegion
 
-Tokens = TypeVar("Tokens")  # a mixer's own pytree; the first axis of each array is the tokens
+Tokens = TypeVar("Tokens")  # pytree of a mixer; the first axis of each array is tokens
 
 
 @flax.struct.dataclass
 class LayerInputs:
-    """What all layers of one pass read: the step, and the rotation of its tokens."""
+    """Inputs that all layers of a pass share: the step, and the rotation of its tokens."""
 
     step: ModelInputs
-    rotation: Rotation | None  # None: the model is told of no positions
+    rotation: Rotation | None  # None for a model without position encoding
 
     @classmethod
     def of(cls, inputs: ModelInputs, rope: RopeConfig | None) -> "LayerInputs":
-        """The rotation is computed here, once for all layers."""
+        """Compute the rotation, once for all layers."""
         turns = None if rope is None else rotation(inputs.positions, frequencies(rope))
         return cls(inputs, turns)
 
 
 class Mixer(Protocol[Tokens]):
-    """A token mixer: what lets a token of a layer see those before it.
+    """A token mixer: the part of a layer in which tokens see earlier tokens.
 
-    `DecoderLayer` multiplies the normed stream with `projection`, has the mixer `prepare` all
-    tokens of the step, cuts them into decode rectangle and prefill region, and joins the heads of
-    both for `output`. `layer` is the mixer's index in its pool.
+    `DecoderLayer` multiplies the normed stream with `projection`, calls `prepare` on all tokens of
+    the step, splits them into decode rectangle and prefill region, and passes the heads of both to
+    `output`. `layer` is the mixer's index in its pool.
     """
 
     @property
     def pool(self) -> str:
-        """The key in `Pools` of what the mixer keeps; mixers with one key share that pool.
+        """Key of the mixer's pool in `Pools`; mixers with the same key share that pool.
 
-        A mixer that keeps several pools names any of them, if the others have as many layers.
+        A mixer with several pools names any of them; all must have equally many layers.
         """
         ...
 
     @property
     def projection(self) -> Linear:
-        """The matrix that the normed stream is multiplied with first, all columns side by side."""
+        """The first linear layer, applied to the normed stream, with all outputs side by side."""
         ...
 
     def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
-        """One layer of `pool`, and of any other that the mixer keeps."""
+        """Return one layer of `pool`, and of any other pool of the mixer."""
         ...
 
     def prepare(
@@ -72,68 +72,68 @@ class Mixer(Protocol[Tokens]):
         layer: int,
         /,
     ) -> tuple[Tokens, Pools]:
-        """What the regions read of each token; work on all tokens at once belongs here."""
+        """Compute the per-token inputs of both regions; work on all tokens at once belongs here."""
         ...
 
     def decode(
         self, tokens: Tokens, inputs: ModelInputs, pools: Pools, layer: int, /
     ) -> tuple[Array, Pools]:
-        """The heads of the decode rectangle's tokens, `inputs.decode`."""
+        """Return the heads of the decode rectangle's tokens, `inputs.decode`."""
         ...
 
     def prefill(
         self, tokens: Tokens, inputs: ModelInputs, pools: Pools, layer: int, /
     ) -> tuple[Array, Pools]:
-        """The finished heads of the prefill region's tokens, `inputs.prefill`."""
+        """Return the finished heads of the prefill region's tokens, `inputs.prefill`."""
         ...
 
     def states(self, pools: Pools, rows: DecodeRegion, layer: int, /) -> dict[str, Array]:
-        """Each row's recurrent state `[rows, heads, ...]`, by the name of its pool.
+        """Return each row's recurrent state `[rows, heads, ...]`, keyed by pool.
 
-        It is what the row's next token would start from, whatever the policy keeps. Empty for a
-        mixer that has none.
+        It is the state that the row's next token starts from, under any state policy. Empty for a
+        mixer without recurrence.
         """
         ...
 
     def finish(self, heads: Array, tokens: Tokens, /) -> Array:
-        """Heads of `decode` as `prefill` gives its own, so that the two can be joined."""
+        """Convert heads of `decode` to the form of `prefill`, so that they can be concatenated."""
         ...
 
     def output(self, heads: Array, tokens: Tokens, /) -> Pending:
-        """What is to be added to the stream, given heads that are finished or as of `decode`."""
+        """Return the output to add to the stream; `heads` are finished, or those of `decode`."""
         ...
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
-        """The published tensors."""
+        """Yield the placements of all tensors."""
         ...
 
 
 def rectangle(
     projected: Float[Array, "tokens columns"], rows: DecodeRegion
 ) -> Float[Array, "rows width columns"]:
-    """The rectangle's tokens row by row; one without rows is as narrow as any program's."""
+    """Reshape the rectangle's tokens to rows; an empty rectangle gets a width of 1."""
     (tokens, columns), num_rows = projected.shape, rows.slots.shape[0]
     return projected.reshape(num_rows, tokens // num_rows if num_rows else 1, columns)
 
 
 def flat(heads: Float[Array, "rows width *features"]) -> Float[Array, "tokens ..."]:
-    """The rectangle's heads token by token."""
+    """Reshape the rectangle's heads to a flat list of tokens."""
     rows, width, *features = heads.shape
     return heads.reshape(rows * width, *features)
 
 
 class FeedForward(Protocol):
-    """A feed-forward layer: each token for itself."""
+    """A feed-forward layer, which processes each token by itself."""
 
     def __call__(
         self, stream: Stream, pending: Pending, norm: RMSNorm, live: Bool[Array, " tokens"], /
     ) -> tuple[Stream, Pending]:
-        """The stream with `pending` added, and what the layer makes of that, normed.
+        """Return the stream with `pending` added, and the layer's output for its norm.
 
-        What it makes of tokens that are not `live` is not read.
+        The output of tokens that are not `live` is arbitrary.
         """
         ...
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
-        """The published tensors."""
+        """Yield the placements of all tensors."""
         ...

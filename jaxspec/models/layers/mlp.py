@@ -18,7 +18,6 @@ class GatedMLP(nnx.Module):
     """`down(silu(gate(x)) * up(x))` (Shazeer 2020, "GLU Variants Improve Transformer")."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        """`dtype` is that of the weights."""
         hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
         outputs = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up = Linear(hidden_size, outputs, dtype, joined_name="gate_up_proj")
@@ -27,11 +26,10 @@ class GatedMLP(nnx.Module):
     def __call__(
         self, stream: Stream, pending: Pending, norm: RMSNorm, live: Bool[Array, " tokens"]
     ) -> tuple[Stream, Pending]:
-        """`stream + pending`, and the layer's output for the `norm` of that, pending in turn."""
+        """Return `stream + pending`, and the layer's output for its norm as the new `pending`."""
         gate_up, down = self.gate_up.operand, self.down.operand
         return feed_forward(stream, pending, norm.operand, gate_up, down)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
-        """The published tensors."""
         yield from self.gate_up.checkpoint(prefix)
         yield from self.down.checkpoint(prefix)

@@ -1,4 +1,4 @@
-"""The feed-forward layer of a mixture of experts."""
+"""Mixture of experts: the feed-forward layer, its config, and the correction of its scores."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ from jaxspec.pallas.moe.feed_forward import Router, moe_feed_forward
 from jaxspec.pallas.moe.route import Routing
 from jaxspec.pallas.norm.residual import Pending, Stream
 
-# Bounds for all families, far beyond what is published.
+# Bounds for all families, far above published values.
 MAX_EXPERTS = 4096
 EXPERTS = whole(1, MAX_EXPERTS)
-SCALE = number(1e-3, 1e3)  # of what the chosen experts give
-_MAX_SHARED = 64  # times the width of an expert; one or two are published
-# Options that change the output, and their values that the layer computes.
+SCALE = number(1e-3, 1e3)  # factor of the chosen experts' output
+_MAX_SHARED = 64  # limit of shared width / expert width, which is 1 or 2 in published models
+# Options that change the output, with the values that the layer implements.
 _OPTIONS = {
     "scoring_func": ("softmax",),
     "topk_method": ("greedy",),
@@ -39,31 +39,31 @@ _OPTIONS = {
 
 
 def shared_width(width: int) -> Kind[int]:
-    """Widths that the expert of every token may have, beside experts of `width`."""
+    """Kind of the shared expert's width, beside experts of `width`."""
     return whole(1, _MAX_SHARED * width)
 
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """The experts of a layer and how they are chosen: a part of a `ModelConfig`."""
+    """Sizes and routing of a layer's experts: a part of a `ModelConfig`."""
 
-    routing: Routing  # of the experts that compete
-    intermediate_size: int  # of an expert
-    shared_size: int = 0  # of the expert that every token has; 0: there is none
-    gated_shared: bool = False  # that expert has a gate, a column of the router
-    has_correction: bool = False  # of the scores that are compared, a tensor of its own
+    routing: Routing  # without the shared expert
+    intermediate_size: int  # width of an expert
+    shared_size: int = 0  # width of the shared expert; 0 if there is none
+    gated_shared: bool = False  # the shared expert has a gate, a column of the router
+    has_correction: bool = False  # scores are corrected for the choice (`Correction`)
     activation: Activation = Activation.SWIGLU
-    latent_size: int | None = None  # features that the experts read; None: those of the stream
+    latent_size: int | None = None  # input features of experts; None means the hidden size
 
     @classmethod
     def read(cls, fields: Fields, *, renormalise: bool, shared: bool) -> "MoEConfig":
-        """The sizes in Qwen's fields; `shared`: the family has a shared expert, with a gate.
+        """Read the sizes from Qwen's fields. `shared`: the family has a gated shared expert.
 
         Raises:
-            ValueError: a field is missing, malformed or not implemented.
+            ValueError: A field is missing, malformed or not implemented.
         """
         fields.refuse_all_but(_OPTIONS)
-        # transformers 5 renames the first to the second for some families.
+        # transformers 5 uses the second name for some families.
         num_experts = fields.need_either(("num_experts", "num_local_experts"), EXPERTS)
         num_chosen = fields.need("num_experts_per_tok", whole(1, num_experts))
         width = fields.need("moe_intermediate_size", SIZE)
@@ -77,9 +77,9 @@ class MoEConfig:
 
     @property
     def rule(self) -> Routing:
-        """The routing with the shared expert in it, cut into experts of the others' size.
+        """The routing with the shared expert, cut into slices of the other experts' width.
 
-        A shared expert beside experts of fewer features is no such slice (`LatentMoE`).
+        A shared expert beside latent experts is not sliced (`LatentMoE`).
         """
         if self.latent_size is not None:
             return self.routing
@@ -89,13 +89,12 @@ class MoEConfig:
 
 
 class MoE(nnx.Module):
-    """Feed-forward layers among which a router chooses, and one that every token has.
+    """Routed experts, and a shared expert that processes every token.
 
-    Shazeer et al. 2017, arXiv 1701.06538. All of them lie in two stacks (`ExpertStacks`).
+    Shazeer et al. 2017, arXiv 1701.06538. All weights are in two stacks (`ExpertStacks`).
     """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        """`dtype` is that of the weights."""
         sizes = config.part(MoEConfig)
         self.rule = rule = sizes.rule
         scores = {"gate": rule.num_experts}
@@ -115,7 +114,7 @@ class MoE(nnx.Module):
     def __call__(
         self, stream: Stream, pending: Pending, norm: RMSNorm, live: Bool[Array, " tokens"]
     ) -> tuple[Stream, Pending]:
-        """`stream + pending`, and the layer's output for the `norm` of that, pending in turn."""
+        """Return `stream + pending`, and the layer's output for its norm as the new `pending`."""
         return moe_feed_forward(
             stream,
             pending,
@@ -126,31 +125,28 @@ class MoE(nnx.Module):
         )
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
-        """The published tensors."""
         yield from self.router.checkpoint(prefix)
         yield from self.correction.checkpoint(prefix)
         yield from self.experts.checkpoint(prefix)
 
 
 class Correction(nnx.Module):
-    """What is added to the experts' scores before they are compared, if the checkpoint has it.
+    """Optional bias of the experts' scores, used only to choose among them.
 
-    DeepSeek-V3 report (arXiv 2412.19437), section 2.1.2. It is float32 whatever the activations
-    are, because it decides between scores that lie close together.
+    DeepSeek-V3 report (arXiv 2412.19437), section 2.1.2. It is always float32, because it decides
+    between scores that are close together.
     """
 
     def __init__(self, sizes: MoEConfig):
-        """Without values if `sizes` have no correction."""
+        """Declare the values, if `sizes` have a correction."""
         shape, zeros = (sizes.routing.num_experts,), jax.nn.initializers.zeros
         self.values = declare(shape, jnp.dtype("float32"), zeros) if sizes.has_correction else None
 
     @property
     def operand(self) -> Float[Array, " experts"] | None:
-        """The correction as ops take it."""
         return None if self.values is None else self.values[...]
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
-        """The published tensor."""
         if self.values is not None:
             name = f"{prefix}gate.e_score_correction_bias"
             yield Placement(name, self.values.shape, self.values)

@@ -1,4 +1,4 @@
-"""MTPHead: the multi-token-prediction head that Qwen3-Next and Qwen3.5 are published with."""
+"""MTPHead: the multi-token-prediction draft head of Qwen3-Next, Qwen3.5 and Nemotron-3."""
 
 from collections.abc import Iterable, Iterator
 
@@ -15,31 +15,30 @@ from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.model_inputs import ModelInputs, Selection
 from jaxspec.pallas.norm.residual import Pending
 
-PREFIX = "mtp."  # of its tensors' names
+PREFIX = "mtp."  # prefix of the head's tensors
 
 
 class MTPHead(nnx.Module):
-    """One attention layer over a token's embedding and the hidden state of the token before.
+    """One attention layer over a token's embedding and the hidden state of the previous token.
 
-    It takes the trunk's output after the final norm, and in recursion its own, after `norm`
-    (DeepSeek-V3 report, arXiv 2412.19437, section 2.2).
+    The hidden state is the trunk's output after the final norm; in recursion, the head's output
+    after `norm` (DeepSeek-V3 report, arXiv 2412.19437, section 2.2).
     """
 
     def __init__(self, config: ModelConfig, trunk: Iterable[DecoderLayer], dtype: jnp.dtype):
-        """`trunk`: the layers that come before the head's; `dtype`: of the weights."""
+        """Declare the head; `trunk` are the layers before it."""
         self.config = config
         size = config.hidden_size
         self.embedding_norm = residual_norm(config, dtype)
         self.hidden_norm = residual_norm(config, dtype)
         self.fc = Linear(2 * size, {"fc": size}, dtype)
-        # In the pool its keys and values lie behind those of the trunk.
+        # In the pool, its keys and values follow those of the trunk.
         feed_forward = config.draft_feed_forward_type
         self.layer = DecoderLayer(config, FULL_ATTENTION, feed_forward, trunk, dtype)
         self.norm = residual_norm(config, dtype)
 
     @property
     def layers(self) -> tuple[DecoderLayer, ...]:
-        """The head's one decoder layer."""
         return (self.layer,)
 
     def __call__(
@@ -60,7 +59,7 @@ class MTPHead(nnx.Module):
         pools: Pools,
         selection: Selection,
     ) -> tuple[Float[Array, "selected hidden"], Pools]:
-        """See `DraftHead`. The other tokens leave keys and values for later passes."""
+        """See `DraftHead`. Keys and values are written for all tokens."""
         layer_inputs = LayerInputs.of(inputs, self.config.rope)
         stream, pending, pools = self.layer.select(
             self._combine(embedded, hidden), None, layer_inputs, pools, selection
@@ -77,7 +76,6 @@ class MTPHead(nnx.Module):
         return hidden
 
     def checkpoint(self) -> Iterator[Placement]:
-        """The published tensors."""
         yield from self.embedding_norm.checkpoint(PREFIX + "pre_fc_norm_embedding")
         yield from self.hidden_norm.checkpoint(PREFIX + "pre_fc_norm_hidden")
         yield from self.fc.checkpoint(PREFIX)

@@ -14,13 +14,13 @@ from jaxspec.pallas.norm.rms_norm import Norm
 
 
 class RMSNorm(nnx.Module):
-    """The weight of an `rms_norm`. A product that follows it is `Linear.after_norm`.
+    """The weight of an `rms_norm`. `Linear.after_norm` fuses it with a following matmul.
 
     All norms of Qwen3.5 are zero-centred, except the output norm of Gated DeltaNet.
     """
 
     def __init__(self, size: int, eps: float, dtype: jnp.dtype, *, zero_centred: bool = False):
-        """`dtype` is that of the weight; `eps` is added to the mean square."""
+        """Declare the weight; `eps` is added to the mean square."""
         self.eps = eps
         self.zero_centred = zero_centred
         init = jax.nn.initializers.zeros if zero_centred else jax.nn.initializers.ones
@@ -28,17 +28,15 @@ class RMSNorm(nnx.Module):
 
     @property
     def operand(self) -> Norm:
-        """The norm as ops take it."""
         return Norm(self.weight[...], self.eps, self.zero_centred)
 
     def __call__(self, x: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
-        """`x` normed over its last axis, in its dtype."""
+        """Norm `x` over its last axis, in its dtype."""
         return self.operand(x)
 
     def add(self, stream: Stream, pending: Pending) -> tuple[Stream, Stream]:
-        """`stream + pending`, and that normed: one kernel on a GPU (`add_norm`)."""
+        """Return `stream + pending` and its norm; one kernel on a GPU (`add_norm`)."""
         return add_norm(stream, pending, self.operand)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
-        """The published tensor."""
         yield Placement(f"{prefix}.weight", self.weight.shape, self.weight)

@@ -24,34 +24,32 @@ _Finished = Float[Array, "tokens features"]
 
 @flax.struct.dataclass
 class ParallelTokens:
-    """What each of the two mixers reads of a token."""
+    """Per-token inputs of the two mixers."""
 
-    mamba: Float[Array, "tokens columns"]  # its projection
+    mamba: Float[Array, "tokens columns"]  # projection
     attention: AttentionTokens
 
 
 class Parallel(nnx.Module):
-    """The sum of what Mamba2 and attention make of the same normed stream.
+    """The sum of the outputs of Mamba2 and attention for the same normed stream.
 
-    Zuo et al. 2025, "Falcon-H1", arXiv 2507.22448. One product projects for both, and one adds what
-    both give. Each has a pool of its own, of as many layers as the other's.
+    Zuo et al. 2025, "Falcon-H1", arXiv 2507.22448. One matmul projects for both, and one sums both
+    outputs. Each mixer has its pool; the two pools have equally many layers.
     """
 
     pool = Mamba2.pool
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        """`dtype`: of the weights."""
         self.mamba, self.attention = Mamba2(config, dtype), Attention(config, dtype)
         self.in_proj = side_by_side((self.mamba.in_proj, self.attention.qkv))
         self.out_proj = summed((self.mamba.out_proj, self.attention.out))
 
     @property
     def projection(self) -> Linear:
-        """Mamba2's projection, and behind it queries, keys and values."""
+        """Mamba2's projection, then queries, keys and values."""
         return self.in_proj
 
     def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
-        """What each of the two keeps."""
         return *self.mamba.cache_specs(options), *self.attention.cache_specs(options)
 
     def prepare(
@@ -61,7 +59,6 @@ class Parallel(nnx.Module):
         pools: Pools,
         layer: int,
     ) -> tuple[ParallelTokens, Pools]:
-        """Each mixer prepares its own columns."""
         of_mamba, of_attention = self.in_proj.split(projected)
         of_mamba, pools = self.mamba.prepare(of_mamba, inputs, pools, layer)
         attended, pools = self.attention.prepare(of_attention, inputs, pools, layer)
@@ -70,7 +67,7 @@ class Parallel(nnx.Module):
     def decode(
         self, tokens: ParallelTokens, inputs: ModelInputs, pools: Pools, layer: int
     ) -> tuple[_Finished, Pools]:
-        """The finished heads of both, side by side."""
+        """Return the finished heads of both mixers, side by side."""
         mixed, pools = self.mamba.decode(tokens.mamba, inputs, pools, layer)
         attended, pools = self.attention.decode(tokens.attention, inputs, pools, layer)
         return _joined(self.mamba.finish(mixed, tokens.mamba), attended), pools
@@ -78,30 +75,28 @@ class Parallel(nnx.Module):
     def prefill(
         self, tokens: ParallelTokens, inputs: ModelInputs, pools: Pools, layer: int
     ) -> tuple[_Finished, Pools]:
-        """As `decode`, of the chunks."""
+        """Return the finished heads of both mixers, side by side."""
         mixed, pools = self.mamba.prefill(tokens.mamba, inputs, pools, layer)
         attended, pools = self.attention.prefill(tokens.attention, inputs, pools, layer)
         return _joined(mixed, attended), pools
 
     def states(self, pools: Pools, rows: DecodeRegion, layer: int) -> dict[str, Array]:
-        """Those of Mamba2."""
         return self.mamba.states(pools, rows, layer)
 
     def finish(self, heads: _Finished, tokens: ParallelTokens) -> _Finished:
-        """The heads themselves: `decode` has finished them."""
+        """Return the heads, which `decode` has finished."""
         return heads
 
     def output(self, heads: _Finished, tokens: ParallelTokens) -> Pending:
-        """The sum of both output projections."""
+        """Return the sum of both output projections."""
         return self.out_proj.pending(heads)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
-        """The published tensors of both."""
         yield from self.mamba.checkpoint(prefix)
         yield from self.attention.checkpoint(prefix)
 
 
 def _joined(mixed: _Finished, attended: Float[Array, "tokens heads head_dim"]) -> _Finished:
-    """The features of both as `summed` has their rows."""
+    """Concatenate the features of both mixers in the order of the rows of `summed`."""
     tokens, heads, head_dim = attended.shape
     return jnp.concatenate([mixed, attended.reshape(tokens, heads * head_dim)], axis=1)

@@ -1,4 +1,4 @@
-"""Parameters of layers, and how published tensors map onto them."""
+"""Parameters of layers, and their mapping from tensors of the checkpoint."""
 
 import dataclasses
 import functools
@@ -13,26 +13,26 @@ from flax import nnx
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A published tensor and where it goes: `param[index] = scale * tensor[part]`, or its .T.
+    """A tensor and its target: `param[index] = scale * tensor[part]`, or its transpose.
 
-    A tensor may have several placements, of a part each, and a parameter several that do not
-    overlap; zeros stay where it has none. All placements of a parameter are transposed, or none is;
-    then only axes of size 1 may come and go. A checkpoint that lacks the tensor may have the same
-    values in others: `instead` gives their placements, one for each tensor. It is called only where
-    it is needed, because there may be thousands.
+    A tensor may have several placements, each of a part, and a parameter several that do not
+    overlap; the rest of the parameter is zeros. Either all placements of a parameter are transposed
+    or none is; apart from that, shapes may differ only in axes of size 1. If a checkpoint lacks the
+    tensor, it may have the same values in other tensors: `instead` yields their placements, one per
+    tensor. It is called only when needed, because there may be thousands.
     """
 
     name: str  # in the checkpoint
     shape: tuple[int, ...]  # in the checkpoint
     param: nnx.Param
-    transpose: bool = False  # published [out, in], kept [in, out]
-    index: Any = ...  # integers, slices, `...`, as NumPy takes them
-    part: Any = ...  # of the tensor, as `index`; for an axis, an array of places >= 0, too
-    scale: float = 1.0  # a product in float32, rounded once to the parameter's dtype
-    instead: Callable[[], Iterator["Placement"]] | None = None  # None: there is one spelling
+    transpose: bool = False  # [out, in] in the checkpoint, [in, out] in the parameter
+    index: Any = ...  # into the parameter: integers, slices and `...`, as in NumPy
+    part: Any = ...  # into the tensor, likewise; also an array of indices >= 0 per axis
+    scale: float = 1.0  # applied in float32; the result is rounded once
+    instead: Callable[[], Iterator["Placement"]] | None = None  # None if there is one spelling
 
     def scaled(self, factor: float) -> "Placement":
-        """The same place for values that are multiplied by `factor`, in either spelling."""
+        """Return the placement with values multiplied by `factor`, in either spelling."""
         if factor == 1.0:
             return self
         instead, scale = self.instead, self.scale * factor
@@ -40,9 +40,9 @@ class Placement:
         return dataclasses.replace(self, scale=scale, instead=others)
 
     def or_part_of(self, name: str, rows: int, first: int) -> "Placement":
-        """The same, which may also come as some rows of the tensor `name`, from `first` on.
+        """Return the placement with an alternative: rows from `first` on of the tensor `name`.
 
-        That tensor has so many `rows`, and this one goes to one place as it is, or a part of it.
+        That tensor has `rows` rows in all.
         """
         own = self.part if self.part is not ... else slice(0, self.shape[0])
 
@@ -58,35 +58,35 @@ class Placement:
 
     @property
     def is_integer(self) -> bool:
-        """Whether the tensor is one of integers, such as token ids, and not of weights."""
+        """True if the tensor has integers, such as token ids."""
         return jnp.issubdtype(self.param.dtype, jnp.integer)
 
 
 def scaled(placements: Iterable[Placement], factors: Mapping[str, float]) -> Iterator[Placement]:
-    """The placements, with the factors of tensors that are found by the ends of their names."""
+    """Scale placements by the factors of tensors, which are keyed by the ends of their names."""
     for placement in placements:
         ends = [end for end in factors if placement.name.endswith(end)]
         yield placement.scaled(factors[ends[0]] if ends else 1.0)
 
 
-Init = Callable[..., jax.Array]  # (key, shape, dtype) to a value; one object for each kind
-NORMAL: Init = jax.nn.initializers.normal(0.02)  # what Qwen's configurations give
+Init = Callable[..., jax.Array]  # (key, shape, dtype) -> value; jit caches by identity
+NORMAL: Init = jax.nn.initializers.normal(0.02)  # `initializer_range` of Qwen's configs
 
 
 def _centred(key, shape, dtype, *, axis: int):
-    """A normal draw whose sums along the axis of the inputs are zero."""
+    """Draw from a normal distribution, with a mean of zero along the axis of inputs."""
     drawn = NORMAL(key, shape, dtype)
     return drawn - jnp.mean(drawn, axis=axis, keepdims=True)
 
 
-# Behind a squared ReLU no input is negative. Drawn without this, a matrix would put out nearly the
-# same for all tokens, whatever they are, and after some layers all rows would choose the same.
+# After a squared ReLU no input is negative. Without centring, a random matrix would give nearly the
+# same output for all tokens, and after some layers all rows would choose the same experts.
 CENTRED_COLUMNS: Init = functools.partial(_centred, axis=-2)  # [in, out]
 CENTRED_ROWS: Init = functools.partial(_centred, axis=-1)  # [out, in]
 
 
 def draw_rates(key: jax.Array, count: int, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """`count` log decay rates, and inputs of the softplus that gives step sizes, as Mamba begins.
+    """Draw `count` log decay rates, and inputs of the softplus for step sizes, as Mamba does.
 
     Rates are from 1 to 16, and steps from 0.001 to 0.1 (Gu and Dao 2023, arXiv 2312.00752).
     """
@@ -94,12 +94,12 @@ def draw_rates(key: jax.Array, count: int, dtype: jnp.dtype) -> tuple[jax.Array,
     rate = jax.random.uniform(of_rate, (count,), dtype, 1.0, 16.0)
     least, most = math.log(1e-3), math.log(1e-1)
     step = jnp.exp(jax.random.uniform(of_step, (count,), dtype, least, most))
-    return jnp.log(rate), step + jnp.log(-jnp.expm1(-step))  # softplus undone
+    return jnp.log(rate), step + jnp.log(-jnp.expm1(-step))  # inverse softplus
 
 
 def declare(shape: tuple[int, ...], dtype: jnp.dtype, init: Init = NORMAL) -> nnx.Param:
-    """A parameter of zeros: models are built under `nnx.eval_shape`, and get their values later.
+    """Return a parameter for a model built under `nnx.eval_shape`; values are loaded later.
 
-    `init` draws the value where there is no checkpoint (`models/dummy.py`).
+    `init` draws the value if there is no checkpoint (`models/dummy.py`).
     """
     return nnx.Param(jnp.zeros(shape, dtype), init=init)

@@ -1,6 +1,6 @@
-"""Rotary position embedding: frequencies once a model, angles once a step.
+"""Rotary position embedding: frequencies per model, angles per step.
 
-`pallas/attention/inputs.py` rotates.
+`pallas/attention/inputs.py` applies the rotation.
 """
 
 import functools
@@ -16,24 +16,24 @@ from jaxspec.pallas.attention.inputs import Rotation
 
 @functools.cache
 def frequencies(rope: RopeConfig) -> np.ndarray:
-    """float32 `[rotary_dim / 2]`: radians that each pair of channels turns from token to token.
+    """Return the radians per position of each channel pair, float32 `[rotary_dim / 2]`.
 
-    Su et al. 2021, "RoFormer": pair `i` turns by `theta ** (-2 i / rotary_dim)`; then
-    `rope.scaling` changes that.
+    Su et al. 2021, "RoFormer": pair `i` turns by `theta ** (-2 i / rotary_dim)`, then modified by
+    `rope.scaling`.
     """
     exponent = np.arange(0, rope.rotary_dim, 2, dtype=np.float64) / rope.rotary_dim
     turns = rope.theta**-exponent
     if rope.scaling is not None:
         turns = _scaled(turns, rope.scaling)
     turns = turns.astype(np.float32)
-    turns.flags.writeable = False  # it is shared by all that ask for it
+    turns.flags.writeable = False  # the cache shares it
     return turns
 
 
 def _scaled(turns: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
-    """Fast pairs as they are, slow ones divided by the factor, and a line between the two.
+    """Keep fast pairs, divide slow ones by the factor, and interpolate between them.
 
-    Llama 3.1's rule, as `rope_type` "llama3" of Hugging Face's transformers states it.
+    Llama 3.1's rule, `rope_type` "llama3" in Hugging Face's transformers.
     """
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     times = turns * scaling.original_max_position_embeddings / (2 * math.pi)
@@ -42,6 +42,6 @@ def _scaled(turns: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
 
 
 def rotation(positions: Int[Array, " tokens"], frequencies: Float[np.ndarray, " half"]) -> Rotation:
-    """float32 cosines and sines of every token's angles, `positions * frequencies`."""
+    """Return the float32 cosines and sines of all tokens' angles, `positions * frequencies`."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)[None, :]
     return jnp.cos(angles), jnp.sin(angles)

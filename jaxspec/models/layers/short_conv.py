@@ -1,4 +1,4 @@
-"""ShortConv: the gated short convolution, the token mixer of LFM2's layers without attention."""
+"""ShortConv: the gated short convolution, LFM2's token mixer beside attention."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -27,16 +27,16 @@ _TAPS = whole(2, 64)
 
 @dataclasses.dataclass(frozen=True)
 class ShortConvConfig:
-    """The sizes of a short convolution: a part of a `ModelConfig`."""
+    """Sizes of a short convolution: a part of a `ModelConfig`."""
 
-    taps: int  # inputs that an output is made of
+    taps: int  # inputs per output
 
     @classmethod
     def read(cls, fields: Fields) -> "ShortConvConfig":
-        """The sizes in LFM2's fields.
+        """Read the sizes from LFM2's fields.
 
         Raises:
-            ValueError: the field is missing or malformed, or there are biases.
+            ValueError: The field is missing or malformed, or there are biases.
         """
         fields.refuse_all_but({"conv_bias": (False,)})
         return cls(fields.need("conv_L_cache", _TAPS))
@@ -44,7 +44,7 @@ class ShortConvConfig:
 
 @flax.struct.dataclass
 class ShortConvTokens:
-    """What the convolution reads of each token, and what multiplies its output."""
+    """Per-token input of the convolution, and gate of its output."""
 
     inputs: _Channels  # B * v, in the dtype of the activations
     output_gate: _Channels  # C
@@ -53,27 +53,25 @@ class ShortConvTokens:
 class ShortConv(nnx.Module):
     """`out_proj(C * conv(B * v))`, with B, C and v side by side in the projection.
 
-    The convolution is causal and depthwise, and no activation follows it. Liquid AI 2025, "LFM2
-    Technical Report", arXiv 2511.23404.
+    The convolution is causal and depthwise, without an activation. Liquid AI 2025, "LFM2 Technical
+    Report", arXiv 2511.23404.
     """
 
     pool = "short_conv"
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        """`dtype`: of the weights."""
         hidden_size = config.hidden_size
         self.in_proj = Linear(hidden_size, {"in_proj": 3 * hidden_size}, dtype)
-        # Published transposed; the GPU kernel reads one tap of many channels at once.
+        # Transposed on load; the GPU kernel reads one tap of many channels at once.
         self.conv = declare((config.part(ShortConvConfig).taps, hidden_size), dtype)
         self.out_proj = Linear(hidden_size, {"out_proj": hidden_size}, dtype)
 
     @property
     def projection(self) -> Linear:
-        """B, C and v."""
         return self.in_proj
 
     def cache_specs(self, options: CacheOptions) -> tuple[ShortConvSpec]:
-        """The last inputs of a layer's convolution."""
+        """Return the spec of the last inputs of the convolution."""
         taps, channels = self.conv.shape
         return (ShortConvSpec(self.pool, 1, taps, channels, options.dtype),)
 
@@ -84,14 +82,14 @@ class ShortConv(nnx.Module):
         pools: Pools,
         layer: int,
     ) -> tuple[ShortConvTokens, Pools]:
-        """The inputs of the convolution, and the gates of its output."""
+        """Compute the inputs of the convolution, and the gates of its output."""
         b, c, v = jnp.split(projected, 3, axis=1)
         return ShortConvTokens(b * v, c), pools
 
     def decode(
         self, tokens: ShortConvTokens, inputs: ModelInputs, pools: Pools, layer: int
     ) -> tuple[_Channels, Pools]:
-        """The rectangle's gated outputs; the ring holds the inputs of all its tokens."""
+        """Return the rectangle's gated outputs; the ring stores the inputs of all its tokens."""
         rows, x = inputs.decode, tokens.inputs
         rectangle = x.reshape(rows.slots.shape[0], inputs.width, x.shape[1])
         y, conv = conv_update(
@@ -102,26 +100,23 @@ class ShortConv(nnx.Module):
     def prefill(
         self, tokens: ShortConvTokens, inputs: ModelInputs, pools: Pools, layer: int
     ) -> tuple[_Channels, Pools]:
-        """The chunks' gated outputs; the ring of each sequence holds its last inputs."""
+        """Return the chunks' gated outputs; the ring stores the last inputs of each sequence."""
         chunks, pool = inputs.prefill, pools[self.pool]
         assert chunks is not None
         y, conv = conv_prefill(tokens.inputs, self.conv[...], pool, layer, chunks, activation=None)
         return tokens.output_gate * y, pools | {self.pool: conv}
 
     def states(self, pools: Pools, rows: DecodeRegion, layer: int) -> dict[str, Array]:
-        """None: inputs are all that is kept."""
         return {}
 
     def finish(self, outputs: _Channels, tokens: ShortConvTokens) -> _Channels:
-        """The outputs themselves: `decode` has gated them."""
+        """Return the outputs, which `decode` has gated."""
         return outputs
 
     def output(self, outputs: _Channels, tokens: ShortConvTokens) -> Pending:
-        """The output projection."""
         return self.out_proj.pending(outputs)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
-        """The published tensors, under `conv.`."""
         prefix += "conv."
         taps, channels = self.conv.shape
         yield from self.in_proj.checkpoint(prefix)

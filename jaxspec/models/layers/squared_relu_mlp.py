@@ -1,4 +1,4 @@
-"""The feed-forward layer without a gate."""
+"""The feed-forward layer with squared ReLU and without a gate."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,6 @@ class SquaredReluMLP(nnx.Module):
     """`down(relu(up(x))**2)` (So et al. 2021, "Primer", arXiv 2109.08668)."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        """`dtype` is that of the weights."""
         hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
         self.up = Linear(hidden_size, {"up_proj": intermediate_size}, dtype)
         self.down = Linear(
@@ -28,11 +27,10 @@ class SquaredReluMLP(nnx.Module):
     def __call__(
         self, stream: Stream, pending: Pending, norm: RMSNorm, live: Bool[Array, " tokens"]
     ) -> tuple[Stream, Pending]:
-        """`stream + pending`, and the layer's output for the `norm` of that, pending in turn."""
+        """Return `stream + pending`, and the layer's output for its norm as the new `pending`."""
         up, down = self.up.operand, self.down.operand
         return squared_relu_feed_forward(stream, pending, norm.operand, up, down)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
-        """The published tensors."""
         yield from self.up.checkpoint(prefix)
         yield from self.down.checkpoint(prefix)

@@ -15,17 +15,17 @@ from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.model_inputs import ForwardOutput, ModelInputs
 from jaxspec.pallas.norm import residual
 
-LAYERS = "model.layers."  # of the layers' tensors' names; then comes the layer's index
+LAYERS = "model.layers."  # prefix of tensor names, before the layer's index
 
 
 class Trunk(nnx.Module):
-    """All of a model but the heads that draft. The layers are unrolled, one module each.
+    """A model without its draft head. The layers are unrolled, one module each.
 
     A scan over stacked weights would be 2 to 3 times as slow.
     """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, tied: bool):
-        """`dtype`: of the weights; `tied`: the output head's weight is the embedding too."""
+        """Declare the layers; `tied`: the output head's weight is also the embedding."""
         self.config = config
         size = (config.vocab_size, config.hidden_size)
         self.embedding = None if tied else Embedding(*size, dtype)
@@ -37,7 +37,7 @@ class Trunk(nnx.Module):
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, dtype)
 
     def embed(self, tokens: Int[Array, " tokens"]) -> Stream:
-        """The embeddings of `tokens`; ids out of range are clamped."""
+        """Return the embeddings of `tokens`; out-of-range ids are clamped."""
         return self.lm_head.embed(tokens) if self.embedding is None else self.embedding(tokens)
 
     def forward(
@@ -61,7 +61,6 @@ class Trunk(nnx.Module):
         return ForwardOutput(hidden, aux_hidden), pools
 
     def checkpoint(self) -> Iterator[Placement]:
-        """The published tensors."""
         embeddings = "model.embed_tokens.weight"
         if self.embedding is None:
             yield from self.lm_head.checkpoint(embeddings)

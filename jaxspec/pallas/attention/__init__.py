@@ -1,4 +1,4 @@
-"""Attention over paged keys and values, by the queries of a verify and of prompt chunks."""
+"""Attention over paged keys and values, for verify steps and prompt chunks."""
 
 from jaxspec.pallas.attention.inputs import attention_inputs
 from jaxspec.pallas.attention.paged import paged_attention

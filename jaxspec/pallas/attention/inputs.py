@@ -1,4 +1,4 @@
-"""What attention reads: rotated queries, and the pool with this step's keys and values."""
+"""Inputs of attention: rotated queries, and the KV pool with this step's keys and values."""
 
 import flax.struct
 import jax.numpy as jnp
@@ -13,11 +13,11 @@ Rotation = tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]  # co
 
 @flax.struct.dataclass
 class QKNorm:
-    """The norms of query heads and key heads: `rms_norm` with these weights, head by head."""
+    """Norms of query heads and key heads: `rms_norm` over each head."""
 
-    weights: Float[Array, "2 head_dim"]  # of queries, of keys
+    weights: Float[Array, "2 head_dim"]  # row 0 for queries, row 1 for keys
     eps: float = flax.struct.field(pytree_node=False)  # added to the mean square
-    zero_centred: bool = flax.struct.field(pytree_node=False)  # multiplies by `1 + weights`
+    zero_centred: bool = flax.struct.field(pytree_node=False)  # scale by `1 + weights`
 
 
 def attention_inputs(
@@ -31,19 +31,20 @@ def attention_inputs(
     heads: int,
     gated: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], KVPool]:
-    """Queries in the dtype of `qkv`, and the pool with one layer's keys and values written.
+    """Return the queries of a projection, and the pool with its keys and values in one layer.
 
-    `qkv` is a whole projection, its columns side by side: `heads` query heads, all key heads, all
-    value heads. Where the queries are `gated`, a gate of its size follows each, and is not read.
-    Queries and keys go through `norm`, unless it is None, and then through `rotate` with the
-    token's float32 `angles`, unless these are None; keys and values go through `kv_write`, whose
-    docstring defines `kv_slots` and the casts.
+    `qkv` is a whole projection: `heads` query heads, then all key heads, then all value heads. If
+    `gated`, each query head is followed by a gate of its size, which is not read here. Queries and
+    keys are normalised by `norm` unless it is None, then rotated (`rotate`) by the token's float32
+    `angles` unless these are None. Keys and values are stored by `kv_write`, whose docstring
+    defines `kv_slots` and the casts. The queries have the dtype of `qkv`.
 
-    One kernel does all of it where projection, norm if any, and pool are all bfloat16 or all
-    float32, heads have 64, 128 or 256 channels, and the rotated channels divide them.
+    One kernel computes all of this if projection, norm (if any) and pool are all bfloat16 or all
+    float32, heads have 64, 128 or 256 channels, and the number of rotated channels is at least 16
+    and divides that.
 
     Raises:
-        ValueError: the projection has other columns.
+        ValueError: The projection has the wrong number of columns.
     """
     _check_columns(qkv, kv, heads, gated)
     why = _why_not_kernel(qkv, norm, angles, kv)
@@ -59,7 +60,6 @@ def attention_inputs(
 
 
 def attention_inputs_reference(qkv, norm, angles, kv, layer, kv_slots, *, heads, gated):
-    """The specification of `attention_inputs`."""
     queries, keys, values = _queries_keys_values(qkv, norm, angles, kv, heads, gated)
     return queries, kv_write_reference(kv, layer, keys, values, kv_slots)
 
@@ -76,7 +76,7 @@ def _check_columns(qkv, kv, heads, gated):
 
 
 def _queries_keys_values(qkv, norm, angles, kv, heads, gated):
-    """Queries, keys and values of a projection, each `[tokens, heads, head_dim]`."""
+    """Return queries, keys and values of a projection, each `[tokens, heads, head_dim]`."""
     tokens, (kv_heads, head_dim) = qkv.shape[0], kv.shape[4:]
     query_columns = (1 + gated) * heads * head_dim
     q, k, v = jnp.split(qkv, [query_columns, query_columns + kv_heads * head_dim], axis=-1)
@@ -95,9 +95,9 @@ def _queries_keys_values(qkv, norm, angles, kv, heads, gated):
 def rotate(
     x: Float[Array, "tokens heads dim"], angles: Rotation
 ) -> Float[Array, "tokens heads dim"]:
-    """`x` with its first `2 * half` channels rotated, in pairs `(i, i + half)`.
+    """Rotate the first `2 * half` channels of `x`, in pairs `(i, i + half)`.
 
-    The rotation is in float32, then cast to `x`'s dtype. Su et al. 2021, "RoFormer".
+    Computed in float32, then cast to the dtype of `x`. Su et al. 2021, "RoFormer".
     """
     cos, sin = (a[:, None, :] for a in angles)
     half = cos.shape[-1]
@@ -108,7 +108,6 @@ def rotate(
 
 
 def _why_not_kernel(qkv, norm, angles, kv):
-    """Why `attention_inputs_kernel` does not take these operands, or None."""
     head_dim = kv.shape[5]
     half = head_dim // 2 if angles is None else angles[0].shape[1]
     norm_dtype = qkv.dtype if norm is None else norm.weights.dtype

@@ -1,4 +1,4 @@
-"""`attention_inputs` on a Hopper GPU (Pallas, Mosaic GPU)."""
+"""Pallas (Mosaic GPU) kernel of `attention_inputs` for Hopper GPUs."""
 
 import functools
 from math import gcd
@@ -12,18 +12,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas.gpu import access, layouts
 from jaxspec.pallas.paging.page_tiles import KEYS, VALUES
 
-_MAX_CHANNELS = 4096  # of a block: 32 a thread
+_MAX_CHANNELS = 4096  # channels per block: 32 per thread
 
 
 @functools.partial(jax.jit, static_argnames=("heads", "gated", "interpret"))
 def attention_inputs_kernel(
     qkv, norm, angles, kv, layer, kv_slots, *, heads, gated, interpret=None
 ):
-    """`attention_inputs` with `layer` on the device, so that all layers share one kernel.
+    """Run `attention_inputs` with `layer` on the device, so that all layers share one kernel.
 
-    A block has some query heads of a token, or some of its key heads with their values. Whether
-    there is a norm, and whether heads are rotated, is known while the kernel is traced.
-    `interpret`: parameters of Mosaic's interpreter.
+    Each block handles some query heads of one token, or some of its key heads with their values.
+    Norm and rotation are static: a None leaves them out of the compiled kernel. `interpret`:
+    parameters of Mosaic's interpreter.
     """
     tokens, (num_pages, page_size, kv_heads, head_dim) = qkv.shape[0], kv.shape[2:]
     half = head_dim // 2 if angles is None else angles[0].shape[1]
@@ -35,10 +35,10 @@ def attention_inputs_kernel(
         block, token = lax.axis_index("block"), lax.axis_index("token")
 
         def norm_and_rotate(row, pieces):
-            weight = None if norm is None else weights.at[row]  # 0: of queries, 1: of keys
+            weight = None if norm is None else weights.at[row]  # row 0: queries, 1: keys
             return _norm_and_rotate(pieces, weight, angles, token, norm)
 
-        @pl.when(block < key_blocks)  # keys come first: their stores wait for the load of a slot
+        @pl.when(block < key_blocks)  # keys start first: their stores wait for a KV slot
         def _():
             head, slot = block * block_keys, kv_slots[token]
             k = _load_heads(by_head.at[token, pl.ds(first_key + head, block_keys)], half, head_dim)
@@ -65,7 +65,7 @@ def attention_inputs_kernel(
         out_type=jax.ShapeDtypeStruct((tokens, heads, head_dim), qkv.dtype),
         grid=(key_blocks + heads // block_queries, tokens),
         grid_names=("block", "token"),
-        # Safe without barriers: nothing is read that is written.
+        # Safe without automatic barriers: the kernel never reads what it writes.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
@@ -79,10 +79,10 @@ def attention_inputs_kernel(
 
 
 def _load_heads(heads, half, head_dim):
-    """The first `head_dim` columns of `heads`, as pieces `[heads, half]` all in one layout.
+    """Load the first `head_dim` columns of `heads` as pieces `[heads, half]`, all in one layout.
 
-    A thread then has both channels of a rotated pair, at one index of the first two pieces, and the
-    sum of squares alone crosses lanes.
+    A thread then holds both channels of a rotated pair, at the same index of the first two pieces,
+    and only the sum of squares crosses lanes.
     """
     layout = layouts.piece_layout(heads.shape[0], half, heads.dtype.itemsize)
     return [
@@ -98,7 +98,7 @@ def _store_heads(heads, pieces):
 
 
 def _norm_and_rotate(pieces, weight, angles, token, norm):
-    """The pieces of heads with the roundings of the specification. All loads come first."""
+    """Normalise and rotate heads, rounding where the reference does; all loads are issued first."""
     half, first = pieces[0].shape[1], pieces[0]
     columns = [pl.ds(i * half, half) for i in range(len(pieces))]
     weights = [] if norm is None else [_row(weight.at[c], first) for c in columns]
@@ -109,7 +109,7 @@ def _norm_and_rotate(pieces, weight, angles, token, norm):
 
 
 def _norm(pieces, weights, eps, zero_centred):
-    """The pieces of heads, normalised, with the roundings of `rms_norm`."""
+    """Normalise the pieces of heads, rounding where `rms_norm` does."""
     shape = pieces[0].shape
     wide = [piece.astype(jnp.float32) for piece in pieces]
     squares = functools.reduce(jnp.add, [x * x for x in wide])
@@ -120,14 +120,14 @@ def _norm(pieces, weights, eps, zero_centred):
 
 
 def _rotate(pieces, cos, sin):
-    """The pieces of heads, the first two of them rotated, with the roundings of `rotate`."""
+    """Rotate the first two of the pieces of heads, rounding where `rotate` does."""
     first, second = (x.astype(jnp.float32) for x in pieces[:2])
     rotated = first * cos - second * sin, second * cos + first * sin
     return *(x.astype(pieces[0].dtype) for x in rotated), *pieces[2:]
 
 
 def _row(ref, piece):
-    """A row in float32, the same for every head of `piece`."""
+    """Load a row as float32 and broadcast it to every head of `piece`."""
     heads, half = piece.shape
     layout = layouts.piece_layout(heads, half, piece.dtype.itemsize).reduce(0)
     row = access.load(ref, layout).astype(jnp.float32)

@@ -1,6 +1,6 @@
-"""The online softmax on tensor cores: one warpgroup, `ROWS` queries, tiles of positions.
+"""Online softmax on tensor cores: one warpgroup, `ROWS` queries, one tile of positions at a time.
 
-The letters are FlashAttention-2's (Dao 2023, algorithm 1). Scores are in units of log2.
+Symbols follow FlashAttention-2 (Dao 2023, algorithm 1). Scores are scaled to base 2, for `exp2`.
 """
 
 import math
@@ -10,20 +10,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-ROWS = 64  # queries of a tile: the M of wgmma
+ROWS = 64  # queries per tile: the M of wgmma
 LOG2E = math.log2(math.e)
 
 
 class State(NamedTuple):
-    """A softmax that has seen some positions."""
+    """Running softmax over the positions processed so far."""
 
     acc: Any  # sum of the weighted values, `[queries, head_dim]`
     m_i: Any  # largest score, `[queries]`
-    l_i: Any  # sum of the weights, which are relative to `m_i`
+    l_i: Any  # sum of the weights `exp2(score - m_i)`, `[queries]`
 
 
 def empty(head_dim) -> State:
-    """The state before any position."""
     column = plgpu.Layout.WGMMA.reduce(1)
     return State(
         full((ROWS, head_dim), 0.0, plgpu.Layout.WGMMA),
@@ -33,9 +32,10 @@ def empty(head_dim) -> State:
 
 
 def update(state, scores, scale):
-    """The weights of a tile of positions, and the state to whose `acc` its values are to be added.
+    """Return the bfloat16 weights of a tile of positions, and the state rescaled for them.
 
-    `scores` are `[queries, positions]`, -inf where a query does not see a position.
+    The caller adds the weighted values to the new `acc`. `scores` are `[queries, positions]`, -inf
+    where a query does not attend to a position.
     """
     acc, m_i, l_i = state
     m_new = jnp.maximum(m_i, scores.max(axis=1) * scale)
@@ -48,27 +48,27 @@ def update(state, scores, scale):
 
 
 def finite(m_i):
-    """A maximum to subtract, also where no position was seen: -inf less -inf is NaN."""
+    """Return a maximum that is safe to subtract: 0 for -inf, because -inf - -inf is NaN."""
     return jnp.where(m_i == -jnp.inf, 0.0, m_i)
 
 
 def output(state):
-    """The attention's output, 0 where no position was seen."""
+    """Return the attention output, 0 where no position was attended to."""
     acc, _, l_i = state
     return acc * lax.broadcast_in_dim(1 / jnp.where(l_i == 0, 1.0, l_i), acc.shape, (0,))
 
 
 def lse(state):
-    """The log2 of the sum of the exponentials of all scores, -inf where no position was seen."""
+    """Return the base-2 log-sum-exp of all scores, -inf where no position was attended to."""
     _, m_i, l_i = state
     return m_i + jnp.log(jnp.where(l_i == 0, 1.0, l_i)) * LOG2E
 
 
 def tile_iota(block_kv, dimension):
-    """The row (`dimension` 0) or the position (1) of each score of a tile."""
+    """Return the row (`dimension` 0) or the position (1) of each score of a tile."""
     return plgpu.broadcasted_iota(jnp.int32, (ROWS, block_kv), dimension, layout=plgpu.Layout.WGMMA)
 
 
 def full(shape, value, layout):
-    """A float32 array of one value in registers."""
+    """Return a float32 array filled with `value`, in registers of this layout."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)

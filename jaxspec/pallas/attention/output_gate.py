@@ -1,4 +1,4 @@
-"""The output gate of attention: each head multiplied by the sigmoid of a part of the projection."""
+"""Output gate of attention: multiply each head by the sigmoid of gate columns of the projection."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from jaxtyping import Array, Float
 
 @flax.struct.dataclass
 class OutputGate:
-    """Multiplies attended heads by the sigmoid of their gates.
+    """Multiply attended heads by the sigmoid of their gates.
 
-    Head by head the projection has `head_dim` columns of query and then as many of gate; columns
-    behind the last head are not read. The product is in float32 and is rounded to the dtype of the
-    heads.
+    For each head, the projection has `head_dim` query columns followed by `head_dim` gate columns;
+    columns after the last head are not read. The result is computed in float32 and rounded to the
+    dtype of the heads.
 
     Qiu et al. 2025, "Gated Attention for Large Language Models", arXiv 2505.06708.
     """
@@ -22,14 +22,14 @@ class OutputGate:
     projected: Float[Array, "tokens columns"]
 
     def split(self, tokens: int) -> "tuple[OutputGate, OutputGate]":
-        """The gate of the first `tokens`, and that of the others."""
+        """Return the gate of the first `tokens` tokens, and the gate of the rest."""
         return OutputGate(self.projected[:tokens]), OutputGate(self.projected[tokens:])
 
     def check(self, tokens: int, heads: int, head_dim: int) -> None:
-        """Refuse a projection of other tokens or heads.
+        """Check that the projection matches `tokens` tokens with these heads.
 
         Raises:
-            ValueError: the projection has other rows, or lacks columns.
+            ValueError: The projection has the wrong number of rows, or too few columns.
         """
         columns = 2 * heads * head_dim
         if self.projected.shape[0] != tokens or self.projected.shape[1] < columns:
@@ -42,7 +42,7 @@ class OutputGate:
     def __call__(
         self, attended: Float[Array, "tokens heads head_dim"]
     ) -> Float[Array, "tokens heads head_dim"]:
-        """The gated heads, computed by XLA; ValueError as `check` says."""
+        """Return the gated heads, computed by XLA; raises ValueError as `check` does."""
         tokens, heads, head_dim = attended.shape
         self.check(tokens, heads, head_dim)
         pairs = self.projected[:, : 2 * heads * head_dim].reshape(tokens, heads, 2, head_dim)
@@ -51,5 +51,5 @@ class OutputGate:
 
 
 def gate_in_kernel(attended: Any, gate: Any) -> Any:
-    """The float32 product inside a kernel; `gate` is as large as `attended`, in any dtype."""
+    """Gate heads inside a kernel, in float32; `gate` has the shape of `attended`, in any dtype."""
     return attended.astype(jnp.float32) / (1.0 + jnp.exp(-gate.astype(jnp.float32)))

@@ -1,4 +1,4 @@
-"""Paged attention of a decode rectangle."""
+"""Paged attention for the decode region of a step."""
 
 import functools
 
@@ -13,9 +13,9 @@ from jaxspec.pallas.attention.paged_tiling import max_query_rows
 from jaxspec.pallas.paging.kv_write import KVPool
 from jaxspec.regions import DecodeRegion
 
-_MIN_CPU_CONTEXT = 128  # positions that a CPU reads even of short rows
+_MIN_CPU_CONTEXT = 128  # positions read per row on a CPU, however short the rows are
 _MAX_KERNEL_WIDTH = 9
-_KERNEL_DTYPES = (  # of queries and pool
+_KERNEL_DTYPES = (  # (queries, pool)
     ("bfloat16", "bfloat16"),
     ("bfloat16", "float8_e4m3fn"),
     ("float32", "float32"),
@@ -32,19 +32,19 @@ def paged_attention(
 ) -> Float[Array, "rows width heads head_dim"]:
     """Causal attention of each row's `width` newest tokens over its pages, in the queries' dtype.
 
-    Token `j` of a row stands at position `rows.num_computed + j` and sees positions `0` to its own;
-    `kv_write` has already stored them all. Query heads share keys in groups of `heads // kv_heads`;
-    the scale is `head_dim ** -0.5`; scores and softmax are float32. Padding, which is tokens
-    `j >= rows.query_len` and rows that are not live, comes out as 0, never NaN. `gate`, of all
-    `rows * width` tokens, multiplies their heads afterwards, padding's too.
+    Token `j` of a row is at position `rows.num_computed + j` and attends to positions `0` up to its
+    own, all of which `kv_write` has already stored. Query heads share keys in groups of
+    `heads // kv_heads`; the scale is `head_dim ** -0.5`; scores and softmax are float32. The output
+    of padding (tokens `j >= rows.query_len`, and rows that are not live) is 0, never NaN. `gate`,
+    over all `rows * width` tokens, then multiplies all heads, including those of padding.
 
-    Tokens behind a row's first are drafts, and one may be NaN that the target does not take. Its
-    values count as 0, so that the tokens before it stay what they are. Its keys are NaN as well,
-    and make NaN of all tokens that see it. Over pages of 8 bits the kernel lacks this: there is no
-    register left for it.
+    The tokens after a row's first are drafts, and a draft that the target rejects may be NaN. Its
+    non-finite values count as 0, so that the tokens before it are unaffected. Its keys are NaN as
+    well, so every token that attends to it becomes NaN. With 8-bit pages the kernel does not
+    protect earlier tokens in this way: no registers are left for it.
 
     Raises:
-        ValueError: `gate` is of other tokens or heads.
+        ValueError: `gate` does not match the tokens or heads.
 
     Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
     PagedAttention".
@@ -66,10 +66,10 @@ def paged_attention(
 
 
 def _attend_longest_row(queries, kv, layer, page_tables, rows):
-    """`paged_attention` on a CPU, which pays for every page that it reads, masked or not.
+    """`paged_attention` on a CPU, where every page that is read costs time, masked or not.
 
-    It reads as many pages of each row as the longest needs, up to a power of two. A GPU would have
-    to ask the host which branch to take.
+    Reads as many pages of each row as the longest row needs, rounded up to one of a few widths that
+    double. On a GPU, choosing the branch would need a round trip to the host.
     """
     page_size, (num_slots, table_width) = kv.shape[3], page_tables.shape
     widths = [-(-_MIN_CPU_CONTEXT // page_size)]
@@ -88,7 +88,7 @@ def _attend_first_pages(num_pages, layer, queries, kv, page_tables, rows):
 
 
 def paged_attention_reference(queries, kv, layer, page_tables, rows):
-    """The specification of `paged_attention`: gather every page of the row, mask, softmax."""
+    """Reference for `paged_attention`: gather every page of the row, mask, softmax."""
     num_rows, width, heads, head_dim = queries.shape
     _, _, num_pages, page_size, kv_heads, _ = kv.shape
     num_slots = page_tables.shape[0]
@@ -101,7 +101,7 @@ def paged_attention_reference(queries, kv, layer, page_tables, rows):
     query_len = jnp.where(rows.is_live(num_slots), rows.query_len, 0)
     position = jnp.arange(context, dtype=jnp.int32)
     token = jnp.arange(width, dtype=jnp.int32)
-    newest = rows.num_computed[:, None] + token[None, :]  # the last position that a token sees
+    newest = rows.num_computed[:, None] + token[None, :]  # last position visible to each token
     is_real = token[None, :] < query_len[:, None]
     sees = (position[None, None, :] <= newest[:, :, None]) & is_real[:, :, None]
 
@@ -114,12 +114,12 @@ def paged_attention_reference(queries, kv, layer, page_tables, rows):
         preferred_element_type=jnp.float32,
     )
     scores = jnp.where(sees[:, None, None, :, :], scores * head_dim**-0.5, -jnp.inf)
-    # The scores of a padding token are all -inf: their maximum is replaced, and the sum is 0.
+    # All scores of a padding token are -inf: replace their maximum by 0, and their sum 0 by 1.
     largest = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(largest), largest, 0.0))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights / jnp.where(total > 0, total, 1.0)
-    # Pages beyond the row's length hold what an earlier request left, perhaps not finite.
+    # Pages beyond the row's length may hold non-finite values of an earlier request.
     length = jnp.where(query_len > 0, rows.num_computed + query_len, 0)
     written = (position[None, :] < length[:, None])[:, :, None, None]
     is_draft = (position[None, :] > rows.num_computed[:, None])[:, :, None, None]
@@ -130,7 +130,6 @@ def paged_attention_reference(queries, kv, layer, page_tables, rows):
 
 
 def _why_not_kernel(queries, kv):
-    """Why the kernel does not take these operands, or None."""
     width, page_size, head_dim = queries.shape[1], kv.shape[3], kv.shape[5]
     group = queries.shape[2] // kv.shape[4]
     if width > _MAX_KERNEL_WIDTH:

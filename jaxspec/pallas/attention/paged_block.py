@@ -1,8 +1,8 @@
-"""The parts of a block of `paged_attention_kernel` that are the same in all dtypes.
+"""Parts of a `paged_attention_kernel` block that all dtypes share.
 
-A block starts the copies of its queries and of its first tiles of keys and values (`run`). Then
-`paged_block_<dtype>.py` attends over them, and puts out heads or, where several blocks share a row,
-one split.
+A block first starts the copies of its queries and of its first tiles of keys and values (`run`).
+`paged_block_<dtype>.py` then attends over them, and stores heads or, where several blocks share a
+row, one split.
 """
 
 import dataclasses
@@ -21,87 +21,86 @@ from jaxspec.pallas.attention.paged_tiling import Tiling
 from jaxspec.pallas.gpu import access, layouts
 from jaxspec.pallas.paging.page_tiles import KEYS, VALUES, PageTiles, PoolHead
 
-_STORE_UNROLL = 4  # tokens stored in one turn of the loop
+_STORE_UNROLL = 4  # tokens stored per loop iteration
 _MAX_FLOAT16 = 65280.0  # the largest bfloat16 that is finite in float16
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Sizes that are static in a block."""
+    """Static sizes of a block."""
 
     tiling: Tiling
-    width: int  # tokens of a row
+    width: int  # tokens per row
     group: int  # query heads that share a key head
-    tokens: int  # of a query tile, each with all heads of the group
+    tokens: int  # tokens per query tile, each with all heads of the group
     pages: PageTiles
 
     @property
     def query_tiles(self) -> int:
-        """Query tiles of a row."""
         return -(-self.width // self.tokens)
 
     @property
     def query_rows(self) -> int:
-        """Rows of a query tile, token by token all heads of the group; rounded up to eights."""
+        """Rows of a query tile: all heads of the group per token, rounded up to a multiple of 8."""
         return -(-self.tokens * self.group // 8) * 8
 
     def query_barrier(self):
-        """A barrier that completes when the whole query tile has been copied."""
+        """Return a barrier that completes when the whole query tile has been copied."""
         return plgpu.Barrier(num_arrivals=self.tokens)
 
     def ring_barriers(self):
-        """A barrier for each tile of a ring."""
+        """Return one barrier per stage of a ring."""
         return self.pages.barriers(self.tiling.stages)
 
 
 class Refs(NamedTuple):
-    """Operands and outputs of the kernel, in global memory."""
+    """Operands and outputs of the kernel, as references to global memory."""
 
     queries: Any  # [tokens of all rows, heads, head_dim]
-    pool: Any  # as `flatten_pool` gives it
+    pool: Any  # from `flatten_pool`
     layer: Any  # [1]
     page_tables: Any  # [slots, pages]
-    slots: Any  # [rows], as the next two
+    slots: Any  # [rows], like the next two
     num_computed: Any
     query_len: Any
-    out: Any  # as `queries`; with splits [splits, rows, kv_heads, query rows of a row, head_dim]
-    lse: Any = None  # with splits: [splits, rows, kv_heads, query tiles, query rows of a tile]
-    gates: Any = None  # if the block gates: [tokens, heads, 2 * head_dim], a query then its gate
+    out: Any  # like `queries`; if split: [splits, rows, kv_heads, query rows per row, head_dim]
+    lse: Any = None  # if split: [splits, rows, kv_heads, query tiles, query rows per tile]
+    gates: Any = None  # if gated here: [tokens, heads, 2 * head_dim], query then gate
 
 
 class BlockIndex(NamedTuple):
-    """The block's place in the grid."""
+    """Position of a block in the grid."""
 
     query_tile: jax.Array
     split: jax.Array
     head: jax.Array  # the key head
     row: jax.Array
-    first_token: jax.Array  # the row's token with which the query tile begins
+    first_token: jax.Array  # first token of the query tile, counted within the row
 
 
 class Row(NamedTuple):
-    """A row as a block sees it: clamped, since the host's numbers may be out of range."""
+    """Indices of one row, clamped because the host's numbers may be out of range."""
 
     slot: jax.Array
     start: jax.Array  # position of its first token
     query_len: jax.Array
-    length: jax.Array  # positions up to its last token, 0 for padding
+    length: jax.Array  # number of positions up to its last token, 0 for padding
 
 
 @dataclasses.dataclass(frozen=True)
 class KVSplit:
-    """The tiles of keys and values that one block reads, through a ring in shared memory."""
+    """Tiles of keys and values that one block reads, through a ring in shared memory."""
 
     sizes: BlockSizes
     refs: Refs
-    smem: Any  # has the rings `keys` and `values`, with the barriers `*_produced`
+    smem: Any  # has the rings `keys`, `values` and their barriers `k_produced`, `v_produced`
     slot: jax.Array
     head: jax.Array
-    first: jax.Array  # the split's first tile in its row
-    count: jax.Array
+    first: jax.Array  # index in the row of the split's first tile
+    count: jax.Array  # number of tiles
 
     def find_pages(self, tile):
-        """The pages of one of the split's tiles."""
+        """Return the pages of one tile of the split."""
         return self.sizes.pages.find_pages(self.refs.page_tables, self.slot, self.first + tile)
 
     def fetch_keys(self, tile, stage, pages):
@@ -131,7 +130,7 @@ class KVSplit:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """All that a block knows once its copies are under way."""
+    """State of a block once its first copies have started."""
 
     sizes: BlockSizes
     refs: Refs
@@ -139,18 +138,18 @@ class Block:
     index: BlockIndex
     row: Row
     kv: KVSplit
-    out: Any  # where its result goes: all of `refs.out`, or the split's rows there
-    lse: Any  # where the split's lse goes, or None
+    out: Any  # destination of the result: all of `refs.out`, or the rows of the split
+    lse: Any  # destination of the split's log-sum-exp, or None
 
     def newest_position(self, query_row):
-        """The last position that a row of the query tile sees, -1 for padding."""
+        """Return the last position that a row of the query tile attends to, -1 for padding."""
         token = self.index.first_token + lax.div(query_row, jnp.int32(self.sizes.group))
         return jnp.where(token < self.row.query_len, self.row.start + token, -1)
 
     def store_heads(self, attended):
-        """Put out the heads of a row that is this block's alone, gated if the block gates.
+        """Store the heads of a row that is not split, gated if the kernel has gates.
 
-        `attended` `[query_rows, head_dim]` is in shared memory, its rows side by side.
+        `attended` `[query_rows, head_dim]` is in shared memory, row-major and not swizzled.
         """
         sizes, index = self.sizes, self.index
 
@@ -174,7 +173,7 @@ class Block:
         store_several(turns, None, rest)
 
     def _store_some_heads(self, token, heads, attended):
-        """Put out neighbouring heads of a token, as many as a power of two."""
+        """Store neighbouring heads of one token; their number must be a power of two."""
         dim, dtype = self.sizes.pages.head_dim, self.refs.out.dtype
         layout = layouts.piece_layout(heads.size, dim, dtype.itemsize)
         result = access.load(attended, layout)
@@ -184,16 +183,16 @@ class Block:
         access.store(self.refs.out.at[token, heads], result)
 
     def copy_split(self, attended, lse):
-        """Put out one split of a row, from shared memory, as the merging kernel reads it."""
+        """Copy one split of a row from shared memory to where the merge kernel reads it."""
         plgpu.copy_smem_to_gmem(attended, self.out)
         plgpu.copy_smem_to_gmem(lse, self.lse)
         plgpu.wait_smem_to_gmem(0)
 
 
 def run(sizes: BlockSizes, attend: Callable[[Block], None], refs: Refs, smem: Any):
-    """Run one block: start its copies, then `attend`.
+    """Run one block: start its copies, then call `attend`.
 
-    `smem` has the query tile `q_rows` with the barrier `q_produced`, and the rings of `KVSplit`.
+    `smem` has the query tile `q_rows` with its barrier `q_produced`, and the rings of `KVSplit`.
     """
     axes = "tile", "split", "head", "row"
     query_tile, split, head, row = (lax.axis_index(name) for name in axes)
@@ -211,7 +210,7 @@ def run(sizes: BlockSizes, attend: Callable[[Block], None], refs: Refs, smem: An
 
 
 def _fetch_queries(sizes, index, refs, smem):
-    """Start the copies of a query tile; where it has fewer tokens, the row's last is repeated."""
+    """Start the copies of a query tile; a tile with too few tokens repeats the row's last one."""
     heads = pl.ds(index.head * sizes.group, sizes.group)
     for t in range(sizes.tokens):
         token = index.row * sizes.width + jnp.minimum(index.first_token + t, sizes.width - 1)
@@ -222,7 +221,7 @@ def _fetch_queries(sizes, index, refs, smem):
 def _read_row(sizes, index, refs) -> Row:
     pages, slot = sizes.pages, refs.slots[index.row]
     live = (slot > 0) & (slot < pages.num_slots)
-    # Clamped, so that sums do not overflow.
+    # Clamped so that sums do not overflow.
     start = jnp.clip(refs.num_computed[index.row], -sizes.width, pages.context)
     query_len = jnp.where(live, jnp.clip(refs.query_len[index.row], 0, sizes.width), 0)
     length = jnp.where(query_len > 0, jnp.clip(start + query_len, 0, pages.context), 0)
@@ -230,7 +229,7 @@ def _read_row(sizes, index, refs) -> Row:
 
 
 def _split_of(sizes, index, row, refs, smem) -> KVSplit:
-    """The split's share of the row's tiles: as many for each split, fewer for the last ones."""
+    """Return the split's share of the row's tiles: equal shares, but fewer for the last splits."""
     tiling = sizes.tiling
     row_tiles = lax.div(row.length + tiling.block_kv - 1, tiling.block_kv)
     split_tiles = lax.div(row_tiles + tiling.splits - 1, tiling.splits)
@@ -242,8 +241,8 @@ def _split_of(sizes, index, row, refs, smem) -> KVSplit:
 def copy_rows(sizes, source, target):
     """Copy a query tile between two buffers in shared memory, through registers.
 
-    One has its rows side by side, as they lie in global memory. The other is swizzled in tiles of
-    eight rows, as tensor cores read it.
+    One buffer is row-major, as in global memory. The other is swizzled in tiles of eight rows, as
+    tensor cores read it.
     """
     layout = layouts.piece_layout(8, sizes.pages.head_dim, itemsize=2)
     for rows in (pl.ds(start, 8) for start in range(0, sizes.query_rows, 8)):

@@ -1,4 +1,4 @@
-"""A block of paged attention in bfloat16: products on tensor cores, sums in float32."""
+"""Block of paged attention in bfloat16: matmuls on tensor cores, sums in float32."""
 
 from typing import Any, NamedTuple
 
@@ -11,25 +11,24 @@ from jaxspec.pallas.attention import online_softmax_block as softmax
 from jaxspec.pallas.attention.paged_block import Block, BlockSizes, copy_rows
 from jaxspec.pallas.gpu import tensor_cores
 
-LSE_ROWS = softmax.ROWS  # of a query tile
+LSE_ROWS = softmax.ROWS  # rows per query tile in the log-sum-exp of a split
 
 
 class Smem(NamedTuple):
-    """Barriers and shared memory of a block, in the order of allocation."""
+    """Barriers and shared memory of a block, in allocation order."""
 
     q_produced: Any
     k_produced: Any
     v_produced: Any
-    q_rows: Any  # [query_rows, head_dim], as copied
+    q_rows: Any  # [query_rows, head_dim], row-major, as copied
     keys: Any  # [stages, block_kv, head_dim]
     lse: Any  # [ROWS]
-    q_tile: Any  # [ROWS, head_dim], as tensor cores read it; the output afterwards
-    values: Any  # as `keys`
-    weights: Any  # the interpreter's stand-in for an operand in registers, or None
+    q_tile: Any  # [ROWS, head_dim], swizzled for tensor cores; finally the output
+    values: Any  # like `keys`
+    weights: Any  # substitute for the register operand under the interpreter, else None
 
 
 def smem(sizes: BlockSizes, interpreted: bool) -> Smem:
-    """What a block allocates."""
     tiling, dim = sizes.tiling, sizes.pages.head_dim
     ring = tensor_cores.tile(tiling.stages, tiling.block_kv, dim)
     return Smem(
@@ -46,7 +45,7 @@ def smem(sizes: BlockSizes, interpreted: bool) -> Smem:
 
 
 def attend(block: Block):
-    """Attend over the block's tiles, and put out the result."""
+    """Attend over the block's tiles and store the result."""
     sizes, smem, kv, length = block.sizes, block.smem, block.kv, block.row.length
     tiling, dim = sizes.tiling, sizes.pages.head_dim
     newest = block.newest_position(softmax.tile_iota(tiling.block_kv, 0))
@@ -57,7 +56,7 @@ def attend(block: Block):
     def attend_tile(j, carry):
         state, pages = carry
         stage, base = lax.rem(j, tiling.stages), (kv.first + j) * tiling.block_kv
-        refill = j + tiling.stages  # the tile that takes this one's stage
+        refill = j + tiling.stages  # next tile in this stage
         plgpu.barrier_wait(smem.k_produced.at[stage])
         scores = tensor_cores.product(smem.q_tile, smem.keys.at[stage].transpose((1, 0)))
         pl.when(refill < kv.count)(lambda: kv.fetch_keys(refill, stage, pages))

@@ -1,4 +1,4 @@
-"""A block of paged attention in float32: multiply-adds, since tensor cores round to 10 bits."""
+"""Block of paged attention in float32: multiply-adds, as tensor cores keep 10 mantissa bits."""
 
 from typing import Any, NamedTuple
 
@@ -11,22 +11,21 @@ from jaxspec.pallas.attention import online_softmax_block as softmax
 from jaxspec.pallas.attention.paged_block import Block, BlockSizes
 from jaxspec.pallas.gpu import access, layouts
 
-_LANES = 8  # positions taken at once: each of the four warps has two
+_LANES = 8  # positions processed at once: two for each of the four warps
 
 
 class Smem(NamedTuple):
-    """Barriers and shared memory of a block, in the order of allocation."""
+    """Barriers and shared memory of a block, in allocation order."""
 
     q_produced: Any
     k_produced: Any
     v_produced: Any
-    q_rows: Any  # [query_rows, head_dim]; the output afterwards
+    q_rows: Any  # [query_rows, head_dim]; finally the output
     keys: Any  # [stages, block_kv, head_dim]
-    values: Any  # as `keys`
+    values: Any  # like `keys`
 
 
 def smem(sizes: BlockSizes) -> Smem:
-    """What a block allocates."""
     tiling, dim = sizes.tiling, sizes.pages.head_dim
     ring = plgpu.SMEM((tiling.stages, tiling.block_kv, dim), jnp.float32)
     return Smem(
@@ -40,10 +39,10 @@ def smem(sizes: BlockSizes) -> Smem:
 
 
 def attend(block: Block):
-    """Attend over the block's tiles, and put out the result.
+    """Attend over the block's tiles and store the result.
 
-    Each of `_LANES` neighbouring positions has a softmax of its own for every query, `[_LANES]` and
-    `[_LANES, head_dim]`, so that nothing crosses warps before the end.
+    Each of `_LANES` neighbouring positions keeps a separate softmax for every query, `[_LANES]` and
+    `[_LANES, head_dim]`, so that nothing crosses warps before the end (`_merge_lanes`).
     """
     sizes, smem, kv = block.sizes, block.smem, block.kv
     tiling, dim = sizes.tiling, sizes.pages.head_dim
@@ -56,9 +55,9 @@ def attend(block: Block):
         rows = pl.ds(i * _LANES, _LANES)
         key, value = (access.load(x.at[stage, rows], layout) for x in (smem.keys, smem.values))
         position = lane + (base + i * _LANES)
-        # Values beyond the row may be another request's and not finite, and 0 * NaN is NaN.
+        # Values after the row's length may be non-finite leftovers, and 0 * NaN is NaN.
         written = lax.broadcast_in_dim(position, value.shape, (0,)) < block.row.length
-        # So may the values of a draft, which the tokens before it do not see.
+        # Values of a draft may be non-finite too, and earlier tokens do not attend to them.
         first = lax.broadcast_in_dim(position, value.shape, (0,)) <= block.row.start
         value = jnp.where(written & (first | (jnp.abs(value) < jnp.inf)), value, 0.0)
         updated = []
@@ -78,7 +77,7 @@ def attend(block: Block):
         states = lax.fori_loop(
             0, tiling.block_kv // _LANES, lambda i, x: attend_lanes(i, x, stage, base), states
         )
-        plgpu.commit_smem()  # all threads have read the tiles that the next ones overwrite
+        plgpu.commit_smem()  # barrier: all threads have read the tiles that are refilled next
 
         @pl.when(refill < kv.count)
         def _():
@@ -98,7 +97,7 @@ def attend(block: Block):
 
 
 def _update(state, score, value):
-    """A query's softmaxes with one more position each: `score` [_LANES] and its `value`."""
+    """Add one position to each softmax of a query: `score` `[_LANES]` and its `value`."""
     acc, m_i, l_i = state
     m_new = jnp.maximum(m_i, score)
     m_safe = softmax.finite(m_new)
@@ -109,7 +108,7 @@ def _update(state, score, value):
 
 
 def _store(block, states):
-    """Put out the output of every query; a whole row's goes through `q_rows` to be gated."""
+    """Store the output of every query; that of an unsplit row goes through `q_rows` for gating."""
     q_rows = block.smem.q_rows
     for r, state in enumerate(states):
         output, lse = _merge_lanes(state)
@@ -124,7 +123,7 @@ def _store(block, states):
 
 
 def _merge_lanes(state):
-    """The output of one query, from the softmaxes of its lanes, and its lse."""
+    """Merge the softmaxes of a query's lanes into its output and its log-sum-exp."""
     acc, m_i, l_i = state
     m_max = softmax.finite(jnp.max(m_i))
     weight = jnp.exp2(m_i - m_max)

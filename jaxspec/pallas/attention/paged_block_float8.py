@@ -1,10 +1,9 @@
-"""A block of paged attention over a pool of float8_e4m3fn: half of bfloat16's bytes.
+"""Block of paged attention over a float8_e4m3fn pool: half the bytes of bfloat16.
 
-Tensor cores take 16 bits here. Widening tiles in shared memory would keep it busier than the global
-memory (about 7 bytes in and out for each byte of the pool), so keys and values are widened in
-registers, as left operands of the products. All is therefore transposed: positions or channels run
-down and queries run across. A row has few queries, and a product takes 8 or 16 columns as well as
-64.
+The matmuls run in 16 bits. Widening tiles in shared memory would load it more than global memory
+(about 7 bytes read and written for each byte of the pool), so keys and values are widened in
+registers, as left operands of wgmma. This transposes everything: rows are positions or channels,
+and columns are queries. A row has few queries, and wgmma takes 8 or 16 columns as well as 64.
 """
 
 from typing import Any, NamedTuple
@@ -19,27 +18,26 @@ from jaxspec.pallas.attention.paged_block import Block, BlockSizes, copy_rows
 from jaxspec.pallas.gpu import access, tensor_cores
 from jaxspec.pallas.paging.page_tiles import float8_tile
 
-_PER_QUERY = plgpu.Layout.WGMMA.reduce(0)  # one value a query
+_PER_QUERY = plgpu.Layout.WGMMA.reduce(0)  # one value per query
 
 
 class Smem(NamedTuple):
-    """Barriers and shared memory of a block, in the order of allocation."""
+    """Barriers and shared memory of a block, in allocation order."""
 
     q_produced: Any
     k_produced: Any
     v_produced: Any
-    q_rows: Any  # [query_rows, head_dim], as copied
+    q_rows: Any  # [query_rows, head_dim], row-major, as copied
     keys: Any  # [stages, block_kv, head_dim], in 8 bits
-    keys_operand: Any  # the interpreter's stand-in for keys in registers, or None
-    values_operand: Any  # the same for values
+    keys_operand: Any  # substitute for keys in registers under the interpreter, else None
+    values_operand: Any  # likewise for values
     lse: Any  # [query_rows]
-    q_tile: Any  # [query_rows, head_dim] in float16; the output afterwards
-    values: Any  # as `keys`
+    q_tile: Any  # [query_rows, head_dim] in float16; finally the output
+    values: Any  # like `keys`
     weights: Any  # [query_rows, block_kv] in float16
 
 
 def smem(sizes: BlockSizes, interpreted: bool) -> Smem:
-    """What a block allocates."""
     tiling, dim = sizes.tiling, sizes.pages.head_dim
     ring = float8_tile(tiling.stages, tiling.block_kv, dim)
     positions, channels = tiling.block_kv, _part_size(dim)
@@ -65,10 +63,10 @@ def smem(sizes: BlockSizes, interpreted: bool) -> Smem:
 
 
 def attend(block: Block):
-    """Attend over the block's tiles in float16, with sums in float32, and put out the result.
+    """Attend over the block's tiles in float16, with float32 sums, and store the result.
 
-    float16 has every number of float8_e4m3fn. The output is float16 too until it is stored, or
-    until splits have merged. All barriers are written out: Mosaic adds none.
+    float16 represents every float8_e4m3fn number. The output stays in float16 until it is stored
+    or the splits are merged. All barriers are explicit: Mosaic adds none here.
     """
     sizes, smem, kv = block.sizes, block.smem, block.kv
     tiling, dim = sizes.tiling, sizes.pages.head_dim
@@ -82,7 +80,7 @@ def attend(block: Block):
     def attend_tile(j, carry):
         (acc, m_i, l_i), pages = carry
         stage, base = lax.rem(j, tiling.stages), (kv.first + j) * tiling.block_kv
-        next_tile = j + tiling.stages  # takes this one's stage
+        next_tile = j + tiling.stages  # next tile in this stage
         plgpu.barrier_wait(smem.k_produced.at[stage])
         scores = _products(smem, stage, parts)
         scores = jnp.where(position <= newest - base, scores, -jnp.inf)
@@ -93,7 +91,7 @@ def attend(block: Block):
         rescale = jnp.exp2(m_i - m_safe)
         l_i = l_i * lax.broadcast_in_dim(rescale, shape, (1,)) + weights
         smem.weights.transpose((1, 0))[...] = weights.astype(jnp.float16)
-        plgpu.commit_smem()  # all threads have read the keys too
+        plgpu.commit_smem()  # also a barrier: all threads have read the keys
         _refill(kv, kv.fetch_keys, next_tile, stage, pages)
         plgpu.barrier_wait(smem.v_produced.at[stage])
         new_acc = []
@@ -102,11 +100,11 @@ def attend(block: Block):
             part_acc = part_acc * lax.broadcast_in_dim(rescale, part_acc.shape, (1,))
             term = part_acc, value, smem.weights.transpose((1, 0))
             new_acc += tensor_cores.accumulate(smem.values_operand, term)
-        plgpu.commit_smem()  # all threads have read the values
+        plgpu.commit_smem()  # barrier: all threads have read the values
         _refill(kv, kv.fetch_values, next_tile, stage, pages)
         return softmax.State(tuple(new_acc), m_new, l_i), kv.find_pages(next_tile + 1)
 
-    # `acc` has the channels in parts, and `l_i` one sum for each position of a tile and query.
+    # `acc` is split into parts of the channels; `l_i` has a sum per position of a tile and query.
     empty = softmax.State(
         (softmax.full((channels, sizes.query_rows), 0.0, plgpu.Layout.WGMMA),) * len(parts),
         softmax.full((sizes.query_rows,), -jnp.inf, _PER_QUERY),
@@ -123,7 +121,7 @@ def attend(block: Block):
 
 
 def _refill(kv, fetch, tile, stage, pages):
-    """Start the copies of a tile, if there is one; one warp does it, which saves instructions."""
+    """Start the copies of a tile, if it exists; one warp issues them, which saves instructions."""
 
     @plgpu.warp_map
     def _(warp):
@@ -131,7 +129,7 @@ def _refill(kv, fetch, tile, stage, pages):
 
 
 def _products(smem, stage, parts):
-    """The products of a tile's keys and all queries, `[positions, queries]`, in float32."""
+    """Multiply a tile's keys with all queries: `[positions, queries]` in float32."""
     shape = smem.keys.shape[1], smem.q_tile.shape[0]
     products: Any = softmax.full(shape, 0.0, plgpu.Layout.WGMMA)
     for part in parts:
@@ -142,7 +140,7 @@ def _products(smem, stage, parts):
 
 
 def _store_to_smem(state, parts, smem):
-    """Write the output to `q_tile`, and the lse."""
+    """Write the output to `q_tile`, and the log-sum-exp to `lse`."""
     acc, m_i, l_i = state
     l_i = l_i.sum(axis=0)
     l_i = jnp.where(l_i == 0, 1.0, l_i)
@@ -154,7 +152,7 @@ def _store_to_smem(state, parts, smem):
 
 
 def _part_size(head_dim):
-    """Channels of a head taken at once; registers bound them."""
+    """Channels of a head processed at once; registers limit them."""
     return min(128, head_dim)
 
 
@@ -163,15 +161,15 @@ def _iota(shape, dimension):
 
 
 def _load_keys(tile):
-    """A tile `[positions, channels]` in float16, as the left operand of a product."""
+    """Load a tile `[positions, channels]` as float16, the left operand of wgmma."""
     key = access.load(tile, plgpu.Layout.WGMMA_UPCAST_2X)
     return plgpu.layout_cast(key, plgpu.Layout.WGMMA).astype(jnp.float16)
 
 
 def _load_values(tile, written):
-    """A tile transposed to `[channels, positions]`, likewise; 0 from position `written` on.
+    """Load a tile as float16, transposed to `[channels, positions]`; 0 from `written` on.
 
-    Values there may be another request's and not finite, and 0 * NaN is NaN.
+    Later positions may hold non-finite values of another request, and 0 * NaN is NaN.
     """
     value = access.load(tile.transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED)
     value = plgpu.layout_cast(value.astype(jnp.float16), plgpu.Layout.WGMMA)

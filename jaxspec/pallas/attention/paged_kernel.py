@@ -1,10 +1,10 @@
-"""`paged_attention` on a Hopper GPU (Pallas, Mosaic GPU).
+"""Pallas (Mosaic GPU) kernel of `paged_attention` for Hopper GPUs.
 
-A block has one key head of one row, and one split of its positions; the splits are then merged
-(Flash-Decoding, Dao et al. 2023). Keys and values are read once for all heads that share the key
-head: these heads, of as many tokens as fit, are the rows of one query tile. Tiles of keys and
-values come through a ring in shared memory, one TMA copy a page; the page numbers are read a tile
-ahead.
+Each block handles one key head of one row, and one split of its positions; a second kernel merges
+the splits (Flash-Decoding, Dao et al. 2023). Keys and values are read once for all query heads that
+share a key head: these heads, for as many tokens as fit, are the rows of one query tile. Tiles of
+keys and values pass through a ring in shared memory, with TMA copies that each stay within a page;
+page numbers are read one tile ahead.
 """
 
 import functools
@@ -33,9 +33,9 @@ from jaxspec.pallas.paging.page_tiles import PageTiles, flatten_pool
 def paged_attention_kernel(
     queries, kv, layer, page_tables, rows, gate=None, *, tiling=None, interpret=None
 ):
-    """`paged_attention` with `layer` on the device, so that all layers share one kernel.
+    """Run `paged_attention` with `layer` on the device, so that all layers share one kernel.
 
-    `tiling` is chosen where it is None. `interpret`: parameters of Mosaic's interpreter.
+    `tiling`: None means that of `choose_tiling`. `interpret`: parameters of Mosaic's interpreter.
     """
     num_rows, width, heads, head_dim = queries.shape
     page_size, kv_heads = kv.shape[3:5]
@@ -57,8 +57,8 @@ def paged_attention_kernel(
         "query_len": rows.query_len,
     }
     params = {} if interpret is None else {"interpret": interpret}
-    # The last kernel gates, if the projection's columns divide as it reads them: this kernel by
-    # heads of a query and its gate, the merging one by vectors of four. Otherwise XLA gates.
+    # The last kernel applies the gate if the projection's columns divide into the units it reads:
+    # pairs of query and gate heads, or vectors of four when merging. Otherwise XLA applies it.
     divisor = 2 * head_dim if tiling.splits == 1 else 4
     in_kernel, by_xla = gate, None
     if gate is not None and gate.projected.shape[1] % divisor:
@@ -77,20 +77,20 @@ def paged_attention_kernel(
 
 
 class _DtypeBlock(NamedTuple):
-    """The parts of the kernel that depend on the dtypes of queries and pool."""
+    """Parts of the kernel that depend on the dtypes of queries and pool."""
 
     attend: Callable[[Block], None]
     smem: Any
-    split_dtype: Any  # of the output of a split
-    lse_rows: int  # of a query tile, in the lse of a split
+    split_dtype: Any  # dtype of a split's output
+    lse_rows: int  # rows per query tile in a split's log-sum-exp
     compiler_params: plgpu.CompilerParams
 
 
 def _block_of(sizes, query_dtype, pool_dtype, interpreted) -> _DtypeBlock:
-    """The block for these dtypes, which `_why_not_kernel` has let pass."""
-    # Where layouts are inferred (Warpgroup), jax 0.11.2 swizzles plain buffers too. `store_heads`
-    # would then read a token's heads of 64, fewer than eight rows, from wrong addresses. In float32
-    # all views have one row, so buffers stay plain.
+    """Return the block for these dtypes, which `_why_not_kernel` has accepted."""
+    # With inferred layouts (Warpgroup semantics), jax 0.11.2 also swizzles buffers that have no
+    # transforms. `store_heads` would then read a token's heads of 64, fewer than eight rows, from
+    # wrong addresses. In float32 all views have one row, so buffers are not swizzled.
     semantics = plgpu.LoweringSemantics
     if pool_dtype == jnp.float8_e4m3fn:
         return _DtypeBlock(
@@ -100,8 +100,8 @@ def _block_of(sizes, query_dtype, pool_dtype, interpreted) -> _DtypeBlock:
             lse_rows=sizes.query_rows,
             compiler_params=plgpu.CompilerParams(
                 approx_math=True,
-                unsafe_no_auto_barriers=True,  # they are written out
-                reduction_scratch_bytes=128 * sizes.query_rows,  # all queries at once
+                unsafe_no_auto_barriers=True,  # all barriers are explicit
+                reduction_scratch_bytes=128 * sizes.query_rows,  # reduces all queries at once
                 lowering_semantics=semantics.Lane,
             ),
         )
@@ -114,7 +114,7 @@ def _block_of(sizes, query_dtype, pool_dtype, interpreted) -> _DtypeBlock:
             compiler_params=plgpu.CompilerParams(
                 approx_math=True,
                 unsafe_no_auto_barriers=False,
-                # No sum crosses warps, and the rings may need all of shared memory.
+                # No reduction crosses warps, and the rings may need all of shared memory.
                 reduction_scratch_bytes=0,
                 lowering_semantics=semantics.Lane,
             ),
@@ -126,7 +126,7 @@ def _block_of(sizes, query_dtype, pool_dtype, interpreted) -> _DtypeBlock:
         lse_rows=sizes.query_rows,
         compiler_params=plgpu.CompilerParams(
             approx_math=False,
-            unsafe_no_auto_barriers=True,  # shared memory is written by copies alone
+            unsafe_no_auto_barriers=True,  # only copies write smem, but for the output
             reduction_scratch_bytes=2048,
             lowering_semantics=semantics.Warpgroup,
         ),
@@ -134,7 +134,7 @@ def _block_of(sizes, query_dtype, pool_dtype, interpreted) -> _DtypeBlock:
 
 
 def _attend(sizes, operands, kv_heads, params):
-    """The output, or with several splits the output of each and its lse."""
+    """Return the output or, with several splits, the output and log-sum-exp of each."""
     queries, pool = operands["queries"], operands["pool"]
     num_rows, splits = len(operands["slots"]), sizes.tiling.splits
     block = _block_of(sizes, queries.dtype, pool.dtype, interpreted=bool(params))
@@ -164,15 +164,15 @@ def _attend(sizes, operands, kv_heads, params):
 
 
 def _merge(sizes, out, lse, gate, queries, params):
-    """The output of all splits together, gated where there is a gate.
+    """Merge the outputs of all splits, and apply the gate if there is one.
 
-    `out` is `[splits and more, rows, kv_heads, query rows of a row, head_dim]`; those beyond the
-    splits are not written. This is a kernel of its own because XLA would make three, and a launch
-    is a tenth of the time of a long row.
+    `out` is `[splits, rows, kv_heads, query rows per row, head_dim]`; its first axis is padded to a
+    multiple of `MERGED_AT_ONCE`, and the padding is not written. This is one kernel because XLA
+    would make three, and a launch takes a tenth of the time of a long row.
     """
     _, width, heads, dim = queries.shape
     group, splits = sizes.group, sizes.tiling.splits
-    layout = layouts.row_layout(dim, 4)  # sums across warps want vectors of 4
+    layout = layouts.row_layout(dim, 4)  # reductions across warps need vectors of 4
     per_split, per_channel = layout.reduce(1), layout.reduce(0)
     gates = [] if gate is None else [gate.projected]
 

@@ -1,4 +1,4 @@
-"""How `paged_attention` cuts its work into blocks and tiles."""
+"""Tiling of `paged_attention`: the sizes of tiles, rings and splits."""
 
 import dataclasses
 
@@ -6,24 +6,24 @@ import jax.numpy as jnp
 
 from jaxspec.pallas.gpu import device
 
-MERGED_AT_ONCE = 8  # splits that the merging kernel reads together
-_WGMMA_ROWS = 64  # queries of a product in 16 bits; rows beyond the real ones are idle
+MERGED_AT_ONCE = 8  # splits that the merge kernel reads at once
+_WGMMA_ROWS = 64  # queries per 16-bit wgmma; rows after the real ones are idle
 _MAX_SPLITS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """The sizes that may be chosen."""
+    """Sizes that `choose_tiling` chooses."""
 
-    block_kv: int  # positions of a tile
-    stages: int  # tiles of the ring in shared memory
+    block_kv: int  # positions per tile
+    stages: int  # tiles in the shared-memory ring
     splits: int  # blocks that share the positions of a row (split-KV)
 
 
 def max_query_rows(dtype: jnp.dtype, head_dim: int) -> int:
-    """The queries that a tile holds at most, over a pool of `dtype`.
+    """Return the maximum number of queries per tile, over a pool of `dtype`.
 
-    In bfloat16 they are the rows of a wgmma; otherwise registers bound their accumulators.
+    In bfloat16 these are the rows of a wgmma; otherwise registers limit the accumulators.
     """
     if dtype == jnp.bfloat16:
         return _WGMMA_ROWS
@@ -35,20 +35,21 @@ def max_query_rows(dtype: jnp.dtype, head_dim: int) -> int:
 def choose_tiling(
     blocks: int, context: int, head_dim: int, itemsize: int, query_rows: int
 ) -> Tiling:
-    """The tiling for rows of up to `context` positions, measured on an H200.
+    """Return the tiling for rows of up to `context` positions, as measured on an H200.
 
-    `blocks` is the number of blocks of one split, each with `query_rows` queries; `itemsize` is the
-    pool's. Two blocks on a multiprocessor hide each other's waits better than a longer ring does,
-    so where two may fit, rings of heads of 256 are one tile long; in 8 bits one more block fits.
-    Splits merge eight at once, so up to eight cost as much as two, if each has a tile.
+    `blocks` is the number of blocks per split, each with `query_rows` queries; `itemsize` is that
+    of the pool. Two blocks per multiprocessor hide each other's waits better than a longer ring
+    does, so rings with heads of 256 have one stage where two blocks may fit; with an 8-bit pool one
+    more block fits. Splits are merged eight at a time, so up to eight cost as much as two, provided
+    that each has a tile.
     """
-    resident = (1 if head_dim == 256 else 2) + (itemsize == 1)  # blocks on a multiprocessor
+    resident = (1 if head_dim == 256 else 2) + (itemsize == 1)  # blocks per multiprocessor
     block_kv = 32 if itemsize == 4 else 128 if head_dim == 64 else 64
     merged_kv = MERGED_AT_ONCE * block_kv
     useful_splits = max(MERGED_AT_ONCE * (context // merged_kv), context // 256)
     free_splits = resident * device.MULTIPROCESSORS // blocks
     splits = max(1, min(free_splits, useful_splits, _MAX_SPLITS))
-    # Shared memory: queries as copied (in eights) and as wgmma reads them, then keys and values.
+    # Rows in shared memory: queries as copied (in eights) and as wgmma reads them, keys, values.
     smem_rows = -(-query_rows // 8) * 8 + _WGMMA_ROWS + 2 * block_kv
     two_fit = 2 * head_dim * smem_rows <= device.room(splits * blocks)
     wants_two = head_dim == 256 and itemsize == 2 and splits * blocks > device.MULTIPROCESSORS

@@ -1,4 +1,4 @@
-"""Prefill attention: chunks of prompts laid flat, each over its earlier context and itself."""
+"""Prefill attention: flat prompt chunks, each over its earlier context and itself."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jaxspec.pallas import dispatch
 from jaxspec.pallas.paging.kv_write import KVPool
 from jaxspec.regions import PrefillRegion
 
-_TILE = 64  # queries that the reference takes at once; a tile lies in one chunk
+_TILE = 64  # queries per tile of the reference; a tile never spans two chunks
 
 
 def prefill_attention(
@@ -20,11 +20,11 @@ def prefill_attention(
 ) -> Float[Array, "tokens heads head_dim"]:
     """Causal attention of every token over its own sequence, in the queries' dtype.
 
-    Token `j` of a chunk stands at position `chunks.num_computed + j` and sees positions `0` to its
-    own in the pages of the chunk's slot, where `kv_write` has already stored this step's. Query
-    heads share keys in groups of `heads // kv_heads`; the scale is `head_dim ** -0.5`; scores and
-    softmax are float32. Padding, which is tokens outside every chunk and chunks that are not live,
-    comes out as 0.
+    Token `j` of a chunk is at position `chunks.num_computed + j` and attends to positions `0` up to
+    its own in the pages of the chunk's slot, where `kv_write` has already stored this step's keys
+    and values. Query heads share keys in groups of `heads // kv_heads`; the scale is
+    `head_dim ** -0.5`; scores and softmax are float32. The output of padding (tokens outside every
+    chunk, and chunks that are not live) is 0.
     """
     why = _why_not_kernel(queries, kv)
     if dispatch.runs_kernel("prefill_attention", why, rows=queries.shape[0]):
@@ -36,19 +36,19 @@ def prefill_attention(
 
 
 def prefill_attention_reference(queries, kv, layer, page_tables, chunks):
-    """The specification of `prefill_attention`: tile by tile, so that only real tokens cost."""
+    """Reference for `prefill_attention`, tile by tile so that only real tokens take time."""
     num_tokens, num_seqs = queries.shape[0], chunks.slots.shape[0]
     if not num_seqs:  # no chunk has tokens
         return jnp.zeros_like(queries)
     length = jnp.where(chunks.is_live(page_tables.shape[0]), chunks.query_len, 0)
     tiles_end = jnp.cumsum((length + _TILE - 1) // _TILE, dtype=jnp.int32)
-    padded = jnp.pad(queries, ((0, _TILE), (0, 0), (0, 0)))  # the last tile may reach beyond
+    padded = jnp.pad(queries, ((0, _TILE), (0, 0), (0, 0)))  # room for the last tile
 
     def attend_tile(tile, out):
         seq = jnp.searchsorted(tiles_end, tile, side="right").astype(jnp.int32)
         seq = jnp.minimum(seq, num_seqs - 1)
         first_tile = jnp.where(seq > 0, tiles_end[jnp.maximum(seq - 1, 0)], 0)
-        offset = (tile - first_tile) * _TILE  # of the tile in its chunk
+        offset = (tile - first_tile) * _TILE  # first token of the tile, within its chunk
         start = chunks.query_start[seq] + offset
         remaining = length[seq] - offset
         tile_queries = jax.lax.dynamic_slice_in_dim(padded, start, _TILE)
@@ -65,7 +65,7 @@ def prefill_attention_reference(queries, kv, layer, page_tables, chunks):
 
 
 def _attend(queries, kv, layer, pages, position, num_real):
-    """Attention of consecutive tokens, the first of them at `position`, over one row of pages."""
+    """Attention of consecutive tokens, the first at `position`, over one row of the page table."""
     tokens, heads, head_dim = queries.shape
     _, _, num_pages, page_size, kv_heads, _ = kv.shape
     context = pages.shape[0] * page_size
@@ -85,7 +85,7 @@ def _attend(queries, kv, layer, pages, position, num_real):
     )
     sees = (key_position[None, :] <= query_position[:, None])[None, None]
     weights = jax.nn.softmax(jnp.where(sees, scores * head_dim**-0.5, -jnp.inf), axis=-1)
-    # Pages beyond the sequence hold what an earlier request left, perhaps not finite.
+    # Pages beyond the sequence may hold non-finite values of an earlier request.
     written = key_position < position + num_real
     values = jnp.where(written[:, None, None], values.astype(jnp.float32), 0.0)
     out = jnp.einsum("kgtc,ckd->tkgd", weights, values, precision="highest")
@@ -93,7 +93,6 @@ def _attend(queries, kv, layer, pages, position, num_real):
 
 
 def _why_not_kernel(queries, kv):
-    """Why the kernel does not take these operands, or None."""
     page_size, kv_heads, head_dim = kv.shape[3:]
     group = queries.shape[1] // kv_heads
     if queries.dtype != jnp.bfloat16 or kv.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
@@ -103,6 +102,6 @@ def _why_not_kernel(queries, kv):
         return f"heads of {head_dim}, not 64, 128 or 256"
     if page_size < 16 or page_size % 8:
         return f"pages of {page_size}, no multiple of 8 from 16 on"
-    if group > (7 if group % 2 else 16):  # two warpgroups of 64 queries, 8 tokens of a head each
+    if group > (7 if group % 2 else 16):  # two warpgroups of 64 rows, at least 8 tokens per head
         return f"{group} heads to a key head, more than a tile of queries holds"
     return None

@@ -1,8 +1,9 @@
-"""`prefill_attention` on a Hopper GPU (Pallas, Mosaic GPU).
+"""Pallas (Mosaic GPU) kernel of `prefill_attention` for Hopper GPUs.
 
-A block has some tokens of one chunk, with those of their heads that share one key head. Two
-warpgroups compute, each on `softmax.ROWS` of these queries; a third copies tiles of keys and values
-into a ring in shared memory for both (Shah et al. 2024, FlashAttention-3, figure 1, algorithm 1).
+Each block handles some tokens of one chunk, with the query heads that share one key head. The
+kernel is warp-specialised: two warpgroups compute, each on `softmax.ROWS` of these queries, and a
+third copies tiles of keys and values into a ring in shared memory for both (Shah et al. 2024,
+FlashAttention-3, figure 1, algorithm 1).
 """
 
 import dataclasses
@@ -26,88 +27,88 @@ from jaxspec.pallas.paging.page_tiles import (
     float8_tile,
 )
 
-_BLOCK_KV = {64: 128, 128: 128, 256: 64}  # positions of a tile, by head_dim: registers bound them
-_STAGES = 2  # tiles of a ring; with heads of 256 shared memory is then full
-_WARPGROUPS = 2  # that compute
-# Registers of a thread that computes and of one that copies; a multiprocessor has 65536.
+_BLOCK_KV = {64: 128, 128: 128, 256: 64}  # positions per tile by head_dim; registers limit them
+_STAGES = 2  # tiles per ring; with heads of 256 they fill shared memory
+_WARPGROUPS = 2  # warpgroups that compute
+# Registers per thread of computing and of copying warpgroups; a multiprocessor has 65536.
 _REGISTERS = 232, 40
 _FLOAT8_REGISTERS = {64: (224, 56), 128: (224, 56), 256: (232, 40)}  # by head_dim
 
 
 @dataclasses.dataclass(frozen=True)
 class _BlockSizes:
-    """Sizes that are static in a block."""
+    """Static sizes of a block."""
 
     pages: PageTiles
     group: int  # query heads that share a key head
 
     @property
     def warpgroup_heads(self) -> int:
-        """Heads of a warpgroup: half of an even group, so that both see as many positions."""
+        """Heads per warpgroup: half of an even group, so that both attend to equal contexts."""
         return self.group if self.group % 2 else self.group // 2
 
     @property
     def warpgroup_tokens(self) -> int:
-        """Tokens of a warpgroup: as many as fit, in eights, which copies want."""
+        """Tokens per warpgroup: as many as fit, in multiples of 8 as copies require."""
         return softmax.ROWS // self.warpgroup_heads // 8 * 8
 
     @property
     def tokens(self) -> int:
-        """Tokens of a block."""
+        """Tokens per block."""
         return self.warpgroup_tokens * self.warpgroup_heads * _WARPGROUPS // self.group
 
 
 class _Refs(NamedTuple):
-    """Operands and output, in global memory, in the order of the kernel's arguments."""
+    """Operands and output in global memory, in the order of the kernel's arguments."""
 
     work: Any  # [blocks, 4], see `_schedule`
     queries: Any  # [tokens, heads * head_dim]
-    pool: Any  # as `flatten_pool` gives it
+    pool: Any  # from `flatten_pool`
     layer: Any  # [1]
     page_tables: Any  # [slots, pages]
-    out: Any  # [blocks * tokens of a block, heads * head_dim]
+    out: Any  # [blocks * tokens per block, heads * head_dim]
 
 
 class _Smem(NamedTuple):
-    """Barriers and shared memory, in the order of allocation; of a pair, keys come first."""
+    """Barriers and shared memory, in allocation order; pairs are (keys, values)."""
 
-    produced: tuple[Any, Any]  # a barrier for each tile of the ring: it has come
-    cleared: Any  # a barrier: the first warpgroup has cleared the values that are not written
-    consumed: tuple[Any, Any]  # as `produced`: both warpgroups are done with the tile
-    float8_produced: tuple[Any, Any] | None  # None unless the pool has 8 bits
+    produced: tuple[Any, Any]  # a barrier per stage: the tile is in the ring
+    cleared: Any  # a barrier: the first warpgroup has zeroed the values that are not written
+    consumed: tuple[Any, Any]  # a barrier per stage: both warpgroups have read the tile
+    float8_produced: tuple[Any, Any] | None  # a barrier: `float8_tiles` is copied; 8-bit pools only
     float8_tiles: tuple[Any, Any] | None  # [block_kv, head_dim], as copied
     ring: tuple[Any, Any]  # [_STAGES, block_kv, head_dim]
-    queries: Any  # [_WARPGROUPS, ROWS, head_dim]; the output afterwards
-    weights: Any  # the interpreter's stand-in for an operand in registers, or None
+    queries: Any  # [_WARPGROUPS, ROWS, head_dim]; finally the output
+    weights: Any  # substitute for the register operand under the interpreter, else None
 
 
 class _Work(NamedTuple):
-    """What a block does: a row of `_schedule`."""
+    """Work of one block: a row of `_schedule`, and its number of tiles."""
 
     slot: Any
-    token: Any  # the first
-    position: Any  # of that token
-    end: Any  # positions that the block's tokens see together
-    count: Any  # tiles of them
+    token: Any  # first token
+    position: Any  # position of the first token
+    end: Any  # number of positions that the block reads; 0 means no work
+    count: Any  # number of tiles of these positions
 
 
 @functools.partial(jax.jit, static_argnames=("block_kv", "interpret"))
 def prefill_attention_kernel(
     queries, kv, layer, page_tables, chunks, *, block_kv=None, interpret=None
 ):
-    """`prefill_attention` with `layer` on the device, so that all layers share one kernel.
+    """Run `prefill_attention` with `layer` on the device, so that all layers share one kernel.
 
-    `block_kv`: positions of a tile, where not the default. `interpret`: parameters of Mosaic's
+    `block_kv`: positions per tile; None means the default. `interpret`: parameters of Mosaic's
     interpreter.
     """
     num_tokens, heads, head_dim = queries.shape
     kv_heads = kv.shape[4]
     pages = PageTiles.of(kv, page_tables, block_kv or _BLOCK_KV[head_dim])
     sizes = _BlockSizes(pages, heads // kv_heads)
-    # The barrier keeps XLA from computing a token's row anew for every element that it gathers.
+    # The barrier keeps XLA from recomputing a token's row for every element that it gathers.
     work, row = lax.optimization_barrier(_schedule(sizes, chunks, num_tokens))
     flat = operands.aligned(queries.reshape(num_tokens, heads * head_dim))
-    flat = jnp.pad(flat, ((0, max(0, sizes.tokens - num_tokens)), (0, 0)))  # at least one block's
+    flat = jnp.pad(flat, ((0, max(0, sizes.tokens - num_tokens)), (0, 0)))  # at least one block
     params = {} if interpret is None else {"interpret": interpret}
 
     def body(*refs, smem):
@@ -122,7 +123,7 @@ def prefill_attention_kernel(
         grid_names=("head", "tile"),
         num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
-        # No sum crosses warps, and the rings may need all of shared memory.
+        # No reduction crosses warps, and the rings may need all of shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         **params,
     )(work, flat, flatten_pool(kv), layer[None], page_tables)
@@ -132,11 +133,10 @@ def prefill_attention_kernel(
 
 
 def _schedule(sizes, chunks, num_tokens):
-    """The work of every block, and the row of the blocks' output that each token has.
+    """Return the work of every block, and the row of the blocks' output that holds each token.
 
-    Both are the same for all layers, so that XLA computes them once. The work is `[blocks, 4]`: the
-    fields of `_Work` but the last; `end` is 0 where there is nothing to do. A token of no chunk
-    gets a row beyond the output.
+    Both are the same for all layers, so XLA computes them once. The work is `[blocks, 4]`: the
+    fields of `_Work` except the last. A token outside every chunk gets a row past the output.
     """
     num_seqs, pages, size = chunks.slots.shape[0], sizes.pages, sizes.tokens
     starts, ends = chunks.query_start[:-1], chunks.query_start[1:]
@@ -150,10 +150,10 @@ def _schedule(sizes, chunks, num_tokens):
     seq = jnp.minimum(seq, num_seqs - 1)
     offset = (block - first_block[seq]) * size
     count = jnp.clip(length[seq] - offset, 0, size)
-    # Clamped: the host's numbers are not trusted to stay inside of memory.
+    # Clamped, because the host's numbers may be out of bounds.
     position = jnp.clip(chunks.num_computed[seq], 0, pages.context) + offset
     end = jnp.where(count > 0, jnp.clip(position + count, 0, pages.context), 0)
-    # A block near the end begins earlier, with tokens that are none of its own.
+    # A block that would extend past the last token starts earlier, with tokens it does not own.
     token = starts[seq] + offset
     start = jnp.clip(token, 0, max(0, num_tokens - size))
     work = jnp.stack([chunks.slots[seq], start, position + start - token, end], axis=1)
@@ -170,7 +170,6 @@ def _schedule(sizes, chunks, num_tokens):
 
 
 def _smem(sizes, pool_dtype, interpreted) -> _Smem:
-    """What a block allocates."""
     block_kv, dim = sizes.pages.block_kv, sizes.pages.head_dim
     ring = tensor_cores.tile(_STAGES, block_kv, dim)
     consumed = plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES)
@@ -191,9 +190,9 @@ def _smem(sizes, pool_dtype, interpreted) -> _Smem:
 
 
 def _run_block(sizes, refs, smem):
-    """Read this block's work, and give each warpgroup its part."""
+    """Read this block's work, and run each warpgroup's part."""
     head, index, warpgroup = (lax.axis_index(name) for name in ("head", "tile", "warpgroup"))
-    index = refs.work.shape[0] - 1 - index  # the last tokens take longest, and begin first
+    index = refs.work.shape[0] - 1 - index  # the last tokens take longest, so they start first
     slot, token, position, end = (refs.work[index, i] for i in range(4))
     count = lax.div(end + sizes.pages.block_kv - 1, sizes.pages.block_kv)
     work = _Work(slot, token, position, end, count)
@@ -213,13 +212,13 @@ def _run_block(sizes, refs, smem):
 
 
 def _copy(sizes, work, source, page_tables, smem):
-    """Fill the rings, as soon as both warpgroups are done with a tile."""
+    """Fill the rings, each stage as soon as both warpgroups have read it."""
     pages = sizes.pages
 
     @pl.loop(0, work.count)
     def _(j):
         stage = lax.rem(j, _STAGES)
-        found = pages.find_pages(page_tables, work.slot, j)  # while it would wait anyway
+        found = pages.find_pages(page_tables, work.slot, j)  # overlaps with the waits below
         for kind in (KEYS, VALUES):
             _wait_until_consumed(smem, kind, j, stage)
             target, produced = smem.ring[kind].at[stage], smem.produced[kind].at[stage]
@@ -227,7 +226,7 @@ def _copy(sizes, work, source, page_tables, smem):
 
 
 def _copy_float8(sizes, work, source, page_tables, smem):
-    """`_copy` from a pool of float8_e4m3fn: its tiles are widened on their way into the rings."""
+    """`_copy` for a float8_e4m3fn pool: tiles are widened on their way into the rings."""
     pages = sizes.pages
     found = pages.find_pages(page_tables, work.slot, 0)
     for kind in (KEYS, VALUES):
@@ -252,7 +251,7 @@ def _copy_float8(sizes, work, source, page_tables, smem):
 
 
 def _wait_until_consumed(smem, kind, j, stage):
-    """Wait until tile `j` of keys or values may overwrite its stage; the first have it free."""
+    """Wait until tile `j` may overwrite its stage; the first tile of each stage need not wait."""
 
     @pl.when(j >= _STAGES)
     def _():
@@ -260,23 +259,23 @@ def _wait_until_consumed(smem, kind, j, stage):
 
 
 def _widen(narrow, target):
-    """Copy a tile into one of bfloat16, two pieces at a time: the warpgroup has few registers."""
+    """Widen a tile to bfloat16, two pieces at a time because this warpgroup has few registers."""
     block_kv, dim = narrow.shape
     size, layout = max(8, 1024 // dim), layouts.row_layout(dim, 2)
     for start in range(0, block_kv, 2 * size):
         pieces = [pl.ds(start + i * size, size) for i in range(2)]
         loaded = [access.load(narrow.at[rows], layout) for rows in pieces]
         for rows, x in zip(pieces, loaded, strict=True):
-            # Hopper converts to float16 alone.
+            # Hopper converts float8 to float16 only.
             x = x.astype(jnp.float16).astype(jnp.float32).astype(jnp.bfloat16)
             access.store(target.at[rows], x)
 
 
 def _compute(sizes, work, index, head, warpgroup, refs, smem):
-    """One warpgroup's part: load its queries, attend, put out the result.
+    """Run a computing warpgroup: load its queries, attend, store the result.
 
-    Its rows are its heads, each with all its tokens. The warpgroups of an even group have half of
-    the heads each, those of an odd one half of the tokens.
+    Its rows are all of its tokens for the first head, then for the next. The two warpgroups divide
+    the heads of an even group, and the tokens of an odd one.
     """
     dim, num_tokens = sizes.pages.head_dim, sizes.warpgroup_tokens
     tile = smem.queries.at[warpgroup]
@@ -286,7 +285,7 @@ def _compute(sizes, work, index, head, warpgroup, refs, smem):
     columns = [pl.ds((column + i) * dim, dim) for i in range(sizes.warpgroup_heads)]
     rows = [pl.ds(i * num_tokens, num_tokens) for i in range(sizes.warpgroup_heads)]
     tokens = pl.ds(work.token + ahead, num_tokens)
-    # Through registers: copies begin at multiples of 8 rows only, and prompts anywhere.
+    # Through registers: copies must start at a multiple of 8 rows, and prompts start anywhere.
     layout = layouts.row_layout(dim, max(2, 256 // dim))  # 8 rows at a time
     loaded = [access.load(refs.queries.at[tokens, of_head], layout) for of_head in columns]
     for head_rows, x in zip(rows, loaded, strict=True):
@@ -303,9 +302,9 @@ def _compute(sizes, work, index, head, warpgroup, refs, smem):
 
 
 def _attend(sizes, work, ahead, queries, weights_operand, smem):
-    """The softmax of a warpgroup's queries after all tiles.
+    """Return the softmax state of a warpgroup's queries after all tiles.
 
-    The warpgroup's first token is `ahead` tokens behind the block's.
+    `ahead`: offset of the warpgroup's first token within the block.
     """
     block_kv, dim = sizes.pages.block_kv, sizes.pages.head_dim
     keys, values = smem.ring
@@ -316,7 +315,7 @@ def _attend(sizes, work, ahead, queries, weights_operand, smem):
         return jnp.where(position <= newest - j * block_kv, scores, -jnp.inf)
 
     def clear(tile, written):
-        """Zero the values that are not written: they may not be finite, and 0 * NaN is NaN."""
+        """Zero the values that are not written: they may be non-finite, and 0 * NaN is NaN."""
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _():
@@ -331,7 +330,7 @@ def _attend(sizes, work, ahead, queries, weights_operand, smem):
         plgpu.barrier_wait(smem.produced[KEYS].at[stage])
         scores = tensor_cores.product(queries, keys.at[stage].transpose((1, 0)))
         pl.when(is_refilled)(lambda: plgpu.barrier_arrive(smem.consumed[KEYS].at[stage]))
-        # Tiles that all queries see whole need no mask.
+        # A tile that every query attends to in full needs no mask.
         is_masked = base + block_kv > work.position + 1
         scores = lax.cond(is_masked, mask, lambda scores, j: scores, scores, j)
         weights, state = softmax.update(state, scores, dim**-0.5 * softmax.LOG2E)

@@ -1,4 +1,4 @@
-"""Gated DeltaNet: what its recurrence reads, a verify step of it, and prompt chunks."""
+"""Gated DeltaNet: inputs of the recurrence, verify steps and prefill."""
 
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay
 from jaxspec.pallas.gated_delta.inputs import gdn_inputs

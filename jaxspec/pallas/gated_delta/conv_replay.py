@@ -1,4 +1,4 @@
-"""Gated DeltaNet's convolution, gates and replay at once: a verify step from its projection on."""
+"""Verify step of Gated DeltaNet from its projection: convolution, gates and replay in one op."""
 
 from jaxtyping import Array, Float
 
@@ -25,13 +25,13 @@ def gdn_conv_replay(
     rows: DecodeRegion,
     norm: GatedNorm | None = None,
 ) -> tuple[Outputs, _Conv, States, GdnRing]:
-    """`gdn_replay` of what `gdn_inputs` makes of a projection: outputs, and the new pools.
+    """Run `gdn_inputs` on a projection, then `gdn_replay`; return the outputs and the new pools.
 
-    Operands, dtypes, padding and errors are those of the two. The convolution's ring, like the
+    Operands, dtypes, padding and errors are those of the two ops. The convolution's ring, like the
     state's, holds the input of each token in the row of its position.
 
-    One kernel does both where `gdn_replay` has a kernel, if heads and channels are those of the
-    pools, and `conv_update` has a kernel for the projection and the taps. Otherwise the two run.
+    One kernel computes both if `gdn_replay` has a kernel, heads and channels match the pools, and
+    `conv_update` has a kernel for the projection and the taps. Otherwise the two ops run.
     """
     check_window(projected, params.conv, conv)
     check_columns(projected, params)
@@ -58,14 +58,12 @@ def gdn_conv_replay_reference(
     layer: int,
     rows: DecodeRegion,
 ) -> tuple[Outputs, _Conv, States, GdnRing]:
-    """The specification of `gdn_conv_replay`."""
     tokens, conv = gdn_inputs_reference(projected, params, conv, layer, rows)
     out, states, ring = gdn_replay_reference(tokens, states, ring, layer, rows)
     return out, conv, states, ring
 
 
 def _why_not_kernel(projected, params, conv, states, ring):
-    """Why the kernel does not take these operands, or None."""
     value_dim, key_dim = states.shape[4:]
     kept = GdnHeads(ring.k.shape[3], key_dim, states.shape[3])
     channels = 2 * kept.key_heads * key_dim + kept.value_heads * value_dim

@@ -1,8 +1,8 @@
-"""The tokens of a `gdn_conv_replay` block, which it makes of a projection.
+"""Tokens of a `gdn_conv_replay` block, computed from a projection.
 
-A thread has a channel of queries, of keys and of values. Blocks whose heads share a key compute the
-same, and one of them stores its inputs. The numbers are those of `gdn_inputs` to the bit, but for
-the order of sums.
+Each thread handles a channel of queries, of keys and of values. Blocks whose heads share a key
+compute the same keys, and one of them stores the inputs. The numbers are those of `gdn_inputs` to
+the bit, except for the order of sums.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from jaxspec.pallas.recurrent.replay_block import RingBlock, broadcast
 
 
 class Projection(NamedTuple):
-    """The operands that tokens are made of."""
+    """Operands from which tokens are computed."""
 
     x: Any  # [rows, width, columns]
     taps: Any  # [kernel, channels]
@@ -29,10 +29,10 @@ class Projection(NamedTuple):
 
 
 class ConvTokens:
-    """This step's tokens where the block makes them of a `Projection`."""
+    """This step's tokens, if the block computes them from a `Projection`."""
 
     def __init__(self, launch: GdnLaunch, ring: RingBlock, state: Any, part: HeadPart, smem: Any):
-        """Begin to load the inputs. `state`: where queries and keys go."""
+        """Start loading the inputs; queries and keys will be written to `state`."""
         self.ring, self.gmem, self.state, self.smem = ring, ring.gmem, state, smem
         self.sizes, self.conv = launch.sizes, ConvBlock(ring, launch.conv_rows)
         self.writes_keys = ring.leads_group() & (part.split == 0)
@@ -50,11 +50,11 @@ class ConvTokens:
         self.b, self.a = (self.conv.load_column(column) for column in (b, b + sizes.heads))
 
     def copies(self) -> list[tuple[Any, Any]]:
-        """No copies to shared memory: the block makes its tokens."""
+        """Return no copies to shared memory: the block computes its tokens."""
         return []
 
     def finish(self) -> None:
-        """Make the tokens, until all threads see them and `ring_decay`."""
+        """Compute the tokens, and wait until all threads see them and `ring_decay`."""
         for first, inputs in zip((0, self.sizes.width), self.of_keys, strict=True):
             for t, out in enumerate(self.conv.convolve(inputs)):
                 store(self.state.tokens.at[first + t], out.astype(jnp.float32))
@@ -68,7 +68,7 @@ class ConvTokens:
         self.ring.sync()
 
     def _store_gates(self):
-        """Store log decay and strength of each token behind the log decays of the ring."""
+        """Store log decay and write strength of each token after the log decays of the ring."""
         decay = [self.gmem.decay[self.ring.head, column] for column in range(2)]
         pairs = [
             gdn_gates.in_kernel(b.astype(jnp.float32), a.astype(jnp.float32), *decay)
@@ -79,11 +79,11 @@ class ConvTokens:
             self.conv.store_column(self.smem.g, first, [pair[i] for pair in pairs])
 
     def _normalise(self):
-        """Normalise queries and keys in place, and store keys as the ring will hold them."""
+        """Normalise queries and keys in place, and store the keys rounded to the ring's dtype."""
         width, key_dim, dtype = self.sizes.width, self.sizes.key_dim, self.sizes.dtype
         tokens = self.state.tokens
-        # Each head lies in one warp, whose sum needs no other. Fewer than 4 tokens lie in several
-        # warps alike.
+        # Each head is within one warp, so no sum crosses warps. Pieces of fewer than 4 tokens are
+        # replicated in several warps.
         pieces = []
         for first, scale in ((0, key_dim**-0.5), (width, 1.0)):
             for start, count in layouts.pieces_of(width):
@@ -91,7 +91,7 @@ class ConvTokens:
                 rows = tokens.at[pl.ds(first + start, count)]
                 pieces.append((first, start, count, scale, load(rows, layout), layout))
         if width % 4:
-            self.ring.sync()  # all warps have read what one of them overwrites
+            self.ring.sync()  # until all warps have read what one of them overwrites
         for first, start, count, scale, heads, layout in pieces:
             root = lax.rsqrt(jnp.sum(heads * heads, axis=1) + EPS) * scale
             heads = heads * broadcast(root, heads.shape, 0, layout)
@@ -102,12 +102,12 @@ class ConvTokens:
             store(tokens.at[pl.ds(first + start, count)], heads)
 
     def values(self) -> list[Any]:
-        """The value of each token, in registers."""
+        """Return the value of each token, in registers."""
         tokens = range(self.sizes.width)
         return [load(self.smem.v_then_o.at[t], self.ring.by_value) for t in tokens]
 
     def gates(self) -> tuple[list[Any], list[Any]]:
-        """Log decay, and write strength, of each token: scalars."""
+        """Return log decay and write strength of each token, as scalars."""
         first, width = self.sizes.square, self.sizes.width
         gates = [self.smem.g[first + i] for i in range(2 * width)]
         return gates[:width], gates[width:]

@@ -1,4 +1,4 @@
-"""The gates of Gated DeltaNet: how much of its state a token keeps, and how much it writes."""
+"""Gates of Gated DeltaNet: the decay of the state, and the write strength, of each token."""
 
 from typing import Any
 
@@ -13,11 +13,12 @@ Decay = Float[Array, "value_heads 2"]
 
 
 def gates(b: Gates, a: Gates, decay: Decay) -> tuple[Gates, Gates]:
-    """Float32 log decay `-exp(decay[:, 0]) softplus(a + decay[:, 1])`, and strength `sigmoid(b)`.
+    """Return float32 log decays and write strengths.
 
-    Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464; the decay is Mamba2's. `b` and `a`
-    may have any float dtype. The two parameters of the decay, `A_log` and `dt_bias`, are float32
-    and lie in one array because a kernel takes whole arrays without a copy.
+    The log decay is `-exp(decay[:, 0]) * softplus(a + decay[:, 1])`, as in Mamba2, and the write
+    strength `sigmoid(b)` (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464). `b` and `a`
+    may have any float dtype. The parameters of the decay, `A_log` and `dt_bias`, are float32 and
+    share one array, because a kernel takes whole arrays without a copy.
     """
     rate, bias = (jnp.broadcast_to(x, a.shape) for x in (-jnp.exp(decay[:, 0]), decay[:, 1]))
     step = jax.nn.softplus(a.astype(jnp.float32) + bias)
@@ -25,5 +26,5 @@ def gates(b: Gates, a: Gates, decay: Decay) -> tuple[Gates, Gates]:
 
 
 def in_kernel(b: Any, a: Any, log_rate: Any, bias: Any) -> tuple[Any, Any]:
-    """`gates` in a kernel, on float32 registers; `log_rate` and `bias` are `decay`'s columns."""
+    """`gates` inside a kernel, on float32 registers; `log_rate`, `bias` are columns of `decay`."""
     return -kernel_math.exp(log_rate) * kernel_math.softplus(a + bias), kernel_math.sigmoid(b)

@@ -1,4 +1,4 @@
-"""How a Gated DeltaNet projection divides into heads, and what the recurrence reads of a token."""
+"""Heads and parameters of a Gated DeltaNet layer, and the inputs of its recurrence."""
 
 from typing import NamedTuple
 
@@ -6,25 +6,25 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas.gated_delta.gates import Decay, Gates
 
-EPS = 1e-6  # under the root of a query's or a key's length
-BLOCK_CHANNELS = 512  # of a kernel's block: four a thread, so that one warp has whole heads
+EPS = 1e-6  # under the root, in the normalisation of queries and keys
+BLOCK_CHANNELS = 512  # channels per block: four per thread, so that a warp holds whole heads
 
 Keys = Float[Array, "*tokens key_heads key_dim"]
 Values = Float[Array, "*tokens value_heads value_dim"]
 
 
 class GdnHeads(NamedTuple):
-    """How the channels of a convolution divide: queries, as many keys, and the rest values."""
+    """Division of a convolution's channels: queries, as many keys, then values."""
 
     key_heads: int
-    key_dim: int  # a value head has the channels left over, divided by `value_heads`
+    key_dim: int  # value heads share the remaining channels equally
     value_heads: int
 
 
 class GdnParams(NamedTuple):
-    """A layer's parameters between its projection and its recurrence.
+    """Parameters of a layer between its projection and its recurrence.
 
-    `heads` are Python integers, so this cannot be an argument of a jitted function.
+    `heads` holds Python integers, so this cannot be an argument of a jitted function.
     """
 
     conv: Float[Array, "kernel channels"]  # taps; the last multiplies the current token
@@ -33,9 +33,9 @@ class GdnParams(NamedTuple):
 
 
 class GdnTokens(NamedTuple):
-    """What the recurrence reads of each token, all float32 but where an op says otherwise.
+    """Inputs of the recurrence for each token, float32 unless an op documents another dtype.
 
-    The leading axes `*tokens` are `rows width` in a decode rectangle and `tokens` in prompt chunks.
+    The leading axes `*tokens` are `rows width` in a decode region and `tokens` in prompt chunks.
     Value head `h` uses key head `h // (value_heads // key_heads)`.
     """
 
@@ -47,5 +47,5 @@ class GdnTokens(NamedTuple):
 
 
 def gates_column(channels: int, heads: GdnHeads) -> int:
-    """The column of a projection where b begins, behind channels and output gate."""
+    """Return the first column of b in a projection, after the channels and the output gate."""
     return 2 * (channels - heads.key_heads * heads.key_dim)

@@ -1,4 +1,4 @@
-"""The inputs of Gated DeltaNet's recurrence, `GdnTokens`, from a layer's projection."""
+"""Inputs of Gated DeltaNet's recurrence (`GdnTokens`) from a layer's projection."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -34,24 +34,27 @@ def gdn_inputs(
     layer: int,
     rows: DecodeRegion,
 ) -> tuple[GdnTokens, _Conv]:
-    """The recurrence's tokens, float32, and the new convolution pool.
+    """Compute the recurrence's float32 tokens from a projection; also return the convolution pool.
 
-    `projected` is a whole projection, its columns side by side:
+    `projected` is a whole projection, with these columns in order:
 
-        channels     of all queries, all keys, all values: convolved by `conv_update`, then cut
+        channels     of all queries, all keys, all values: convolved by `conv_update`, then split
                      into heads by `split_qkv`
         output gate  as many columns as the values; not read
-        b, a         one column each for every value head; turned into beta and g by `gates`
+        b, a         one column each per value head; turned into beta and g by `gates`
 
-    Columns behind them are not read. Dtypes, padding and errors of the convolution are those of
-    `conv_update`. ValueError if `projected` has too few columns.
+    Columns after these are not read. Dtypes, padding and errors of the convolution are those of
+    `conv_update`.
 
-    One kernel reads the projection where it lies, if all heads have 64 channels or all have 128,
-    and both the channels of all keys and all channels are multiples of 512.
+    One kernel reads the projection in place if all heads have 64 channels or all have 128, and if
+    the channels of all keys, and all channels together, are multiples of 512.
+
+    Raises:
+        ValueError: `projected` has too few columns.
     """
     check_window(projected, params.conv, conv)
     check_columns(projected, params)
-    is_toy = params.conv.shape[1] < 2048  # no published model is so small: no warning
+    is_toy = params.conv.shape[1] < 2048  # smaller than any published model: no warning
     why, num_rows = _why_not_kernel(projected, params, conv), projected.shape[0]
     if dispatch.runs_kernel("gdn_inputs", why, rows=num_rows, by_choice=is_toy):
         from jaxspec.pallas.gated_delta.inputs_kernel import gdn_inputs_kernel
@@ -71,14 +74,13 @@ def gdn_inputs_reference(
     layer: int,
     rows: DecodeRegion,
 ) -> tuple[GdnTokens, _Conv]:
-    """The specification of `gdn_inputs`."""
     qkv, b, a = _columns(projected, params)
     y, conv = conv_update_reference(qkv, params.conv, conv, layer, rows)
     return GdnTokens(*split_qkv(y, params.heads), *gates(b, a, params.decay)), conv
 
 
 def check_columns(projected: Float[Array, "rows width columns"], params: GdnParams) -> None:
-    """Raise the ValueError of `gdn_inputs` for a projection with too few columns."""
+    """Raise the ValueError of `gdn_inputs` if the projection has too few columns."""
     heads, channels, columns = params.heads, params.conv.shape[1], projected.shape[2]
     needed = gates_column(channels, heads) + 2 * heads.value_heads
     if columns < needed:
@@ -91,7 +93,7 @@ def check_columns(projected: Float[Array, "rows width columns"], params: GdnPara
 
 
 def _columns(projected, params):
-    """The columns that are read: channels, b, a."""
+    """Return the columns that are read: channels, b, a."""
     channels, count = params.conv.shape[1], params.heads.value_heads
     first = gates_column(channels, params.heads)
     b, a = projected[..., first:][..., :count], projected[..., first + count :][..., :count]
@@ -99,10 +101,10 @@ def _columns(projected, params):
 
 
 def split_qkv(y: Float[Array, "*tokens channels"], heads: GdnHeads) -> tuple[Keys, Keys, Values]:
-    """Float32 queries, keys and values of a convolution's output.
+    """Split a convolution's output into float32 queries, keys and values.
 
-    Queries and keys have length 1 in each head, with `EPS` under the root as published, and queries
-    are scaled by `key_dim ** -0.5`.
+    Queries and keys are normalised to length 1 in each head, with `EPS` under the root as
+    published, and queries are scaled by `key_dim ** -0.5`.
     """
     key_heads, key_dim, value_heads = heads
     keys = key_heads * key_dim
@@ -120,7 +122,6 @@ def _normalise(x):
 
 
 def _why_not_kernel(projected, params, conv):
-    """Why `gdn_inputs_kernel` does not take these operands, or None."""
     key_heads, key_dim, value_heads = params.heads
     keys, channels = key_heads * key_dim, params.conv.shape[1]
     if key_dim not in (64, 128) or channels - 2 * keys != value_heads * key_dim:

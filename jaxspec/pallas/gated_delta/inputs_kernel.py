@@ -1,4 +1,4 @@
-"""`gdn_inputs` on a Hopper GPU."""
+"""Pallas (Mosaic GPU) kernel of `gdn_inputs` for Hopper GPUs."""
 
 import functools
 from typing import Any
@@ -17,10 +17,10 @@ from jaxspec.pallas.recurrent.conv_update_kernel import ConvOperands
 
 @functools.partial(jax.jit, static_argnames=("heads", "interpret"))
 def gdn_inputs_kernel(projected, taps, decay, pool, layer, rows, heads, *, interpret=None):
-    """`gdn_inputs` on a Hopper GPU, with `layer` on the device; `pool` is the convolution's.
+    """Run `gdn_inputs` with `layer` on the device; `pool` is that of the convolution.
 
-    A block computes `BLOCK_CHANNELS` channels of one row, which are whole heads; the last block of
-    a row computes its gates. `interpret`: parameters of Mosaic's interpreter.
+    Each block computes `BLOCK_CHANNELS` channels of one row, which are whole heads; the last block
+    of a row computes its gates. `interpret`: parameters of Mosaic's interpreter.
     """
 
     key_heads, key_dim, value_heads = heads
@@ -34,11 +34,11 @@ def gdn_inputs_kernel(projected, taps, decay, pool, layer, rows, heads, *, inter
 
         @pl.when(part < blocks)
         def _():
-            # Four channels a thread: a head of 128 is one warp's, and its sum needs no other.
+            # Four channels per thread: a head of 128 is within one warp, so no sum crosses warps.
             layout = layouts.row_layout(key_dim, itemsize=4, most_lanes=32)
             block = pl.ds(part * BLOCK_CHANNELS, BLOCK_CHANNELS)
-            # A token's first column is no multiple of a head, so the block's columns alone are
-            # cut into heads.
+            # A token's first column is not at a multiple of the head size, so only the block's
+            # columns are reshaped into heads.
             new = [x.at[row, t, block].reshape(size, key_dim) for t in range(width)]
             new = [access.load(token, layout) for token in new]
             put = functools.partial(_put_heads, out, x.dtype)
@@ -68,12 +68,12 @@ def gdn_inputs_kernel(projected, taps, decay, pool, layer, rows, heads, *, inter
 
 
 def _put_heads(out, dtype, t, y):
-    """Write a block's heads of token `t`, the convolution's `y`, to queries, keys or values."""
+    """Write `y`, the convolution of a block's heads at token `t`, to queries, keys or values."""
 
     row, part = lax.axis_index("row"), lax.axis_index("part")
     size, key_dim = y.shape
     key_blocks = out.k.shape[2] // size
-    y = y.astype(dtype).astype(jnp.float32)  # as `conv_update` gives it
+    y = y.astype(dtype).astype(jnp.float32)  # rounded as in `conv_update`
 
     def write(ref, first, values):
         block = pl.ds((part - first) * size, size)
@@ -98,7 +98,7 @@ def _put_heads(out, dtype, t, y):
 
 
 def _put_gates(x, first, decay, out):
-    """Write `gates` of a row's tokens; column `first` of `x` is the first of `b`, then of `a`."""
+    """Write the gates of a row's tokens; in `x`, `b` starts at column `first`, followed by `a`."""
 
     row, (width, heads) = lax.axis_index("row"), out.g.shape[1:]
     layout = layouts.lane_layout(heads)

@@ -1,4 +1,4 @@
-"""Prefill of Gated DeltaNet: chunks of prompts laid flat, one final state a sequence."""
+"""Prefill of Gated DeltaNet: flat prompt chunks, and one final state per sequence."""
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +15,20 @@ _States = Float[Array, "layers slots candidates value_heads value_dim key_dim"]
 def gdn_prefill(
     tokens: GdnTokens, states: _States, layer: int, chunks: PrefillRegion
 ) -> tuple[Values, _States]:
-    """The gated delta rule over each sequence: float32 outputs, and the new pool.
+    """Run the gated delta rule over each sequence; return float32 outputs, and the new pool.
 
-    `tokens` are `[tokens, ...]`, and so are the outputs, of the shape of `v`; the rule is
-    `gdn_step`'s. Sequence `s` is `query_start[s]:query_start[s + 1]`. It starts from zero when
-    `num_computed` is 0, else from its slot's candidate `state_offset`, and leaves its final state
-    as candidate 0. Sequences that are not live leave the pool untouched; tokens outside every live
-    sequence come out as 0. FLA calls this `chunk_gated_delta_rule`.
+    `tokens` are `[tokens, ...]`, and the outputs have the shape of `v`; the rule is that of
+    `gdn_step`. Sequence `s` is `query_start[s]:query_start[s + 1]`. It starts from zero if
+    `num_computed` is 0, else from its slot's candidate `state_offset`, and its final state is
+    written as candidate 0. Sequences that are not live leave the pool unchanged; the output of
+    tokens outside every live sequence is 0. In FLA this is `chunk_gated_delta_rule`.
 
-    `v` may come in the model's dtype. If that has 16 bits, the kernel rounds to it `q`, `k` and
-    all other operands of tensor cores, and sums in float32. In bfloat16 its error is a few 1e-3,
-    and up to 2e-2 where all keys and queries resemble each other; in float16 an eighth of that.
+    `v` may have the model's dtype. If that has 16 bits, the kernel rounds `q`, `k` and all other
+    operands of tensor cores to it, and sums in float32. In bfloat16 the error is a few 1e-3, and up
+    to 2e-2 if all keys and queries resemble each other; in float16 it is an eighth of that.
 
     A sequence is computed in chunks of 64 tokens: with `G` the running sum of `g` from a chunk's
-    start and `u_t` the written values, the rule is one unit lower triangular system a chunk (Yang
+    start and `u_t` the written values, the rule is one unit lower triangular system per chunk (Yang
     et al. 2024, "Gated Delta Networks", arXiv 2412.06464, section 3.3):
 
         u_t + beta_t sum_{i<t} e^{G_t - G_i} (k_i . k_t) u_i = beta_t (v_t - e^{G_t} S_0 k_t)
@@ -43,7 +43,6 @@ def gdn_prefill(
 
 
 def _why_not_kernel(v, states):
-    """Why `gdn_prefill_kernel` does not take these operands, or None."""
     value_dim, key_dim = states.shape[4:]
     if v.dtype not in (jnp.bfloat16, jnp.float16):
         return f"values in {v.dtype}, not 16 bits"
@@ -59,11 +58,11 @@ def _why_not_kernel(v, states):
 def gdn_prefill_xla(
     tokens: GdnTokens, states: _States, layer: int, chunks: PrefillRegion
 ) -> tuple[Values, _States]:
-    """`gdn_prefill` for XLA: one chunk after the other, of all heads at once."""
+    """`gdn_prefill` in XLA: one chunk after the other, all heads at once."""
     group = tokens.v.shape[1] // tokens.k.shape[1]
 
     def step(state, chunk):
-        # Heads come first. A padding token is all zeros, and so leaves the state as it is.
+        # Heads first. A padding token is all zeros, so it leaves the state unchanged.
         q, k, v, g, beta = (x.astype(jnp.float32).swapaxes(0, 1) for x in chunk)
         q, k = (jnp.repeat(x, group, axis=0) for x in (q, k))
         state, out = _chunk(GdnTokens(q, k, v, g, beta), state)
@@ -73,13 +72,13 @@ def gdn_prefill_xla(
 
 
 def _chunk(tokens, state):
-    """The state after `CHUNK` tokens, and their outputs; arrays are `[heads, tokens, ...]`."""
+    """Return the state after a chunk, and its outputs; arrays are `[heads, tokens, ...]`."""
     q, k, v, g, beta = tokens
     size = g.shape[1]
     at_or_before = jnp.tril(jnp.ones((size, size), jnp.float32))
     before = jnp.tril(jnp.ones((size, size), jnp.float32), -1)
-    # log_decay[t, i] = sum of g over i < j <= t, summed and not subtracted: terms of one sign lose
-    # no digits, however fast the state decays. Zero above the diagonal, where it is masked below.
+    # log_decay[t, i] = sum of g over i < j <= t, a sum and no difference: terms of one sign lose no
+    # digits, however fast the state decays. Zero above the diagonal, where it is masked below.
     log_decay = product("tj,hj,ji->hti", at_or_before, g, before)
     decay = jnp.exp(log_decay) * at_or_before[None]
     from_start = jnp.exp(product("tj,hj->ht", at_or_before, g))[..., None]
@@ -102,7 +101,7 @@ def _chunk(tokens, state):
 def gdn_prefill_reference(
     tokens: GdnTokens, states: _States, layer: int, chunks: PrefillRegion
 ) -> tuple[Values, _States]:
-    """The specification of `gdn_prefill`: one token after the other."""
+    """Reference for `gdn_prefill`: one token after the other."""
     group = tokens.v.shape[1] // tokens.k.shape[1]
 
     def step(state, token):

@@ -1,4 +1,4 @@
-"""The first kernel of `gdn_prefill`: the part of a chunk's work that needs no state."""
+"""First kernel of `gdn_prefill`: the part of a chunk's work that needs no state."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from jaxspec.pallas.recurrent.chunks import CHUNK
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Static sizes that a block knows; the first six are the pool's axes."""
+    """Static sizes of the kernels; the first six are the axes of the pool."""
 
     layers: int
     num_slots: int
@@ -27,24 +27,24 @@ class Sizes:
     key_dim: int
     key_heads: int
     tokens: int
-    dtype: Any  # of operands of tensor cores
+    dtype: Any  # dtype of tensor core operands
 
     @property
     def group(self) -> int:
-        """Value heads of a key head."""
+        """Value heads per key head."""
         return self.value_heads // self.key_heads
 
 
 class ChunkRows(NamedTuple):
-    """Which tokens each chunk has, `[chunks]`: row `r` of a chunk is the token `start + r`."""
+    """Tokens of each chunk, as arrays `[chunks]`: row `r` of a chunk is token `start + r`."""
 
     start: Any  # a multiple of `ALIGN`
-    low: Any  # rows from `low` to `high` are the sequence's; none in a chunk beyond the last
+    low: Any  # rows `low` to `high` belong to the sequence; none in unused chunks
     high: Any
 
 
 class Operands(NamedTuple):
-    """What `prepare` reads of each token."""
+    """Inputs of `prepare` for each token."""
 
     q: Any  # [tokens, key_heads * key_dim]
     k: Any
@@ -53,10 +53,10 @@ class Operands(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What `prepare` gives for each chunk and value head.
+    """Results of `prepare` for each chunk and value head.
 
     With `G` the sums of `g` from the chunk's start and `A[t, i] = beta_t e^{G_t - G_i} k_i . k_t`
-    for `i < t`, else 0, two matrices lie on top of each other:
+    for `i < t`, else 0, two matrices are stacked:
 
         (1 + A)^-1 diag(beta)                     wanted less recalled values -> written values
         e^{G_t - G_i} k_i . q_t for i <= t        written values -> outputs
@@ -67,22 +67,22 @@ class Prepared(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """The block's barrier and shared memory, in this order."""
+    """Barrier and shared memory of a block, in allocation order."""
 
     arrived: Any
     coupling: Any
     inverse: Any
     keys: Any
-    lines: Any  # vectors on their way from rows to columns
+    lines: Any  # vectors that change from a layout over rows to one over columns
     matrices: Any
     queries: Any
-    spare: Any  # as for `tensor_cores.operand`
+    spare: Any  # argument of `tensor_cores.operand`
 
 
 def prepare(sizes, operands, chunks, interpret):
-    """The `Prepared` of all chunks, given `Operands` and `ChunkRows`."""
+    """Return the `Prepared` of all chunks, given `Operands` and `ChunkRows`."""
     number, heads, dtype = chunks.start.shape[0], sizes.value_heads, sizes.dtype
-    # The last chunk may reach beyond the tokens, where copies to shared memory give zeros.
+    # The last chunk may extend past the tokens, where copies to shared memory yield zeros.
     g, beta = (jnp.pad(x, ((0, CHUNK), (0, 0))) for x in (operands.g, operands.beta))
     square = tensor_cores.tile(CHUNK, CHUNK, dtype=jnp.float16)
     scratch = _Scratch(
@@ -114,7 +114,7 @@ def prepare(sizes, operands, chunks, interpret):
 
 
 def _prepare_chunk(sizes, operands, chunks, out, *, scratch):
-    """One chunk of one value head; array operands are references."""
+    """Prepare one chunk of one value head; array operands are references."""
     head, chunk = lax.axis_index("head"), lax.axis_index("chunk")
     low, high = chunks.low[chunk], chunks.high[chunk]
 
@@ -138,7 +138,7 @@ def _prepare_chunk(sizes, operands, chunks, out, *, scratch):
         decay = jnp.where(i <= t, jnp.exp(sums_t - sums_i), 0.0)
         plgpu.barrier_wait(scratch.arrived)
 
-        # Selected, not multiplied: tokens of other sequences may be NaN.
+        # Select instead of multiplying by a mask: tokens of other sequences may be NaN.
         keys_across, is_own = scratch.keys.transpose((1, 0)), (low <= i) & (t < high)
         qk = decay * tensor_cores.product(scratch.queries, keys_across)
         qk = jnp.where(is_own & (i <= t), qk, 0.0)
@@ -154,18 +154,18 @@ def _prepare_chunk(sizes, operands, chunks, out, *, scratch):
 
 
 def _both(x, line):
-    """The vector `x`, broadcast over columns and over rows; it changes layout in shared memory."""
+    """Broadcast a vector over columns and over rows, changing its layout through shared memory."""
     line[...] = x
     return along(x, 0), along(access.load(line, plgpu.Layout.WGMMA.reduce(0)), 1)
 
 
 def _inverse(strictly_lower, row_xor_column, scratch):
-    """`(1 + A)^-1`, by inverting blocks on the diagonal of twice the size each time.
+    """Return `(1 + A)^-1`, by inverting diagonal blocks whose size doubles each time.
 
-    With `D` the inverses of the blocks and `B` what joins pairs of them, `D - D B D` inverts the
-    pairs. The highest bit of `row_xor_column` is the size of the blocks that an element joins.
-    Powers of `A` would grow where keys resemble each other. The inverses stay within 1, since a
-    delta rule with a write strength up to 1 only shrinks a value, so float16 holds them well.
+    With `D` the inverses of the blocks and `B` the elements that couple pairs of them, `D - D B D`
+    inverts the pairs. The highest bit of `row_xor_column` is the size of the blocks that an element
+    couples. Powers of `A` would grow where keys resemble each other. The inverses stay within 1,
+    because a delta rule with a write strength up to 1 only shrinks values, so float16 suffices.
     """
     xor = row_xor_column
     scratch.coupling[...] = strictly_lower.astype(jnp.float16)

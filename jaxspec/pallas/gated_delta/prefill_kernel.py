@@ -1,10 +1,10 @@
-"""`gdn_prefill` on a Hopper GPU (Pallas, Mosaic GPU), in 16 bits.
+"""Pallas (Mosaic GPU) kernel of `gdn_prefill` for Hopper GPUs, in 16 bits.
 
 There are two kernels. `gdn_prefill_chunks` prepares all chunks at once (`prefill_block`). In the
-kernel here, a block then walks the chunks of one sequence with 64 rows of one head's state, which
-stay in registers as float32. All it computes is transposed, values by tokens. So the output of one
-product is the operand of the next in registers, and only keys, queries, values and the chunk's two
-matrices come through shared memory.
+kernel here, each block then walks the chunks of one sequence with 64 rows of one head's state,
+which stay in registers as float32. All matrices are transposed, values by tokens: the output of one
+matmul is then the operand of the next in registers, and only keys, queries, values and the chunk's
+two matrices pass through shared memory.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jaxspec.pallas.gpu import access, device, tensor_cores
 from jaxspec.pallas.recurrent.chunk_blocks import ALIGN, VALUES, sequences, store, store_zeros
 from jaxspec.pallas.recurrent.chunks import CHUNK
 
-_NULL_SEQUENCES = 2  # as many as `sequences` adds
+_NULL_SEQUENCES = 2  # number of sequences that `sequences` adds
 
 
 class _Tokens(NamedTuple):
@@ -35,7 +35,7 @@ class _Tokens(NamedTuple):
 
 
 class _Sequences(NamedTuple):
-    """The layer `[1]`, and of each sequence its tokens, its first chunk and its state."""
+    """Layer `[1]`, and the indices of each sequence's tokens, first chunk and state."""
 
     query_start: Any
     first_chunk: Any
@@ -46,32 +46,32 @@ class _Sequences(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Barriers and the ring of chunks in shared memory, in this order; the first axis is stages."""
+    """Barriers and the ring of chunks in shared memory, in allocation order; axis 0 is stages."""
 
     arrived: Any
     keys: Any
     matrices: Any
     queries: Any
-    spare: Any  # as for `tensor_cores.operand`, without stages
+    spare: Any  # argument of `tensor_cores.operand`; has no stages
     values: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """One block's way over a sequence: indices on the device, and access to its chunks."""
+    """One block's walk over a sequence: indices on the device, and access to its chunks."""
 
-    begin: jax.Array  # the first token
+    begin: jax.Array  # first token of the sequence
     end: jax.Array
-    start: jax.Array  # of the first chunk
-    number: jax.Array  # of chunks
+    start: jax.Array  # first token of the first chunk, a multiple of `ALIGN`
+    number: jax.Array  # number of chunks
     fetch: Callable  # (chunk, stage): starts the copies
-    sums: Callable  # (chunk) -> a reference to its sums of `g`
+    sums: Callable  # (chunk) -> reference to the chunk's sums of `g`
     out: Any  # the block's values: [tokens, VALUES]
     scratch: _Scratch
 
 
 class _Chunk(NamedTuple):
-    """A chunk in shared memory, and its decays, which are loaded when they are called for."""
+    """A chunk in shared memory, and its decays, which are computed on demand."""
 
     queries: Any
     keys: Any
@@ -83,10 +83,10 @@ class _Chunk(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def gdn_prefill_kernel(tokens, states, layer, chunks, *, interpret=None):
-    """`gdn_prefill` with `layer` on the device, so that all layers share one kernel.
+    """Run `gdn_prefill` with `layer` on the device, so that all layers share one kernel.
 
-    Queries and keys are rounded to the dtype of `v`, and so are all operands of tensor cores; sums
-    are float32. `interpret`: parameters of Mosaic's interpreter.
+    Queries, keys and all other operands of tensor cores are rounded to the dtype of `v`; sums are
+    float32. `interpret`: parameters of Mosaic's interpreter.
     """
     q, k, v, g, beta = tokens
     num_tokens, key_heads, key_dim = k.shape
@@ -116,10 +116,9 @@ def gdn_prefill_kernel(tokens, states, layer, chunks, *, interpret=None):
 
 
 def _chunks(seqs, num_tokens):
-    """The first chunk of each sequence, and the `ChunkRows` of all chunks.
+    """Return the first chunk of each sequence, and the `ChunkRows` of all chunks.
 
-    The arrays have room for the largest possible number of chunks; those beyond the last have no
-    rows.
+    The arrays have room for the largest possible number of chunks; unused chunks have no rows.
     """
     begin, end = seqs.query_start[:-1], seqs.query_start[1:]
     start = begin // ALIGN * ALIGN
@@ -137,18 +136,18 @@ def _chunks(seqs, num_tokens):
 
 
 def _stages(blocks):
-    """How many chunks a block has in shared memory, given how many blocks there may be.
+    """Return the number of stages of the ring of chunks, given the maximum number of blocks.
 
-    With three, the copies of a chunk hide behind two others. With two, two blocks fit on a
-    multiprocessor, which is faster if there are more blocks than fit at once
-    (benchmarks/results/kernels_h200.json, op gdn_prefill). They have 1 KB to spare, too little for
-    the sums of `g`, so these do not come through shared memory.
+    With three, the copies of a chunk overlap with two other chunks. With two, two blocks fit on a
+    multiprocessor, which is faster if there are more blocks than fit at once (op gdn_prefill in
+    benchmarks/results/kernels_h200.json). They have 1 KB to spare, too little for the sums of `g`,
+    so these do not pass through shared memory.
     """
     return 3 if blocks <= 2 * device.MULTIPROCESSORS else 2
 
 
 def _walk(sizes, tokens, prepared, seqs, pool, interpret):
-    """Outputs of all tokens; the final states go into `pool`."""
+    """Walk all sequences: return the outputs of all tokens, and write final states to `pool`."""
     dim, dtype, num_seqs = sizes.key_dim, sizes.dtype, len(seqs.slots)
     grid = (sizes.value_dim // VALUES, sizes.value_heads, num_seqs)
     stages = _stages(grid[0] * grid[1] * (num_seqs - _NULL_SEQUENCES))
@@ -169,7 +168,7 @@ def _walk(sizes, tokens, prepared, seqs, pool, interpret):
         scratch_types={"scratch": scratch},
         grid=grid,
         grid_names=("part", "head", "seq"),
-        # Safe without barriers but `_step`'s own: only copies write what several threads read.
+        # Safe with only the barriers in `_step`: what several threads read is written by copies.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
@@ -179,7 +178,7 @@ def _walk(sizes, tokens, prepared, seqs, pool, interpret):
 
 
 def _walk_sequence(sizes, tokens, prepared, seqs, pool, out, *, scratch):
-    """Find the block's sequence and its initial state, walk it, and keep the final one."""
+    """Load the initial state of the block's sequence, walk its chunks, store the final state."""
     part, head, seq = (lax.axis_index(name) for name in ("part", "head", "seq"))
     begin, end, slot = seqs.query_start[seq], seqs.query_start[seq + 1], seqs.slots[seq]
     live = slot > 0
@@ -229,7 +228,7 @@ def _walk_sequence(sizes, tokens, prepared, seqs, pool, out, *, scratch):
 
 
 def _step(sizes, walk, j, state):
-    """One chunk: its outputs, and the state `[values, key_dim]` after it."""
+    """Store the outputs of one chunk, and return the state `[values, key_dim]` after it."""
     ring, stages = walk.scratch, walk.scratch.queries.shape[0]
     stage = lax.rem(j, stages)
     keys, values, matrices = (x.at[stage] for x in (ring.keys, ring.values, ring.matrices))
@@ -262,17 +261,17 @@ def _step(sizes, walk, j, state):
         ring.spare, (state * jnp.exp(last), decayed, keys), (read, written, weights)
     )
     store(walk.out, start, low, high, out)
-    plgpu.commit_smem()  # all threads have read the chunk that the next copy overwrites
+    plgpu.commit_smem()  # barrier: all threads have read the chunk that the next copy overwrites
     refill = j + stages
     pl.when(refill < walk.number)(lambda: walk.fetch(refill, stage))
     return state
 
 
 def _against_state(state, chunk, spare):
-    """The values that a chunk writes; the same, decayed to its end; and its reads of the state.
+    """Return the values that a chunk writes, these decayed to its end, and its reads of the state.
 
-    The written values are `(values - recalled) @ coupling`. Each product starts before the kernel
-    waits for one that it does not need.
+    The written values are `(values - recalled) @ coupling`. Each wgmma is issued before the kernel
+    waits for the results of others that it does not need.
     """
 
     def run(recalled, written, read):

@@ -1,4 +1,4 @@
-"""One verify step of Gated DeltaNet that keeps no state a token, but what replays it."""
+"""Verify step of Gated DeltaNet with a replay ring instead of a state per token."""
 
 import dataclasses
 
@@ -24,27 +24,27 @@ def gdn_replay(
     rows: DecodeRegion,
     norm: GatedNorm | None = None,
 ) -> tuple[Outputs, States, GdnRing]:
-    """The gated delta rule over each row's tokens: outputs, the new pool, the new ring.
+    """Run the gated delta rule over each row's tokens; return outputs, new pool and new ring.
 
-    The rule is `gdn_step`'s, and `tokens` are `[rows, width, ...]`. A slot's state is its
-    checkpoint and the ring's tokens at `num_computed - ring_length .. num_computed - 1`; with the
-    running sum `G` of their `g`:
+    The rule is that of `gdn_step`, and `tokens` are `[rows, width, ...]`. The state of a slot is
+    its replay base `S_0` plus the ring's tokens at positions `num_computed - ring_length` to
+    `num_computed - 1`; with `G` the running sum of their `g`, and `G_P` its last value:
 
         S = exp(G_P) S_0 + sum_j exp(G_P - G_j) u_j k_j^T
 
-    A row that `must_fold` writes this as its checkpoint, and goes on from what it wrote. Its tokens
-    `t < query_len` go to the ring at `num_computed + t`; the caller counts those that stand, by
-    `next_ring_length`. `k` and `u` are rounded to the ring's dtype before anything uses them, so
-    that what is replayed later is what this step computed with. Outputs are float32. Padding rows
-    and tokens write nothing, and their outputs mean nothing.
+    A row that folds (`must_fold`) writes this state as its replay base, and continues from the
+    rounded numbers. Tokens `t < query_len` are stored in the ring at position `num_computed + t`;
+    the caller counts the accepted ones with `next_ring_length`. `k` and `u` are rounded to the
+    ring's dtype before any use, so that a later replay has the numbers of this step. Outputs are
+    float32. Padding rows and tokens write nothing, and their outputs are undefined.
 
-    With a `norm`, which has the gates of all tokens row by row, the outputs may come normed:
-    `[rows, width, features]` in the dtype of its gates. That is so where the kernel runs and has
-    a block for each head. Otherwise they are those without a norm.
+    With a `norm`, which has the gates of all tokens row by row, the outputs may already be
+    normalised: `[rows, width, features]` in the dtype of its gates. This is so if the kernel runs
+    with one block per head. Otherwise the outputs are those without a norm.
 
     Raises:
-        ValueError: the ring is too small for steps of this width (`check_ring`), or `norm` is not
-            for these tokens and heads (`GatedNorm.check`).
+        ValueError: The ring is too small for steps of this width (`check_ring`), or `norm` does not
+            match the tokens and heads (`GatedNorm.check`).
     """
     num_rows, width = tokens.q.shape[:2]
     check(num_rows, width, states, ring, norm)
@@ -57,7 +57,7 @@ def gdn_replay(
 
 
 def check(num_rows: int, width: int, states: States, ring: GdnRing, norm: GatedNorm | None) -> None:
-    """Raise the ValueError of `gdn_replay`, for so many rows of `width` tokens."""
+    """Raise the ValueError of `gdn_replay` for `num_rows` rows of `width` tokens."""
     check_ring(width, ring.window, ring.num_rows)
     if norm is not None:
         norm.check(num_rows * width, states.shape[3] * states.shape[4])
@@ -66,7 +66,7 @@ def check(num_rows: int, width: int, states: States, ring: GdnRing, norm: GatedN
 def gdn_replay_reference(
     tokens: GdnTokens, states: States, ring: GdnRing, layer: int, rows: DecodeRegion
 ) -> tuple[Outputs, States, GdnRing]:
-    """The specification of `gdn_replay`: fold for itself, then one token after the other."""
+    """Reference for `gdn_replay`: fold where necessary, then one token after the other."""
     q, k, v, g, beta = tokens
     width, group, num_slots = q.shape[1], states.shape[3] // q.shape[2], states.shape[1]
     live = rows.is_live(num_slots)
@@ -78,7 +78,7 @@ def gdn_replay_reference(
     def append(pool, new):
         return pool.at[layer, target, ring_row].set(new.astype(pool.dtype), mode="drop")
 
-    # Written before the ring is read, where these rows do not count: XLA need not copy it then.
+    # Written before the ring is read, in rows that do not count yet: XLA need not copy it then.
     ring = dataclasses.replace(ring, k=append(ring.k, k), g=append(ring.g, g))
     start = replayed_states(states, ring, layer, rows)
 
@@ -105,16 +105,16 @@ def gdn_replay_reference(
 def replayed_states(
     states: States, ring: GdnRing, layer: int, rows: DecodeRegion
 ) -> Float[Array, "rows value_heads value_dim key_dim"]:
-    """Each row's state before its step: its checkpoint, and the ring's tokens added, in float32."""
+    """Return each row's float32 state before its step: its replay base plus the ring's tokens."""
     group, num_rows = states.shape[3] // ring.k.shape[3], ring.num_rows
     slot = jnp.clip(rows.slots, 0, states.shape[1] - 1)
-    # By age, the newest last; what lies beyond `ring_length` may hold anything.
+    # By age, the newest last; rows older than `ring_length` may hold anything.
     age = jnp.arange(num_rows, 0, -1, dtype=jnp.int32)[None, :]
     ring_row = (rows.num_computed[:, None] - age) % num_rows
-    # Behind the window are rows that this step writes.
+    # Rows older than the window are written by this step.
     counts = age <= jnp.minimum(rows.ring_length, ring.window)[:, None]
 
-    # One row more than there are, for the reason that `state_select_reference` gives.
+    # One extra row, for the reason given in `state_select_reference`.
     slot_and_null, ring_row = jnp.pad(slot, (0, 1))[:, None], jnp.pad(ring_row, ((0, 1), (0, 0)))
 
     def gather(pool):
@@ -130,7 +130,7 @@ def replayed_states(
 
 
 def why_not_kernel(width: int, states: States, ring: GdnRing) -> str | None:
-    """Why `gdn_replay_kernel` does not take these operands, or None."""
+    """Return why `gdn_replay_kernel` does not support these operands, or None."""
     value_dim, key_dim = states.shape[4:]
     if width > 8:
         return f"{width} tokens a row, more than 8"

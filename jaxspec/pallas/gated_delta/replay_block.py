@@ -1,8 +1,8 @@
-"""A block of `gdn_replay` from top to bottom: some values of one head of one row.
+"""Block of `gdn_replay`: some values of one head of one row.
 
-What differs between launches is in objects that the block holds: the state, in float32
-(`StateInFloat32`) or in 16 bits (`StateOnTensorCores`), and the tokens, which are loaded
-(`LoadedTokens`) or made of a projection (`ConvTokens`).
+Launches differ in two objects that the block holds: the state, in float32 (`StateInFloat32`) or in
+16 bits (`StateOnTensorCores`), and the tokens, which are loaded (`LoadedTokens`) or computed from a
+projection (`ConvTokens`).
 """
 
 import dataclasses
@@ -20,41 +20,41 @@ from jaxspec.pallas.recurrent.replay_block import RING_GROUP, ReplaySizes, RingB
 
 
 class OutputNorm(NamedTuple):
-    """The part of a `GatedNorm` that a kernel is compiled for."""
+    """Static part of a `GatedNorm` in a kernel."""
 
-    first: int  # column of the gates
+    first: int  # first column of the gates
     eps: float
 
 
 @dataclasses.dataclass(frozen=True)
 class GdnLaunch:
-    """What all blocks of a launch have in common."""
+    """Static settings of a launch, the same for all of its blocks."""
 
     sizes: ReplaySizes
     splits: int  # blocks that share a head's values
-    conv_rows: int  # rows of the convolution's ring; 1: there is none, and 0 the only remainder
+    conv_rows: int  # rows of the convolution's ring; 1 (all remainders are 0) if there is none
     norm: OutputNorm | None
     state: Any  # StateInFloat32 or StateOnTensorCores
     tokens: Any  # LoadedTokens or ConvTokens
 
 
 class HeadPart(NamedTuple):
-    """The values of a head that a block has."""
+    """Values of a head that one block handles."""
 
     split: Any  # index among the head's blocks
     values: Any  # slice of the head's values
 
 
 class LoadedTokens:
-    """This step's tokens where they are operands of the kernel: `GdnTokens`."""
+    """This step's tokens, if they are operands of the kernel (`GdnTokens`)."""
 
     def __init__(self, launch: GdnLaunch, ring: RingBlock, state: Any, part: HeadPart, smem: Any):
-        """`state`: where queries and keys go. Nothing is loaded yet."""
+        """Load nothing yet; queries and keys will be copied to `state`."""
         self.width, self.gmem, self.smem = launch.sizes.width, ring.gmem, smem
         self.ring, self.state, self.part = ring, state, part
 
     def copies(self) -> list[tuple[Any, Any]]:
-        """(source, target) of each copy to shared memory. Float32 keys go to two targets."""
+        """Return (source, target) of each copy to shared memory; float32 keys have two targets."""
         row, key_head, width = self.ring.table.row, self.ring.key_head, self.width
         targets = [(self.gmem.q, self.state.tokens, 0)]
         targets += [(self.gmem.k, target, first) for target, first in self.state.key_targets]
@@ -64,28 +64,28 @@ class LoadedTokens:
         ]
 
     def finish(self) -> None:
-        """Wait until all threads see queries, keys as the ring will hold them, and `ring_decay`."""
+        """Wait until all threads see queries, keys in the ring's precision, and `ring_decay`."""
         plgpu.barrier_wait(self.smem.tokens_produced)
         self.state.round_keys()
         self.ring.sync()
 
     def values(self) -> list[Any]:
-        """The value of each token, in registers."""
+        """Return the value of each token, in registers."""
         row, head = self.ring.table.row, self.ring.head
         values = [self.gmem.v.at[row, t, head, self.part.values] for t in range(self.width)]
         return [load(value, self.ring.by_value) for value in values]
 
     def gates(self) -> list[list[Any]]:
-        """Log decay, and write strength, of each token: scalars."""
+        """Return log decay and write strength of each token, as scalars."""
         row, head = self.ring.table.row, self.ring.head
         return [[x[row, t, head] for t in range(self.width)] for x in (self.gmem.g, self.gmem.beta)]
 
 
 class GdnReplayBlock:
-    """Some values of one head of one row."""
+    """Computation of some values of one head of one row."""
 
     def __init__(self, launch: GdnLaunch, gmem: Any, smem: Any):
-        """`gmem`, `smem`: references to operands, pools and output, and to scratch, by name."""
+        """`gmem` has references to operands, pools and output by name, `smem` to scratch."""
         self.launch, self.sizes, self.gmem, self.smem = launch, launch.sizes, gmem, smem
         row, head, split = (lax.axis_index(axis) for axis in ("row", "head", "split"))
         self.ring = RingBlock(self.sizes, gmem, launch.state.ring_tiles(smem), head, row)
@@ -95,11 +95,11 @@ class GdnReplayBlock:
         self.state = launch.state(self.ring, smem, checkpoint)
 
     def run(self) -> None:
-        """Do the block's work; a padding row puts out zeros."""
+        """Run the block; a padding row stores zeros."""
         self.ring.run(self._step, self._output)
 
     def _step(self):
-        """A live row's step."""
+        """Run the step of a live row."""
         ring, state, smem, wait = self.ring, self.state, self.smem, plgpu.barrier_wait
         tokens = self.launch.tokens(self.launch, ring, state, self.part, smem)
         self._begin_copies(tokens)
@@ -115,7 +115,7 @@ class GdnReplayBlock:
             wait(smem.state_produced)
             state.fold(decay)
 
-        # Not before, since a fold takes many registers.
+        # Loaded only now, because a fold takes many registers.
         v = tokens.values()
         g, beta = tokens.gates()
         norm = self.launch.norm
@@ -137,10 +137,10 @@ class GdnReplayBlock:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _begin_copies(self, tokens):
-        """Begin all copies to shared memory: the tokens, the ring's that count, the checkpoint.
+        """Start all copies to shared memory: tokens, ring tokens that count, replay base.
 
-        The checkpoint comes last: what is needed before it would wait for its bytes. Each warp
-        issues some of the copies, as the address of one takes about 40 instructions.
+        The replay base is last, because copies that are needed earlier would wait for its bytes.
+        Each warp issues some of the copies, because the address of one takes about 40 instructions.
         """
         ring, gmem, smem, copy = self.ring, self.gmem, self.smem, plgpu.copy_gmem_to_smem
         token_copies, tiles, width = tokens.copies(), ring.tiles, self.sizes.width
@@ -153,7 +153,7 @@ class GdnReplayBlock:
                 def _(source=source, target=target):
                     copy(source, target, smem.tokens_produced)
 
-            # A token of each group, so that the four warps take a quarter of the time.
+            # One token of each group per warp, so that four warps take a quarter of the time.
             groups = range(self.sizes.copied_tokens // RING_GROUP)
             ring_tokens = [RING_GROUP * i + warp for i in groups]
             gates = [gmem.ring_g[ring.update_index(ring.row_by_age(j))] for j in ring_tokens]
@@ -171,13 +171,13 @@ class GdnReplayBlock:
                 smem.g[j] = gate
 
     def _find_ring_decay(self):
-        """Store the decay since each of the ring's tokens, and 0 where there is none."""
+        """Store the decay since each ring token, 0 for tokens that do not count."""
         self.ring.sync()
         after, counts = self.ring.sums_after(self.smem.g.at[pl.ds(0, self.sizes.square)])
         store(self.smem.ring_decay, jnp.where(counts, jnp.exp(after), 0.0))
 
     def _append_keys(self):
-        """Store this step's keys in the ring; one of the blocks that share them does."""
+        """Store this step's keys in the ring, in only one of the blocks that share them."""
 
         def append_key(t):
             key = load(self.state.keys.at[t], self.ring.by_key)
@@ -227,11 +227,11 @@ class GdnReplayBlock:
         self.ring.for_real_tokens(append_token)
 
     def _output(self, t):
-        """The output of token `t`, in the kernel's result."""
+        """Return the reference to the output of token `t`."""
         return self.gmem.out.at[self.ring.table.row, t, self.ring.head, self.part.values]
 
     def _load_output_gates(self, norm):
-        """(gates, weight, layout) of the norm, for each of `pieces_of` the tokens."""
+        """Load (gates, weight, layout) of the norm for each of the `pieces_of` the tokens."""
         gmem, sizes = self.gmem, self.sizes
         columns = pl.ds(norm.first + self.ring.head * sizes.values, sizes.values)
         pieces = []
@@ -243,7 +243,7 @@ class GdnReplayBlock:
         return pieces
 
     def _store_normed(self, norm, pieces):
-        """Store the outputs, normed and gated; each head is in one warp."""
+        """Normalise, gate and store the outputs; each head is within one warp."""
         width, row, head = self.sizes.width, self.ring.table.row, self.ring.head
         self.ring.sync()
         for (start, count), (z, weight, layout) in zip(

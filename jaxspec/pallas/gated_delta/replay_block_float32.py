@@ -1,7 +1,7 @@
-"""The state of a `gdn_replay` block in float32: its products are sums in registers.
+"""State of a `gdn_replay` block in float32, multiplied by sums in registers.
 
-Each warp has a quarter of the keys for all values. So the threads of a warp ask for the same
-factors, and sums are a thread's own, but for four quarters in the end.
+Each warp has a quarter of the key channels for all values. The threads of a warp then load the same
+factors, and each thread sums alone, except for the four quarters at the end.
 """
 
 from typing import Any
@@ -21,24 +21,24 @@ from jaxspec.pallas.recurrent.replay_block import (
 )
 
 _FACTORS_UNROLL = 2  # queries and keys in registers at once
-_FOLD_UNROLL = 2  # tokens of the ring: one is loaded while another is added
-# Register layout of a state `[4, values, key_dim / 4]`: a warp has a quarter, a lane a value of
-# every 32.
+_FOLD_UNROLL = 2  # ring tokens: one is loaded while another is added
+# Register layout of a state `[4, values, key_dim / 4]`: each warp has a quarter, and each lane one
+# of every 32 values.
 _BY_QUARTER = plgpu.Layout.TILED(
     plgpu.Tiling(((4, 32, 4),)), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
 )
 
 
 class StateInFloat32:
-    """The checkpoint in shared memory, as `[4, values, key_dim / 4]`."""
+    """Replay base in shared memory, as `[4, values, key_dim / 4]`."""
 
     MIN_COLUMNS = 4
-    STATE_COPIES = 4  # one for each quarter
+    STATE_COPIES = 4  # one per quarter
     TOKEN_COPIES = 3  # queries; keys to `tokens`; keys to `keys`
 
     @staticmethod
     def scratch(sizes: ReplaySizes, interpreted: bool) -> dict[str, Any]:
-        """Shared memory for the state, the step's tokens and their products."""
+        """Return shared memory for the state, the step's tokens and their products."""
         quarter = sizes.key_dim // 4
         transforms = plgpu.TilingTransform((8, quarter)), plgpu.SwizzleTransform(4 * quarter)
         token_rows = -(-sizes.factors // 4) * 4
@@ -47,7 +47,7 @@ class StateInFloat32:
         scratch = {
             "state": plgpu.SMEM((4, sizes.values, quarter), jnp.float32, transforms=transforms),
             "tokens": plgpu.SMEM((token_rows, sizes.key_dim), jnp.float32),
-            # The state's products come when the keys have been read.
+            # The state's products are written after the keys have been read.
             "keys": plgpu.RefUnion(keys, products),
         }
         if interpreted:
@@ -56,33 +56,33 @@ class StateInFloat32:
 
     @staticmethod
     def ring_tiles(smem: Any) -> RingTiles:
-        """The part of the shared memory that the ring is replayed from."""
+        """Return the shared memory from which the ring is replayed."""
         keys, _ = smem.keys
         return RingTiles(keys, smem.updates, smem.ring_decay, smem.key_products, smem.barrier)
 
     def __init__(self, ring: RingBlock, smem: Any, checkpoint: Any):
-        """`checkpoint`: the block's values of it in the pool."""
+        """`checkpoint`: reference to the block's values of the replay base in the pool."""
         self.ring, self.smem, self.checkpoint = ring, smem, checkpoint
         self.tokens = smem.tokens
         self.keys, self.products = smem.keys
-        # Where this step's keys are copied to, each behind so many rows.
+        # (target, first row) of each copy of this step's keys.
         self.key_targets = [(self.tokens, ring.sizes.width), (self.keys, 0)]
 
     def begin_load(self, warp: Any) -> None:
-        """Begin to copy the checkpoint to shared memory; each warp copies a quarter."""
+        """Start copying the replay base to shared memory; each warp copies a quarter."""
         source, target = self._quarter(warp)
         plgpu.copy_gmem_to_smem(source, target, self.smem.state_produced)
 
     def _quarter(self, i):
-        """A quarter of the checkpoint's keys, in the pool and in shared memory."""
+        """Return a quarter of the replay base's key channels, in the pool and in shared memory."""
         size = self.smem.state.shape[2]
         return self.checkpoint.at[:, pl.ds(i * size, size)], self.smem.state.at[i]
 
     def round_keys(self) -> None:
-        """Do nothing: the ring holds float32 keys, which came to `keys` by a copy of their own."""
+        """Do nothing: the ring holds float32 keys, which a separate copy writes to `keys`."""
 
     def fold(self, decay: Any) -> None:
-        """Add the ring's tokens to the decayed checkpoint, and begin to store it."""
+        """Add the ring's tokens to the decayed replay base, and start storing it."""
         state = decay * load(self.smem.state, _BY_QUARTER)
         times = lax.div(self.ring.table.ring_length + _FOLD_UNROLL - 1, _FOLD_UNROLL)
         store(self.smem.state, lax.fori_loop(0, times, self._add_tokens, state))
@@ -92,7 +92,7 @@ class StateInFloat32:
             plgpu.copy_smem_to_gmem(source, target)
 
     def _add_tokens(self, i, state):
-        """`_FOLD_UNROLL` of the ring's tokens added to a state; one too many has decay 0."""
+        """Add `_FOLD_UNROLL` ring tokens to a state; a token past the end has decay 0."""
         tiles, width = self.ring.tiles, self.ring.sizes.width
         tokens = [i * _FOLD_UNROLL + j for j in range(_FOLD_UNROLL)]
         by_value = _BY_QUARTER.reduce((0, 2))
@@ -103,14 +103,14 @@ class StateInFloat32:
         return state
 
     def multiply_keys(self) -> None:
-        """Multiply all keys with the step's queries and keys; `keys` is not read after that."""
+        """Multiply all keys with the step's queries and keys; `keys` is not read afterwards."""
         self.ring.multiply_keys(self.tokens)
         self.ring.sync()
 
     def multiply(self, decay: Any) -> list[Any]:
-        """The state before this step times each query and key: a vector of values for each.
+        """Return the state before this step times each query and key, as vectors of values.
 
-        `decay` is that of the checkpoint, to which the ring's tokens are added.
+        `decay` multiplies the replay base, to which the ring's tokens are added.
         """
         width, tiles, by_value = self.ring.sizes.width, self.ring.tiles, self.ring.by_value
 
@@ -125,14 +125,14 @@ class StateInFloat32:
         return lax.fori_loop(0, self.ring.num_replayed_groups, add_group, reads)
 
     def _multiply_checkpoint(self, decay):
-        """The decayed checkpoint times each query and key: a vector of values for each."""
+        """Return the decayed replay base times each query and key, as vectors of values."""
         sizes, by_value, reads = self.ring.sizes, self.ring.by_value, []
         state = load(self.smem.state, _BY_QUARTER)
         at_once = _factors_at_once(sizes)
         for first in range(0, sizes.factors, at_once):
             count = min(at_once, sizes.factors - first)
             if first:
-                self.ring.sync()  # all have read the products before these
+                self.ring.sync()  # until all threads have read the previous products
 
             def multiply_some(i, _, first=first):
                 indices = [i * _FACTORS_UNROLL + x for x in range(_FACTORS_UNROLL)]
@@ -149,11 +149,11 @@ class StateInFloat32:
         return reads
 
     def _load_quarters(self, vector):
-        """A key or query in registers, as the state's elements that it is multiplied with."""
+        """Load a key or query into registers, in the layout of the state that it multiplies."""
         shape, spare = self.smem.state.shape, self.smem.spare
         if spare is None:
             parts = vector.reshape(shape[0], shape[2])
-        else:  # the interpreter takes no reference in another shape
+        else:  # the interpreter cannot reshape references
             parts = spare
             parts[...] = vector[...].reshape(parts.shape)
         parts = load(parts, _BY_QUARTER.reduce(1))
@@ -161,5 +161,5 @@ class StateInFloat32:
 
 
 def _factors_at_once(sizes):
-    """Factors, an even number, whose products take no more room than all keys."""
+    """Return an even number of factors whose products take no more memory than all keys."""
     return min(sizes.factors, sizes.keys * sizes.key_dim // (8 * sizes.values) * 2)

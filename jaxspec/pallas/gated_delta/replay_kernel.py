@@ -1,34 +1,34 @@
-"""`gdn_replay` and `gdn_conv_replay` on a Hopper GPU.
+"""Pallas (Mosaic GPU) kernels of `gdn_replay` and `gdn_conv_replay` for Hopper GPUs.
 
-A block has one head of one row, or where there are few heads, some of a head's values. With `S_0`
-the checkpoint, `k_j, u_j` the ring's tokens and `x` one of this step's queries and keys, the state
-before this step gives
+Each block handles one head of one row or, if there are few heads, some of a head's values. With
+`S_0` the replay base, `k_j, u_j` the ring's tokens and `x` one of this step's queries and keys, the
+state before this step gives
 
     S x = exp(G_P) S_0 x + sum_j (k_j . x) exp(G_P - G_j) u_j
 
-so a checkpoint is read once, for all `x` together. A row that folds does that first, and then has
-no ring. All copies to shared memory start together, and the products follow. What is left to do for
-one value is one thread's, and needs no other value.
+so the replay base is read once, for all `x` together. A row that folds does so first, and its ring
+is then empty. All copies to shared memory start together, and the matmuls follow. The remaining
+work on a value is done by one thread, and needs no other value.
 
-What lies in shared memory, in the order of its use:
+Shared memory, in the order of its use:
 
-    state            the checkpoint's values, in float32 a quarter of the keys after the other;
-                     copies write it (`state_produced`), a fold stores it back
-    tokens           queries, then keys (`tokens_produced`, or the block makes them)
-    keys             this step's as the ring has them, then the ring's (`ring_produced`), by age
-    updates          the ring's (`ring_produced`), by age
-    g                the ring's log decays; behind them, if the block makes its tokens, this step's,
-                     and its write strengths
-    ring_decay       the decay since each of the ring's tokens, 0 for none
-    key_products     keys times queries and keys, a row for each key as in `keys`
-    v_then_o         values, if the block makes its tokens; outputs, if they are normed
+    state            the replay base's values, in float32 as quarters of the key channels; written
+                     by copies (`state_produced`), and stored back by a fold
+    tokens           queries, then keys (`tokens_produced`, or the block computes them)
+    keys             of this step, rounded for the ring, then of the ring (`ring_produced`), by age
+    updates          of the ring (`ring_produced`), by age
+    g                log decays of the ring; after them, if the block computes its tokens, log
+                     decays and write strengths of this step
+    ring_decay       decay since each ring token, 0 for tokens that do not count
+    key_products     keys times queries and keys, one row per key as in `keys`
+    v_then_o         values, if the block computes its tokens; outputs, if they are normalised
     factors          in 16 bits: the keys of a fold; then queries and keys for tensor cores, and
-                     what rounding takes from them
-    products         the state's: in float32 each warp's own, where `keys` were; in 16 bits where
-                     `tokens` were
+                     their rounding errors
+    products         of the state: in float32 one part per warp, in the memory of `keys`; in 16 bits
+                     in the memory of `tokens`
 
-`barrier` (`RingBlock.sync`) stands between what threads write and what others read. Where tensor
-cores or a copy read, `commit_smem` stands instead.
+`barrier` (`RingBlock.sync`) separates writes of one thread from reads of others. Where tensor cores
+or a copy read, `commit_smem` does so instead.
 """
 
 import functools
@@ -65,7 +65,7 @@ _NORM_DTYPES = jnp.float32, jnp.bfloat16, jnp.float16
 
 
 class _Pools(NamedTuple):
-    """What the kernel writes in place."""
+    """Arrays that the kernel writes in place."""
 
     states: States
     ring: GdnRing
@@ -87,10 +87,10 @@ def gdn_replay_kernel(
     interpret: Any = None,
     splits: int | None = None,
 ):
-    """`gdn_replay` with `layer` on the device.
+    """Run `gdn_replay` with `layer` on the device.
 
-    `interpret`: parameters of Mosaic's interpreter. `splits`: blocks of a head; None: as many as
-    fill the GPU.
+    `interpret`: parameters of Mosaic's interpreter. `splits`: blocks per head; None means as many
+    as fill the GPU.
     """
     pools = _Pools(states, ring, None)
     out, pools = _launch("gdn_replay", tokens, pools, layer, rows, norm, splits, interpret)
@@ -110,15 +110,15 @@ def gdn_conv_replay_kernel(
     interpret: Any = None,
     splits: int | None = None,
 ):
-    """`gdn_conv_replay` with `layer` on the device; `interpret`, `splits`: `gdn_replay_kernel`."""
-    # With one axis more, the convolution's ring has the axes of checkpoints and the state's ring.
+    """Run `gdn_conv_replay` with `layer` on the device; options are as in `gdn_replay_kernel`."""
+    # One extra axis, so that four leading axes can be flattened as in the other pools (`in_place`).
     pools = _Pools(states, ring, conv[..., None, :])
     out, pools = _launch("gdn_conv_replay", tokens, pools, layer, rows, norm, splits, interpret)
     return out, pools.conv.reshape(conv.shape), pools.states, pools.ring
 
 
 def _launch(name, tokens, pools, layer, rows, norm, splits, interpret):
-    """The output of a kernel over `GdnTokens` or a `Projection`, and the pools."""
+    """Run a kernel over `GdnTokens` or a `Projection`; return its output and the pools."""
     num_rows, width = tokens[0].shape[:2]
     heads, value_dim = pools.states.shape[3:5]
     num_slots = pools.states.shape[1]
@@ -159,7 +159,7 @@ def _launch(name, tokens, pools, layer, rows, norm, splits, interpret):
 
 
 def _plan(tokens, pools, norm, splits):
-    """The `GdnLaunch` for these operands."""
+    """Return the `GdnLaunch` for these operands."""
     _, num_slots, _, heads, value_dim, key_dim = pools.states.shape
     width, dtype = tokens[0].shape[1], pools.states.dtype
     state = StateOnTensorCores if dtype.itemsize == 2 else StateInFloat32
@@ -187,11 +187,11 @@ def _plan(tokens, pools, norm, splits):
 
 
 def _splits(heads, value_dim, dtype):
-    """How many blocks share a head, given the heads of all rows.
+    """Return how many blocks share a head, given the number of heads of all rows.
 
-    With a block on each multiprocessor, more do not help.
+    Once each multiprocessor has a block, more blocks do not help.
     """
-    min_values = 64 if dtype.itemsize == 2 else 32  # of tensor cores, of a layout
+    min_values = 64 if dtype.itemsize == 2 else 32  # minimum of wgmma, or of the register layout
     splits = 1
     while 2 * splits * heads <= MULTIPROCESSORS and value_dim // splits > min_values:
         splits *= 2
@@ -199,13 +199,13 @@ def _splits(heads, value_dim, dtype):
 
 
 def _can_norm(norm):
-    """Whether the kernel takes this norm: a thread loads neighbouring gates at once."""
+    """Return whether the kernel supports this norm: a thread loads 4 neighbouring gates at once."""
     is_aligned = norm.first % 4 == norm.gates.shape[1] % 4 == 0
     return is_aligned and norm.weight.dtype == jnp.float32 and norm.gates.dtype in _NORM_DTYPES
 
 
 def _scratch(launch, interpreted):
-    """Shared memory and barriers of a block."""
+    """Return shared memory and barriers of a block."""
     sizes, state = launch.sizes, launch.state
     is_loaded = launch.tokens is LoadedTokens
     scratch = {

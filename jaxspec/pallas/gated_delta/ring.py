@@ -1,4 +1,4 @@
-"""What a token of Gated DeltaNet leaves in the ring of its slot."""
+"""Replay ring of Gated DeltaNet."""
 
 import flax.struct
 from jaxtyping import Array, Float
@@ -8,9 +8,9 @@ States = Float[Array, "layers slots 1 value_heads value_dim key_dim"]
 
 @flax.struct.dataclass
 class GdnRing:
-    """What each token added to its slot's state: `u k^T` after a decay of `g`.
+    """Factors that each token added to its slot's state: `u k^T`, after a decay of `g`.
 
-    `recurrent.replay` says which row is whose. `k` and `u` have the checkpoint's dtype.
+    `recurrent.replay` defines the row of each token. `k` and `u` have the replay base's dtype.
     """
 
     k: Float[Array, "layers slots ring key_heads key_dim"]
@@ -20,5 +20,5 @@ class GdnRing:
 
     @property
     def num_rows(self) -> int:
-        """Rows of a slot: the window, and one for each token of the widest step."""
+        """Rows per slot: the window, and one for each token of the widest step."""
         return self.k.shape[2]

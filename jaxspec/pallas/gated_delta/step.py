@@ -1,4 +1,4 @@
-"""One verify step of Gated DeltaNet: a few tokens a row, the state after each one kept."""
+"""Verify step of Gated DeltaNet: a few tokens per row, with the state stored after each."""
 
 import functools
 
@@ -16,22 +16,24 @@ _States = Float[Array, "layers slots candidates value_heads value_dim key_dim"]
 def gdn_step(
     tokens: GdnTokens, states: _States, layer: int, rows: DecodeRegion
 ) -> tuple[Values, _States]:
-    """The gated delta rule over each row's tokens: float32 outputs, and the new pool.
+    """Run the gated delta rule over each row's tokens; return float32 outputs, and the new pool.
 
     Per token and value head, with `S [value_dim, key_dim]` in float32 (Yang et al. 2024, "Gated
     Delta Networks", arXiv 2412.06464, equation 10):
 
         S <- exp(g) S;   S <- S + beta (v - S k) k^T;   o = S q
 
-    `tokens` are `[rows, width, ...]`, and so are the outputs, of the shape of `v`. The first state
-    is the slot's candidate `state_offset`; the state after token `t` becomes candidate `t` for
-    `t < query_len`. To roll back to `a` accepted drafts, the next step reads candidate `a`. Needs
-    `candidates >= width` (ValueError). Padding rows and tokens write nothing, and their outputs
-    mean nothing. FLA calls this `fused_recurrent_gated_delta_rule`.
+    `tokens` are `[rows, width, ...]`, and the outputs have the shape of `v`. The initial state is
+    the slot's candidate `state_offset`; the state after token `t` becomes candidate `t` for
+    `t < query_len`. To roll back to `a` accepted drafts, the next step reads candidate `a`. Padding
+    rows and tokens write nothing, and their outputs are undefined. In FLA this is
+    `fused_recurrent_gated_delta_rule`.
 
-    The kernel multiplies and adds in float32, also for states in 16 bits: it is bound by their
-    bytes, so that tensor cores would hardly help (benchmarks/results/kernels_h200.json, op
-    gdn_step).
+    The kernel multiplies and adds in float32 even for 16-bit states: it is bound by their bytes, so
+    tensor cores would hardly help (op gdn_step in benchmarks/results/kernels_h200.json).
+
+    Raises:
+        ValueError: The pool has fewer candidates than tokens per row.
     """
     width, candidates = tokens.q.shape[1], states.shape[2]
     if candidates < width:
@@ -52,7 +54,7 @@ def gdn_step(
 def gdn_step_reference(
     tokens: GdnTokens, states: _States, layer: int, rows: DecodeRegion
 ) -> tuple[Values, _States]:
-    """The specification of `gdn_step`: one token after the other."""
+    """Reference for `gdn_step`: one token after the other."""
     width, group = tokens.q.shape[1], states.shape[3] // tokens.q.shape[2]
     state = state_select_reference(states, layer, rows).astype(jnp.float32)
 
@@ -72,13 +74,13 @@ def gdn_step_reference(
 
 
 def _gdn_step_together(tokens, states, layer, rows):
-    """`gdn_step` for XLA, all tokens at once."""
+    """`gdn_step` in XLA, all tokens at once."""
     state = state_select_reference(states, layer, rows).astype(jnp.float32)
     group = states.shape[3] // tokens.q.shape[2]
     q, k = (jnp.moveaxis(jnp.repeat(x, group, axis=2), 1, 2) for x in (tokens.q, tokens.k))
     v, g, beta = (jnp.moveaxis(x, 1, 2) for x in (tokens.v, tokens.g, tokens.beta))
-    # A draft may overflow and padding hold anything, and 0 times NaN is NaN. So from the first
-    # token that is not finite on, operands become 0: no token before it may see them.
+    # A draft may overflow, padding may hold anything, and 0 * NaN is NaN. Operands are zeroed from
+    # the first non-finite token on, so that earlier tokens are not affected.
     finite = jnp.isfinite(k).all(axis=3) & jnp.isfinite(v).all(axis=3) & jnp.isfinite(beta)
     sound = jnp.cumprod(finite & ~jnp.isnan(g), axis=2) > 0
     k, v = (jnp.where(sound[..., None], x, 0.0) for x in (k, v))
@@ -93,11 +95,11 @@ def _gdn_step_together(tokens, states, layer, rows):
 def _all_tokens(
     tokens: GdnTokens, state: Float[Array, "rows heads value_dim key_dim"]
 ) -> tuple[Array, Array]:
-    """Outputs, and the states after each token `[rows, heads, width, value_dim, key_dim]`.
+    """Return outputs, and the states after each token `[rows, heads, width, value_dim, key_dim]`.
 
-    `tokens` are `[rows, heads, width, ...]`, queries and keys repeated for each value head. The
-    updates `u_t` of all tokens are solved at once (paper, section 3.3), because token by token XLA
-    would compute every state anew from the first wherever it is used. With `G` the running sum of
+    `tokens` are `[rows, heads, width, ...]`, with queries and keys repeated for each value head.
+    The updates `u_t` of all tokens are solved at once (paper, section 3.3), because token by token
+    XLA would recompute every state from the first wherever it is used. With `G` the running sum of
     `g` and `D[t, i] = exp(G_t - G_i)` for `i <= t`, else 0:
 
         S_t = exp(G_t) S_0 + sum_i D[t, i] u_i k_i^T
@@ -106,7 +108,7 @@ def _all_tokens(
     q, k, v, g, beta = tokens
     width = q.shape[2]
     dot = functools.partial(jnp.einsum, precision="highest")
-    # G_t - G_i is summed anew: the difference of two sums would lose what follows a strong decay.
+    # G_t - G_i is a separate sum: the difference of two sums loses digits after a strong decay.
     t, i, j = (jnp.arange(width).reshape(shape) for shape in ((-1, 1, 1), (1, -1, 1), (1, 1, -1)))
     between = jnp.broadcast_to((i < j) & (j <= t), (*g.shape[:2], width, width, width))
     log_decay = jnp.sum(jnp.where(between, g[:, :, None, None, :], 0.0), axis=4)
@@ -145,7 +147,6 @@ def _inverse(strictly_lower: Float[Array, "... n n"]) -> Float[Array, "... n n"]
 
 
 def _why_not_kernel(width, states):
-    """Why `gdn_step_kernel` does not take these operands, or None."""
     value_dim, key_dim = states.shape[4:]
     if width > 8:
         return f"{width} tokens a row, more than 8"

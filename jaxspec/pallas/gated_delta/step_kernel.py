@@ -1,4 +1,4 @@
-"""`gdn_step` on a Hopper GPU."""
+"""Pallas (Mosaic GPU) kernel of `gdn_step` for Hopper GPUs."""
 
 import functools
 
@@ -12,7 +12,7 @@ from jaxspec.pallas.recurrent.step_block import Recurrence, launch
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def gdn_step_kernel(tokens, states, layer, rows, *, interpret=None):
-    """`gdn_step` on a Hopper GPU, with `layer` on the device; `step_block` says what a block does.
+    """Run `gdn_step` with `layer` on the device; `step_block` describes the work of a block.
 
     `interpret`: parameters of Mosaic's interpreter.
     """
@@ -21,7 +21,7 @@ def gdn_step_kernel(tokens, states, layer, rows, *, interpret=None):
 
 
 def _load(tokens, block):
-    """Each token's values `[block values]`, decay and write strength, in registers."""
+    """Load each token's values `[block values]`, decay and write strength into registers."""
     row, head, width = block.row, block.head, tokens.v.shape[1]
     decays = [jnp.exp(tokens.g[row, t, head]) for t in range(width)]
     betas = [tokens.beta[row, t, head] for t in range(width)]
@@ -31,7 +31,7 @@ def _load(tokens, block):
 
 
 def _advance(state, q, k, operands):
-    """One token: the state `[block values, key_dim]` after it, and what `q` reads from that."""
+    """Return the state `[block values, key_dim]` after a token, and what `q` reads from it."""
     v, decay, beta = operands
     state = state * decay
     recalled = jnp.sum(state * lax.broadcast_in_dim(k, state.shape, (1,)), axis=1)

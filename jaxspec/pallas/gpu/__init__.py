@@ -1,1 +1,1 @@
-"""What the kernels share of the GPU: its sizes, accesses, register layouts and tensor cores."""
+"""GPU helpers that the kernels share: device sizes, memory accesses, register layouts, wgmma."""

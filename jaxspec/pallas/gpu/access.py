@@ -1,7 +1,7 @@
-"""Loads and stores that the kernels share.
+"""Load and store helpers for Mosaic GPU kernels.
 
-Only kernels import this file, `layouts` and `tensor_cores`, because these import Mosaic. That takes
-0.2 s, and not every build of jaxlib for a CPU can do it.
+Only kernel modules may import this module, `layouts` and `tensor_cores`: they import Mosaic GPU,
+which takes 0.2 s and fails with some CPU builds of jaxlib.
 """
 
 from typing import Any
@@ -11,10 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def next_stage(stage: Any, stages: int) -> Any:
-    """The stage that follows in a ring of so many.
+    """Return the stage after `stage` in a ring of `stages`.
 
-    A loop that carries the stage is faster than one that takes a remainder: by a number that is no
-    power of two, a remainder is a 64-bit product.
+    Carrying the stage through a loop is faster than computing `j % stages`: unless `stages` is a
+    power of two, the remainder takes a 64-bit multiplication.
 
         next_stage(4, 6) == 5, next_stage(5, 6) == 0
     """
@@ -22,16 +22,16 @@ def next_stage(stage: Any, stages: int) -> Any:
 
 
 def load(ref, layout) -> Any:
-    """The values of `ref` in registers of this layout, whatever accesses that takes."""
-    # pyright knows the signature of jax 0.10, where no kernel runs.
+    """Load `ref` into registers with this layout, even if no optimized access pattern exists."""
+    # pyright checks against jax 0.10, whose signature differs; no kernel runs there.
     return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
 
 def store(ref, x):
-    """Store registers in `ref`, whatever accesses that takes.
+    """Store registers in `ref`, even if no optimized access pattern exists.
 
-    jax 0.12 refuses `ref[...] = x` for pieces smaller than a sector of 32 bytes; jax 0.11 has no
-    other way.
+    jax 0.12 rejects `ref[...] = x` for slices smaller than a sector of 32 bytes; jax 0.11 has no
+    `plgpu.store`.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(ref, x, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]

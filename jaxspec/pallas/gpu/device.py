@@ -1,16 +1,16 @@
-"""The sizes of the GPU that the kernels are cut for: an H200 (an H100's are the same)."""
+"""Sizes of the GPU that the kernels are tuned for: an H200 (an H100's are the same)."""
 
-THREADS = 128  # of a block: one warpgroup
+THREADS = 128  # threads per warpgroup
 MULTIPROCESSORS = 132
-_SHARED_MEMORY = 227 * 1024  # bytes that a block may have
-_RESERVED = 1024  # bytes of a block that the GPU keeps, and as many for barriers
+_SHARED_MEMORY = 227 * 1024  # maximum bytes per block
+_RESERVED = 1024  # bytes per block that the GPU reserves; barriers get an equal amount
 
 
 def room(blocks: int) -> int:
-    """The bytes of shared memory for each of `blocks` blocks.
+    """Return the bytes of shared memory available to each of `blocks` blocks.
 
-    More blocks than multiprocessors get half of it each: two then run on one multiprocessor, and
-    none waits for another to end.
+    With more blocks than multiprocessors, each gets half: two then run on one multiprocessor, and
+    no block waits for another to finish.
     """
     if blocks <= MULTIPROCESSORS:
         return _SHARED_MEMORY - _RESERVED
@@ -18,7 +18,7 @@ def room(blocks: int) -> int:
 
 
 def parts(blocks: int, units: int) -> int:
-    """The largest number of equal parts of `units` whose blocks all run at once.
+    """Return the largest number of equal parts of `units` whose blocks all run at once.
 
     Each part has `blocks` blocks.
 

@@ -11,7 +11,7 @@ from jaxspec.pallas.gpu.device import THREADS
 
 
 def pieces_of(count: int) -> Iterator[tuple[int, int]]:
-    """Cut `count` rows into powers of two, largest first: (start, size) of each piece.
+    """Split `count` rows into powers of two, largest first; yield (start, size) of each piece.
 
     list(pieces_of(6)) == [(0, 4), (4, 2)]
     """
@@ -23,12 +23,15 @@ def pieces_of(count: int) -> Iterator[tuple[int, int]]:
 
 
 def vectors(vector: int):
-    """Register layout of one row of `THREADS * vector` elements: `vector` neighbours a thread."""
+    """Return a register layout for one row of `THREADS * vector` elements.
+
+    Each thread holds `vector` adjacent elements.
+    """
     return plgpu.Layout.WG_STRIDED((THREADS * vector,), vec_size=vector)
 
 
 class RowPiece(NamedTuple):
-    """A part of a row that all threads of a block share, and how they hold it."""
+    """Slice of a row, and the register layout in which a block's threads hold it."""
 
     start: int
     size: int
@@ -36,17 +39,16 @@ class RowPiece(NamedTuple):
 
     @property
     def columns(self):
-        """Its place in the row."""
         return pl.ds(self.start, self.size)
 
 
 def row_pieces(size: int, itemsize: int) -> list[RowPiece]:
-    """Cut a row of `size` elements, a multiple of `THREADS`, into one or two pieces.
+    """Split a row of `size` elements, a multiple of `THREADS`, into one or two slices.
 
-    A thread accesses 16 bytes of the first at a time, or 4 elements. The rest is shorter than that
-    takes: less than 4 elements a thread.
+    A thread accesses the first slice in vectors of 16 bytes, or of 4 elements if 16 bytes do not
+    divide it. The second slice is the remainder: less than 4 elements per thread.
 
-        bfloat16: 4096 is one piece, 16 bytes at a time; 2688 is 2560, 8 bytes at a time, and 128
+        bfloat16: 4096 is one slice, 16 bytes at a time; 2688 is 2560, 8 bytes at a time, and 128
     """
     whole = size - size % (4 * THREADS)
     vector = 16 // itemsize if whole % (THREADS * 16 // itemsize) == 0 else 4
@@ -59,14 +61,14 @@ def row_pieces(size: int, itemsize: int) -> list[RowPiece]:
 
 
 def row_layout(size: int, itemsize: int, most_lanes: int = 16):
-    """Register layout of rows of `size`, each spread over up to `most_lanes` lanes of one warp.
+    """Return a register layout for rows of `size` elements, each spread over lanes of one warp.
 
-    A lane holds `16 // itemsize` neighbours at a time. Sums over a row are shuffles within the
-    warp.
+    A row takes up to `most_lanes` lanes, which hold vectors of 16 bytes (`16 // itemsize`
+    elements). Sums over a row are shuffles within the warp.
     """
     vector = 16 // itemsize
     lanes = min(most_lanes, size // vector)
-    rows = 32 // lanes  # of a warp
+    rows = 32 // lanes  # per warp
     whole = (4 * rows, lanes * vector)
     if rows == 1:
         tiles, warps, lane_dims = (whole, (vector,)), (-3,), (-2,)
@@ -77,10 +79,13 @@ def row_layout(size: int, itemsize: int, most_lanes: int = 16):
 
 
 def lane_layout(size: int):
-    """Register layout of one row of `size` elements, one a lane at a time, copied in every warp."""
+    """Return a register layout for one row of `size` elements, replicated in every warp.
+
+    A lane holds one element at a time: neighbouring elements are in neighbouring lanes.
+    """
     lanes = gcd(size, 32)
     copies = () if lanes == 32 else (plgpu.Replicated(32 // lanes),)
-    # Mosaic wants a canonical form: no tile equals the one before it.
+    # Mosaic requires a canonical form: no tile may equal the previous one.
     tiles, lane_dims = (((lanes,), (1,)), (-2, *copies)) if lanes > 1 else (((1,),), copies)
     return plgpu.Layout.TILED(
         plgpu.Tiling(tiles),
@@ -91,17 +96,17 @@ def lane_layout(size: int):
 
 
 def piece_layout(rows: int, size: int, itemsize: int):
-    """Register layout of `[rows, size]`, both powers of two, where each row lies in one warp.
+    """Return a register layout for `[rows, size]`, both powers of two, with each row in one warp.
 
-    The elements are spread over all threads, up to 16 neighbouring bytes a thread. If there are
-    fewer elements than threads, several threads hold the same ones.
+    The elements are spread over all threads, up to 16 contiguous bytes per thread. With fewer
+    elements than threads, several threads hold copies of the same ones.
     """
     vector = max(1, min(rows * size // THREADS, 16 // itemsize))
     lanes = min(size // vector, 32)
     of_warp = min(rows, 32 // lanes)
     warps = min(rows // of_warp, 4)
     width = lanes * vector
-    # Mosaic wants a canonical form: no tile is one row high, and none equals the one before it.
+    # Mosaic requires a canonical form: no tile may be one row high or equal the previous one.
     if of_warp > 1:
         tiles, warp_dim, lane_dims = [(of_warp, width), (vector,)], -5, (-3, -2)
         tiles = [(warps * of_warp, width)] * (warps > 1) + tiles

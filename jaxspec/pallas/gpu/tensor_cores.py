@@ -1,8 +1,8 @@
-"""Products on tensor cores by one warpgroup (wgmma).
+"""Matmuls on tensor cores by one warpgroup (wgmma).
 
-Mosaic's interpreter takes no operand in registers, and cannot add a product to an accumulator that
-has a value. Its kernels pass `spare`, a tile in shared memory as large as the operand, which stands
-in; on a GPU `spare` is None.
+Mosaic's interpreter accepts no wgmma operand in registers, and cannot add a matmul to an
+accumulator that already has a value. So interpreted kernels pass `spare`, a tile in shared memory
+as large as the operand; on a GPU `spare` is None.
 """
 
 from typing import Any
@@ -11,20 +11,21 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-CHUNK = 64  # 16-bit elements in one row of a swizzled tile, which has 128 bytes
+CHUNK = 64  # 16-bit elements in one 128-byte row of a swizzled tile
 
 
 def tile(*shape, dtype=jnp.bfloat16):
-    """Shared memory in 128-byte swizzled tiles.
+    """Return shared memory in 128-byte swizzled tiles.
 
-    wgmma reads them in 16 bits; in 32 bits the swizzle avoids bank conflicts between rows.
+    wgmma reads 8-bit and 16-bit operands in this format; with 32 bits the swizzle avoids bank
+    conflicts between rows.
     """
     tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
 
 
 def operand(x, spare) -> Any:
-    """The operand of wgmma for `x` in registers: `x` itself, or a copy of it in `spare`."""
+    """Return the wgmma operand for `x` in registers: `x` itself, or a copy of it in `spare`."""
     if spare is None:
         return x
     part = spare.at[:, pl.ds(0, x.shape[1])]
@@ -34,7 +35,7 @@ def operand(x, spare) -> Any:
 
 
 def product(a, b) -> Any:
-    """`a @ b` in float32; both are in shared memory."""
+    """Return `a @ b` in float32; both operands are in shared memory."""
 
     def run(acc):
         plgpu.wgmma(acc, a, b)
@@ -44,7 +45,10 @@ def product(a, b) -> Any:
 
 
 def accumulate(spare, *sums) -> Any:
-    """`onto + a @ b` for each `(onto, a, b)` of `sums`, in flight together; `a` is in registers."""
+    """Return `onto + a @ b` for each `(onto, a, b)` of `sums`; each `a` is in registers.
+
+    The matmuls are in flight together.
+    """
     if spare is not None:
         return [onto + product(operand(a, spare), b) for onto, a, b in sums]
 
@@ -56,9 +60,9 @@ def accumulate(spare, *sums) -> Any:
 
 
 def clear(rows, low, high, drafts=None):
-    """Set rows before `low` and from `high` on to zero: they may hold NaN, and 0 * NaN is NaN.
+    """Zero rows outside `low <= row < high`: they may hold NaN, and 0 * NaN is NaN.
 
-    From row `drafts` on what is not finite becomes zero as well.
+    From row `drafts` on, non-finite values are zeroed too.
     """
     shape = (rows.shape[0], 64)
     place = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)

@@ -1,4 +1,4 @@
-"""Mamba2: what its recurrence reads, a verify step of it, and prompt chunks."""
+"""Mamba2 ops: inputs of the recurrence, verify steps, and prefill of prompt chunks."""
 
 from jaxspec.pallas.mamba2.conv_replay import mamba2_conv_replay
 from jaxspec.pallas.mamba2.inputs import mamba2_inputs

@@ -1,4 +1,4 @@
-"""Mamba2's convolution, step sizes and replay at once: a verify step from its projection on."""
+"""Mamba2 verify step from its projection on: convolution, step sizes and replay in one op."""
 
 from jaxtyping import Array, Float
 
@@ -26,13 +26,13 @@ def mamba2_conv_replay(
     layer: int,
     rows: DecodeRegion,
 ) -> tuple[_Outputs, _Conv, _States, Mamba2Ring]:
-    """`mamba2_replay` of what `mamba2_inputs` makes of a projection: outputs, and the new pools.
+    """Run `mamba2_inputs` and `mamba2_replay` on a projection: outputs, and the new pools.
 
-    Operands, dtypes, padding and errors are those of the two. The convolution's ring, like the
-    state's, holds the input of each token in the row of its position.
+    Operands, dtypes, padding and errors are those of the two ops. The convolution's ring, like the
+    replay ring, holds the input of each token in the row of its position.
 
-    One kernel does both where `mamba2_replay` has a kernel, if the heads are those of the pools,
-    and `conv_update` has a kernel for the projection and the taps. Otherwise the two run.
+    One kernel runs both if `mamba2_replay` has a kernel, the heads match the pools, and
+    `conv_update` has a kernel for the projection and the taps. Otherwise the two ops run.
     """
     check_window(projected, params.conv, conv)
     check_columns(projected, params)
@@ -57,14 +57,12 @@ def mamba2_conv_replay_reference(
     layer: int,
     rows: DecodeRegion,
 ) -> tuple[_Outputs, _Conv, _States, Mamba2Ring]:
-    """The specification of `mamba2_conv_replay`."""
     tokens, conv = mamba2_inputs_reference(projected, params, conv, layer, rows)
     out, states, ring = mamba2_replay_reference(tokens, states, ring, layer, rows)
     return out, conv, states, ring
 
 
 def _why_not_kernel(projected, params, conv, states, ring):
-    """Why the kernel does not take these operands, or None."""
     heads, head_dim, state_dim = states.shape[3:]
     kept = Mamba2Heads(heads, head_dim, ring.b.shape[3], state_dim)
     if params.heads != kept:

@@ -1,7 +1,7 @@
-"""The tokens of a `mamba2_conv_replay` block, which it makes of a projection.
+"""Tokens of a `mamba2_conv_replay` block, which computes them from a projection.
 
-A thread has a channel of x, of B and of C. Blocks whose heads share B and C compute the same, and
-one of them stores their inputs. The numbers are those of `mamba2_inputs`.
+A thread has a channel of x, of B and of C. Blocks whose heads share B and C compute the same
+values, and one of them stores their inputs. The values are those of `mamba2_inputs`.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jaxspec.pallas.recurrent.replay_block import RingBlock
 
 
 class Projection(NamedTuple):
-    """The operands that tokens are made of."""
+    """Operands from which the tokens are computed."""
 
     x: Any  # [rows, width, columns]
     taps: Any  # [kernel, channels]
@@ -30,10 +30,10 @@ class Projection(NamedTuple):
 
 
 class ConvTokens:
-    """This step's tokens where the block makes them of a `Projection`."""
+    """Tokens of this step, computed by the block from a `Projection`."""
 
     def __init__(self, launch: Mamba2Launch, ring: RingBlock, smem: Any, warpgroup: Any):
-        """Begin to load the inputs. The warpgroups of two heads share the work on B and C."""
+        """Start loading the inputs. The warpgroups of two heads share the work on B and C."""
         self.ring, self.smem, self.warpgroup = ring, smem, warpgroup
         self.sizes, self.gmem, head = launch.sizes, ring.gmem, ring.head
         self.leads = lax.rem(head - warpgroup, self.sizes.group) == 0
@@ -59,10 +59,10 @@ class ConvTokens:
         return self.conv.load(self.shared[part], self.ring.by_key)
 
     def begin_copies(self) -> None:
-        """No copies to shared memory: the block makes its tokens."""
+        """Copy nothing: the block computes its tokens."""
 
     def finish(self, find_ring_decay: Callable) -> None:
-        """Make the tokens, until all threads see them and the ring's decay."""
+        """Compute the tokens; return once all threads see them and the ring's decay."""
         find_ring_decay()
         for part in range(2):
             if self.of_shared is not None:
@@ -78,7 +78,7 @@ class ConvTokens:
         self.ring.sync()
 
     def _make_shared(self, part, inputs=None):
-        """Make B (`part` 0) or C of each token; one block of the group stores their inputs."""
+        """Compute B (`part` 0) or C of each token; one block of the group stores their inputs."""
         inputs = inputs or self._load_shared(part)
         for t, y in enumerate(self.conv.convolve(inputs)):
             if part == 0:
@@ -88,7 +88,7 @@ class ConvTokens:
         self.conv.append([inputs], self.leads)
 
     def values(self) -> tuple[list[Any], list[Any]]:
-        """`x` in registers, and `dt`, of each token."""
+        """Return `x`, in registers, and `dt` of each token."""
         tokens, first = range(self.sizes.width), self.sizes.square
         x = [load(self.x.at[t], self.ring.by_value) for t in tokens]
         return x, [self.dt[first + t] for t in tokens]

@@ -1,19 +1,19 @@
-"""How a Mamba2 projection divides into heads, and a layer's parameters behind it."""
+"""Heads of a Mamba2 projection, and a layer's parameters after the projection."""
 
 from typing import NamedTuple
 
 import flax.struct
 from jaxtyping import Array, Float
 
-BLOCK_CHANNELS = 256  # of a kernel's block: two a thread, as in `conv_update`
+BLOCK_CHANNELS = 256  # channels per block: two per thread, as in `conv_update`
 
 
 class Mamba2Heads(NamedTuple):
-    """The heads of a layer, and the groups that share `B` and `C`.
+    """Heads of a layer, and the groups that share `B` and `C`.
 
-    A projection has its columns side by side: `channels` of the convolution, which are `x` of all
-    heads, `B` of all groups and `C` of all groups; then a gate z for each of `features`; then a
-    step size for each head. Columns behind them are padding.
+    The columns of a projection are, side by side: the `channels` of the convolution (`x` of all
+    heads, `B` of all groups and `C` of all groups), a gate z for each of `features`, and a step
+    size for each head. Further columns are padding.
     """
 
     heads: int
@@ -23,7 +23,7 @@ class Mamba2Heads(NamedTuple):
 
     @property
     def features(self) -> int:
-        """Columns of `x`, and as many of z."""
+        """Columns of `x`, and of z."""
         return self.heads * self.head_dim
 
     @property
@@ -33,28 +33,28 @@ class Mamba2Heads(NamedTuple):
 
     @property
     def steps_column(self) -> int:
-        """The column of a projection where the step sizes begin."""
+        """First column of a projection's step sizes."""
         return self.channels + self.features
 
     @property
     def columns(self) -> int:
-        """Columns of a projection that mean something."""
+        """Columns of a projection, without padding."""
         return self.steps_column + self.heads
 
 
 @flax.struct.dataclass
 class Mamba2Params:
-    """A layer's parameters between its projection and its recurrence."""
+    """Parameters of a layer between its projection and its recurrence."""
 
     conv: Float[Array, "kernel channels"]  # taps; the last multiplies the current token
-    bias: Float[Array, " channels"] | None  # of the convolution
-    # Float32 columns A_log, dt_bias and D, in one array because a kernel takes whole arrays
-    # without a copy.
+    bias: Float[Array, " channels"] | None  # bias of the convolution
+    # Float32 columns A_log, dt_bias and D, in one array because a kernel takes whole arrays without
+    # a copy.
     rates: Float[Array, "heads 3"]
     heads: Mamba2Heads = flax.struct.field(pytree_node=False)
 
 
 def key_block(heads: Mamba2Heads) -> int:
-    """Channels of B or of C in a block, which must not span both: one group alone has 128."""
+    """Return the channels per block of B or C, which must not span both: one group has 128."""
     keys = heads.groups * heads.state_dim
     return BLOCK_CHANNELS if keys % BLOCK_CHANNELS == 0 else BLOCK_CHANNELS // 2

@@ -1,4 +1,4 @@
-"""The inputs of Mamba2's recurrence, `Mamba2Tokens`, from a layer's projection."""
+"""Inputs of Mamba2's recurrence, `Mamba2Tokens`, computed from a layer's projection."""
 
 import jax
 import jax.numpy as jnp
@@ -25,22 +25,22 @@ def mamba2_inputs(
     layer: int,
     rows: DecodeRegion,
 ) -> tuple[Mamba2Tokens, _Conv]:
-    """The recurrence's tokens, and the new convolution pool.
+    """Return the recurrence's tokens and the new convolution pool.
 
-    `projected` is a whole projection, whose columns `Mamba2Heads` lists. The channels go through
-    `conv_update` with its bias, and keep their dtype; the step sizes become `dt` by `split_tokens`.
-    The gate z and the padding are not read. Dtypes, padding and errors of the convolution are those
-    of `conv_update`.
+    `projected` is a whole projection; `Mamba2Heads` lists its columns. The channels go through
+    `conv_update` with its bias, and keep their dtype; `split_tokens` turns the step sizes into
+    `dt`. The gate z and the padding are not read. Dtypes, padding and errors of the convolution are
+    those of `conv_update`.
 
-    One kernel reads the projection where it lies, if the channels of x are a multiple of 256, and
-    those of B, and of C, one of 128.
+    One kernel reads the projection without a copy if x has a multiple of 256 channels, and B and C
+    each have a multiple of 128.
 
     Raises:
-        ValueError: `projected` has too few columns, or the taps are not those of the heads.
+        ValueError: `projected` has too few columns, or the taps do not match the heads.
     """
     check_window(projected, params.conv, conv)
     check_columns(projected, params)
-    is_toy = params.heads.channels < 1536  # no published model is so small: no warning
+    is_toy = params.heads.channels < 1536  # smaller than published models: no warning
     why, num_rows = _why_not_kernel(projected, params, conv), projected.shape[0]
     if dispatch.runs_kernel("mamba2_inputs", why, rows=num_rows, by_choice=is_toy):
         from jaxspec.pallas.mamba2.inputs_kernel import mamba2_inputs_kernel
@@ -61,7 +61,6 @@ def mamba2_inputs_reference(
     layer: int,
     rows: DecodeRegion,
 ) -> tuple[Mamba2Tokens, _Conv]:
-    """The specification of `mamba2_inputs`."""
     y, conv = conv_update_reference(
         projected[..., : params.heads.channels], params.conv, conv, layer, rows, bias=params.bias
     )
@@ -85,7 +84,6 @@ def check_columns(projected: Float[Array, "*tokens columns"], params: Mamba2Para
 
 
 def _why_not_kernel(projected, params, conv):
-    """Why `mamba2_inputs_kernel` does not take these operands, or None."""
     heads = params.heads
     keys = heads.groups * heads.state_dim
     if heads.features % BLOCK_CHANNELS or keys % key_block(heads):
@@ -94,7 +92,6 @@ def _why_not_kernel(projected, params, conv):
 
 
 def _steps(projected, params):
-    """The columns of the step sizes."""
     heads = params.heads
     return projected[..., heads.steps_column : heads.columns]
 
@@ -102,7 +99,7 @@ def _steps(projected, params):
 def split_tokens(
     y: Float[Array, "*tokens channels"], steps: Float[Array, "*tokens heads"], params: Mamba2Params
 ) -> Mamba2Tokens:
-    """The tokens of a convolution's output and of the projection's step sizes.
+    """Return the tokens for a convolution's output and the projection's step sizes.
 
     `x`, `B` and `C` keep the dtype of `y`. The rest is float32: `dt = softplus(steps + dt_bias)`,
     `A = -exp(A_log)` and `D` (Dao and Gu 2024, arXiv 2405.21060). `dt` is never clamped.

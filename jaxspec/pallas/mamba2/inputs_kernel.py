@@ -1,4 +1,4 @@
-"""`mamba2_inputs` on a Hopper GPU."""
+"""Kernel of `mamba2_inputs` (Pallas, Mosaic GPU)."""
 
 import functools
 from typing import Any, NamedTuple
@@ -16,20 +16,20 @@ from jaxspec.pallas.recurrent.conv_update_kernel import ConvOperands
 
 
 class _Segment(NamedTuple):
-    """Channels of one kind, cut into blocks: x, B or C."""
+    """Channels of x, of B or of C, split into blocks."""
 
-    first: int  # channel
-    size: int  # channels of a block
-    first_part: int  # of the grid
+    first: int  # first channel
+    size: int  # number of channels in a block
+    first_part: int  # first part of the grid
     parts: int
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def mamba2_inputs_kernel(projected, params, pool, layer, rows, *, interpret=None):
-    """`mamba2_inputs` on a Hopper GPU, with `layer` on the device; `pool` is the convolution's.
+    """Run `mamba2_inputs` with `layer` on the device; `pool` is the convolution's.
 
-    A block computes a stretch of one row's channels, all of them of x, of B or of C; the last block
-    of a row computes its step sizes. `interpret`: parameters of Mosaic's interpreter.
+    A block computes a range of one row's channels, all of x, of B or of C; the last block of a row
+    computes its step sizes. `interpret` holds parameters of Mosaic's interpreter.
     """
     heads: Mamba2Heads = params.heads
     num_rows, width, _ = projected.shape
@@ -84,7 +84,6 @@ def mamba2_inputs_kernel(projected, params, pool, layer, rows, *, interpret=None
 
 
 def _segments(heads):
-    """The segments of x, B and C."""
     keys, found, channel, part = heads.groups * heads.state_dim, [], 0, 0
     for channels, size in ((heads.features, BLOCK_CHANNELS), *[(keys, key_block(heads))] * 2):
         found.append(_Segment(channel, size, part, channels // size))

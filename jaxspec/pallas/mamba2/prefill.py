@@ -1,4 +1,4 @@
-"""Prefill of Mamba2: chunks of prompts laid flat, one final state a sequence."""
+"""Mamba2 prefill: prompt chunks on one flat axis of tokens, one final state per sequence."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -16,15 +16,15 @@ _Outputs = Float[Array, "tokens heads head_dim"]
 def mamba2_prefill(
     tokens: Mamba2Tokens, states: _States, layer: int, chunks: PrefillRegion
 ) -> tuple[_Outputs, _States]:
-    """The selective state space over each sequence: float32 outputs, and the new pool.
+    """Run the selective state space over each sequence: float32 outputs, and the new pool.
 
-    `tokens` are `[tokens, ...]`; the rule is `mamba2_step`'s. Sequence `s` is
-    `query_start[s]:query_start[s + 1]`. It starts from zero when `num_computed` is 0, else from its
-    slot's candidate `state_offset`, and leaves its final state as candidate 0. Sequences that are
-    not live leave the pool untouched; tokens outside every live sequence come out as 0.
+    `tokens` are `[tokens, ...]`; the rule is that of `mamba2_step`. Sequence `s` is
+    `query_start[s]:query_start[s + 1]`. It starts from zero if `num_computed` is 0, else from its
+    slot's candidate `state_offset`, and its final state becomes candidate 0. Sequences that are not
+    live leave the pool unchanged; outputs of tokens outside every live sequence are 0.
 
-    If `x` has 16 bits, the kernel rounds to its dtype `B`, `C` and all other operands of tensor
-    cores, and sums in float32: in bfloat16 its error is a few 1e-3, in float16 an eighth of that,
+    If `x` has 16 bits, the kernel rounds `B`, `C` and all other operands of tensor cores to its
+    dtype, and sums in float32: in bfloat16 its error is a few 1e-3, in float16 an eighth of that,
     as long as every `B . C` and every state is below 65504.
 
     A sequence is computed in chunks of 64 tokens (Dao and Gu 2024, arXiv 2405.21060, section 6):
@@ -45,7 +45,6 @@ def mamba2_prefill(
 
 
 def _why_not_kernel(x, states):
-    """Why `mamba2_prefill_kernel` does not take these operands, or None."""
     head_dim, state_dim = states.shape[4:]
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"tokens in {x.dtype}, not 16 bits"
@@ -61,7 +60,7 @@ def _why_not_kernel(x, states):
 def mamba2_prefill_xla(
     tokens: Mamba2Tokens, states: _States, layer: int, chunks: PrefillRegion
 ) -> tuple[_Outputs, _States]:
-    """`mamba2_prefill` for XLA: one chunk after the other, of all heads at once."""
+    """Compute `mamba2_prefill` with XLA: one chunk after the other, all heads at once."""
     head_dim = tokens.x.shape[-1]
     x, dt, a, b, c, d = tokens.padded_to(states.shape[4])
 
@@ -74,9 +73,9 @@ def mamba2_prefill_xla(
 
 
 def _chunk(state, tokens):
-    """The state `[heads, head_dim, state_dim]` after a chunk, and its outputs.
+    """Return the state `[heads, head_dim, state_dim]` after a chunk, and its outputs.
 
-    A padding token is all zeros, and so leaves the state as it is.
+    A padding token is all zeros, so it does not change the state.
     """
     x, dt, a, b, c, d = tokens
     size, group = x.shape[0], x.shape[1] // b.shape[1]
@@ -100,7 +99,6 @@ def _chunk(state, tokens):
 def mamba2_prefill_reference(
     tokens: Mamba2Tokens, states: _States, layer: int, chunks: PrefillRegion
 ) -> tuple[_Outputs, _States]:
-    """The specification of `mamba2_prefill`: one token after the other."""
     head_dim = tokens.x.shape[-1]
     x, dt, a, b, c, d = tokens.padded_to(states.shape[4])
 

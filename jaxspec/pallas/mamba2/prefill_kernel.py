@@ -1,12 +1,12 @@
-"""`mamba2_prefill` on a Hopper GPU (Pallas, Mosaic GPU), in 16 bits.
+"""Kernel of `mamba2_prefill` in 16 bits (Pallas, Mosaic GPU).
 
-A block walks the chunks of a tile of one sequence with 64 rows of one head's state, which stay in
-registers as float32. As in `gdn_prefill` all it computes is transposed, values by tokens, so that
-the state is an accumulator of products and, rounded, an operand of them, both in registers.
+A block walks the chunks of one tile of a sequence with 64 rows of one head's state, which stay in
+registers as float32. As in `gdn_prefill`, everything is computed transposed, values by tokens, so
+that the state, in registers, is an accumulator of matmuls and, rounded, an operand.
 
-One long prompt alone would be as many blocks as it has heads, half of what a GPU runs at once. So
-it is cut into several tiles. A first kernel, `prefill_tiles.add_tiles`, finds what each tile but
-the last adds to the state; a block then begins with the sum over the tiles before its own.
+A single long prompt would only have as many blocks as heads, half of what a GPU runs at once. So it
+is split into several tiles. A first kernel, `prefill_tiles.add_tiles`, computes what each tile but
+the last adds to the state; each block then starts with the sum over the tiles before its own.
 """
 
 import functools
@@ -30,16 +30,17 @@ from jaxspec.pallas.recurrent.chunk_blocks import (
 )
 from jaxspec.pallas.recurrent.chunks import CHUNK
 
-# Blocks that an H200 runs at once: registers and shared memory are for two a multiprocessor.
+# Blocks that an H200 runs at once: registers and shared memory allow two per multiprocessor.
 _BLOCKS = 2 * device.MULTIPROCESSORS
-_MIN_TILE = 4 * CHUNK  # tokens worth a tile of their own
+_MIN_TILE = 4 * CHUNK  # minimum tokens of a tile
 
 
 @functools.partial(jax.jit, static_argnames=("tile", "interpret"))
 def mamba2_prefill_kernel(tokens, states, layer, chunks, *, tile=None, interpret=None):
-    """`mamba2_prefill` with `layer` on the device, so that all layers share one kernel.
+    """Run `mamba2_prefill` with `layer` on the device, so that all layers share one kernel.
 
-    `tile`: tokens of a tile, whole chunks. `interpret`: parameters of Mosaic's interpreter.
+    `tile` is the number of tokens per tile, in whole chunks. `interpret` holds parameters of
+    Mosaic's interpreter.
     """
     x, dt, a, b, c, d = tokens
     num_tokens, groups, state_dim = b.shape
@@ -72,10 +73,9 @@ def mamba2_prefill_kernel(tokens, states, layer, chunks, *, tile=None, interpret
 
 
 def _schedule(sizes, seqs):
-    """The tiles of all sequences, a `Tile` in each row; the same for all layers.
+    """Return the tiles of all sequences, a `Tile` in each row; the same for all layers.
 
-    There is a row for each of the largest possible number of tiles; those beyond the last have no
-    token.
+    There are as many rows as there can be tiles; rows beyond the last tile have no tokens.
     """
     begin, end = seqs.query_start[:-1], seqs.query_start[1:]
     first = begin // ALIGN * ALIGN
@@ -100,7 +100,10 @@ def _schedule(sizes, seqs):
 
 
 def _walk_tile(sizes, operands, c, d, tile_sums, pool, out, *, scratch):
-    """The block of one tile; array operands are references, and uncut prompts have no sums."""
+    """Run the block of one tile; array operands are references.
+
+    `tile_sums` is None if no prompt is split.
+    """
     block, index = tiles.BlockIndex.of_grid(sizes), lax.axis_index("tile")
     tile = tiles.Tile.load(operands.schedule, index)
     own_out = out.at[:, block.head, pl.ds(lax.axis_index("part") * VALUES, VALUES)]
@@ -132,7 +135,7 @@ def _walk_tile(sizes, operands, c, d, tile_sums, pool, out, *, scratch):
     def _():
         step = functools.partial(_step, walk, d[block.head], own_out)
         state = walk.over(tile.chunks, step, start)
-        # Loaded again, because the loop has no registers to keep it in.
+        # Reloaded, because the loop has no registers to keep it in.
         walked = tiles.Tile.load(operands.schedule, index)
 
         @pl.when(walked.position == walked.tiles - 1)
@@ -143,7 +146,7 @@ def _walk_tile(sizes, operands, c, d, tile_sums, pool, out, *, scratch):
 
 
 def _sum(sizes, tile_sums, tile, block):
-    """The state at the start of a tile, from what the tiles before it add."""
+    """Return the state at the start of a tile, from the sums of the tiles before it."""
     index = lax.axis_index("tile")
 
     def add(i, state):
@@ -154,7 +157,10 @@ def _sum(sizes, tile_sums, tile, block):
 
 
 def _step(walk, skip, out, chunk, release, state):
-    """One chunk: its outputs, and the state `[values, state_dim]` after it; `skip` is `D`."""
+    """Store the outputs of a chunk, and return the state `[values, state_dim]` after it.
+
+    `skip` is `D`.
+    """
     weights = walk.scratch.weights
     kept, written, left, last = _start_outputs(walk, skip, chunk, state)
     result, state = tensor_cores.accumulate(
@@ -168,10 +174,10 @@ def _step(walk, skip, out, chunk, release, state):
 
 
 def _start_outputs(walk, skip, chunk, state):
-    """The outputs from the state and `D` alone, and then the last three of `written_by`.
+    """Return the outputs from the state and `D` alone, then the last three results of `written_by`.
 
-    `scratch.weights` then holds the weight of each written value in each output. While a product is
-    under way, the kernel computes all that does not need it.
+    `scratch.weights` then holds the weight of each written value in each output. While a matmul is
+    in flight, the kernel computes everything that does not need it.
     """
     queries, keys, scratch = chunk.queries, chunk.keys, walk.scratch
 

@@ -1,7 +1,7 @@
-"""Tiles of `mamba2_prefill`: how a block walks a tile's chunks, and the kernel that sums tiles up.
+"""Tiles of `mamba2_prefill`: a block's walk over the chunks of a tile, and the kernel of tile sums.
 
-A tile is a stretch of one sequence, in whole chunks. `add_tiles` computes what each tile adds to
-the state; `prefill_kernel` then computes the outputs of all tiles at once.
+A tile is a range of one sequence, in whole chunks. `add_tiles` computes what each tile adds to the
+state; `prefill_kernel` then computes the outputs of all tiles at once.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from jaxspec.pallas.gpu import access, tensor_cores
 from jaxspec.pallas.recurrent.chunk_blocks import ALIGN, VALUES, along, iota, limited, sums
 from jaxspec.pallas.recurrent.chunks import CHUNK
 
-_STAGES = 2  # chunks in shared memory: with two, two blocks fit on a multiprocessor
+_STAGES = 2  # chunks in shared memory; with two, two blocks fit on a multiprocessor
 _LOG2E = math.log2(math.e)
-_COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # the layout of vectors over a matrix's columns
+_COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # layout of vectors over a matrix's columns
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Static sizes that a block knows; the first six are the pool's axes."""
+    """Static sizes of a launch; the first six are the pool's axes."""
 
     layers: int
     num_slots: int
@@ -37,90 +37,90 @@ class Sizes:
     state_dim: int
     groups: int
     tokens: int
-    tile: int  # tokens of a tile
-    dtype: Any  # of operands of tensor cores
+    tile: int  # tokens per tile
+    dtype: Any  # dtype of operands of tensor cores
 
 
 class Tile(NamedTuple):
-    """One tile, or a column of each for all tiles: the schedule is `[tiles, fields]`, int32."""
+    """One tile, or columns for all tiles: the schedule is `[tiles, fields]`, int32."""
 
-    slot: Any  # 0: a null sequence's
-    source: Any  # the candidate that the sequence starts from; -1: it starts from zero
-    begin: Any  # the first token; a tile beyond the last has none
+    slot: Any  # 0 for a null sequence
+    source: Any  # candidate that the sequence starts from; -1 starts from zero
+    begin: Any  # first token; a tile beyond the last has none
     end: Any
-    position: Any  # among the sequence's tiles
-    tiles: Any  # how many the sequence has
+    position: Any  # index among the sequence's tiles
+    tiles: Any  # number of the sequence's tiles
 
     @classmethod
     def load(cls, schedule, row) -> "Tile":
-        """The tile in that row of the schedule."""
+        """Load one row of the schedule."""
         return cls(*(schedule[row, column] for column in range(len(cls._fields))))
 
     @property
     def start(self):
-        """Where the first chunk starts."""
+        """Aligned start of the first chunk."""
         return self.begin - lax.rem(self.begin, ALIGN)
 
     @property
     def chunks(self):
-        """The number of chunks."""
         count = lax.div(self.end - self.start + CHUNK - 1, CHUNK)
         return jnp.where(self.begin < self.end, count, 0)
 
 
 class Operands(NamedTuple):
-    """What both kernels read beside the pool, in a kernel as references."""
+    """Operands of both kernels, without the pool; references within a kernel."""
 
     x: Any  # [tokens, heads * head_dim]
     b: Any  # [tokens, groups * state_dim]
-    dt: Any  # [heads, tokens], so that a head's are neighbours, as copies need
+    dt: Any  # [heads, tokens]: copies need a head's steps to be contiguous
     a: Any  # [heads]
     schedule: Any  # [tiles, fields of Tile]
     layer: Any  # [1]
 
 
 class TileSums(NamedTuple):
-    """How the tile before each tile changes the state: to `left * state + added`.
+    """Change of the state by the tile before each tile: to `left * state + added`.
 
     For a sequence's first tile, `added` is the initial state. A sequence of one tile has no sums.
     """
 
     added: Any  # [tiles, heads * head_dim, state_dim]
-    left: Any  # [tiles, heads]: the decay over the tile
+    left: Any  # [tiles, heads]: decay over the tile
 
 
 class Scratch(NamedTuple):
-    """Barriers, the ring of chunks and other shared memory of a walk, in this order.
+    """Barriers, the ring of chunks and other shared memory of a walk.
 
-    The first axis of the ring's arrays is stages. None: the kernel does not need it.
+    The first axis of the ring's arrays is stages. None marks an array that the kernel does not
+    need.
     """
 
     arrived: Any
     keys: Any  # ring of `B`
-    line: Any  # a vector over a chunk's tokens
+    line: Any  # vector over a chunk's tokens
     queries: Any  # ring of `C`
     spare: Any  # as for `tensor_cores.operand`
     steps: Any  # ring of `dt`
     values: Any  # ring of `x`
-    weights: Any  # a matrix over a chunk's tokens
+    weights: Any  # matrix over a chunk's tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A chunk that has arrived: references to its `B`, `x`, `dt` and, for outputs, `C`."""
+    """Chunk in shared memory: references to its `B`, `x`, `dt` and, for outputs, `C`."""
 
-    start: jax.Array  # the token of its first row
-    low: jax.Array  # rows from `low` to `high` are the sequence's
+    start: jax.Array  # token of its first row
+    low: jax.Array  # rows from `low` to `high` belong to the sequence
     high: jax.Array
     keys: Any
     values: Any
     steps: Any
-    queries: Any  # or None
+    queries: Any  # None without outputs
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """A block's way over the chunks of a tile, through a ring in shared memory."""
+    """Loop of a block over the chunks of a tile, through a ring in shared memory."""
 
     tile: Tile
     copies: Callable  # (slice of tokens) -> pairs of a source and its ring
@@ -128,10 +128,10 @@ class Walk:
     scratch: Scratch
 
     def over(self, chunks, step, start):
-        """`step(chunk, release, carry)` for each chunk; gives the last carry.
+        """Run `step(chunk, release, carry)` for each chunk, and return the last carry.
 
-        `step` calls `release` when all threads have read the chunk. `start` gives the first carry,
-        while the first chunks are on their way.
+        `step` calls `release` when all threads have read the chunk. `start` returns the first
+        carry, while the first chunks are being copied.
         """
         for stage in range(_STAGES):
             pl.when(stage < chunks)(functools.partial(self._fetch, stage, stage))
@@ -180,9 +180,9 @@ class Walk:
         return chunk
 
     def sum_up(self, chunk):
-        """The log2 of decays up to each token, over a matrix's rows; over its columns in `line`.
+        """Return the log2 of decays up to each token, over a matrix's rows; store them in `line`.
 
-        In units of log2 because exp2 takes them as they are.
+        They are in units of log2 because exp2 takes them directly.
         """
         new = access.load(chunk.steps, _COLUMNS)
         by_rows = sums(along(limited(new * self.rate), 1), iota(0), iota(1)) * _LOG2E
@@ -191,14 +191,14 @@ class Walk:
         return by_rows
 
     def sums(self):
-        """The sums in `line`; loaded again at each use, since registers are scarce."""
+        """Load `line`, over a matrix's columns; repeated at each use to save registers."""
         return access.load(self.scratch.line, _COLUMNS)
 
     def written_by(self, chunk):
-        """`x`, written values, the same at the chunk's end, and the log2 of the chunk's decay.
+        """Return `x`, written values, these at the chunk's end, and the log2 of the chunk's decay.
 
         The first three are `[values, tokens]`; the second and third are rounded, as operands of
-        products.
+        matmuls.
         """
         x = access.load(chunk.values.transpose((1, 0)), plgpu.Layout.WGMMA)
         dtype, x, last = x.dtype, x.astype(jnp.float32), self.scratch.line[CHUNK - 1]
@@ -208,7 +208,7 @@ class Walk:
 
 
 class BlockIndex(NamedTuple):
-    """Which part of a tile a block computes."""
+    """Part of a tile that a block computes."""
 
     head: Any
     values: Any  # slice of the rows of a state, and of the columns of `x`
@@ -216,7 +216,7 @@ class BlockIndex(NamedTuple):
 
     @classmethod
     def of_grid(cls, sizes) -> "BlockIndex":
-        """This block's, on the grid of `launch_options`."""
+        """Return this block's index, on the grid of `launch_options`."""
         part, head = lax.axis_index("part"), lax.axis_index("head")
         group = lax.div(head, sizes.heads // sizes.groups)
         return cls(
@@ -227,7 +227,7 @@ class BlockIndex(NamedTuple):
 
 
 def adding_scratch(sizes, interpret):
-    """The `Scratch` of a walk that computes no outputs."""
+    """Return the `Scratch` of a walk that computes no outputs."""
     spare = tensor_cores.tile(VALUES, CHUNK, dtype=sizes.dtype)
     return Scratch(
         arrived=plgpu.Barrier(num_arrivals=3, num_barriers=_STAGES),
@@ -242,7 +242,7 @@ def adding_scratch(sizes, interpret):
 
 
 def output_scratch(sizes, interpret):
-    """The `Scratch` of a walk that computes outputs."""
+    """Return the `Scratch` of a walk that computes outputs."""
     spare = tensor_cores.tile(VALUES, max(CHUNK, sizes.state_dim), dtype=sizes.dtype)
     return adding_scratch(sizes, interpret)._replace(
         arrived=plgpu.Barrier(num_arrivals=4, num_barriers=_STAGES),
@@ -253,11 +253,11 @@ def output_scratch(sizes, interpret):
 
 
 def launch_options(sizes, tiles, interpret):
-    """How both kernels are started: a block for `VALUES` values of a head of a tile."""
+    """Return options of both kernels: a block for `VALUES` values of a head of a tile."""
     return {
         "grid": (sizes.head_dim // VALUES, sizes.heads, tiles),
         "grid_names": ("part", "head", "tile"),
-        # Safe without barriers but the walk's own, where a thread reads another's writes.
+        # The walk has explicit barriers where a thread reads another's writes.
         "compiler_params": plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
@@ -266,13 +266,12 @@ def launch_options(sizes, tiles, interpret):
 
 
 def zero_state(sizes):
-    """A block's state of zeros."""
     zeros = jnp.zeros((VALUES, sizes.state_dim), jnp.float32)
     return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
 
 def initial_state(sizes, tile, pool, layer, values):
-    """The block's part of the state that the tile's sequence starts from."""
+    """Return the block's part of the state that the tile's sequence starts from."""
     candidate_0 = (layer[0] * sizes.num_slots + tile.slot) * sizes.candidates
     source = pool.at[candidate_0 + jnp.maximum(tile.source, 0), values]
     state = access.load(source, plgpu.Layout.WGMMA).astype(jnp.float32)
@@ -280,7 +279,7 @@ def initial_state(sizes, tile, pool, layer, values):
 
 
 def add_tiles(sizes, operands, pool, interpret):
-    """The `TileSums` of all tiles."""
+    """Compute the `TileSums` of all tiles."""
     tiles = operands.schedule.shape[0]
     state = (tiles, sizes.heads * sizes.head_dim, sizes.state_dim)
     tile_sums = TileSums(
@@ -299,7 +298,7 @@ def add_tiles(sizes, operands, pool, interpret):
 
 
 def _add_tile(sizes, operands, pool, out, *, scratch):
-    """The block of one tile, which walks the tile before it; array operands are references."""
+    """Run the block of one tile, which walks the tile before it; array operands are references."""
     block, index = BlockIndex.of_grid(sizes), lax.axis_index("tile")
     tile = Tile.load(operands.schedule, index)
     before = Tile.load(operands.schedule, jnp.maximum(index - 1, 0))

@@ -1,4 +1,4 @@
-"""One verify step of Mamba2 that keeps no state a token, but what replays it."""
+"""Mamba2 verify step with a replay ring in place of a state after each token."""
 
 import dataclasses
 
@@ -21,19 +21,19 @@ _Outputs = Float[Array, "rows width heads head_dim"]
 def mamba2_replay(
     tokens: Mamba2Tokens, states: _States, ring: Mamba2Ring, layer: int, rows: DecodeRegion
 ) -> tuple[_Outputs, _States, Mamba2Ring]:
-    """The selective state space over each row's tokens: float32 outputs, new pool, new ring.
+    """Run the selective state space over each row's tokens: float32 outputs, new pool, new ring.
 
-    The rule is `mamba2_step`'s, and `tokens` are `[rows, width, ...]`. A slot's state is its
-    checkpoint and the ring's tokens at `num_computed - ring_length .. num_computed - 1`; with the
-    running sum `T` of their `dt`:
+    The rule is that of `mamba2_step`, and `tokens` are `[rows, width, ...]`. A slot's state is its
+    replay base, stored in `states`, plus the ring's tokens at `num_computed - ring_length ..
+    num_computed - 1`. With the running sum `T` of their `dt`:
 
         S = exp(A T_P) S_0 + sum_j exp(A (T_P - T_j)) dt_j x_j B_j^T
 
-    A row that `must_fold` writes this as its checkpoint. Its tokens `t < query_len` go to the ring
-    at `num_computed + t`; the caller counts those that stand, by `next_ring_length`. `x` and `B`
-    are rounded to the ring's dtype before they change a state, so that what is replayed later is
-    what this step computed with. Padding rows and tokens write nothing, and their outputs mean
-    nothing.
+    A row that must fold (`must_fold`) writes this as its new replay base. Its tokens `t <
+    query_len` are written to the ring at `num_computed + t`; the caller counts the accepted ones
+    with `next_ring_length`. `x` and `B` are rounded to the ring's dtype before they change a state,
+    so that a later replay computes with the same values as this step. Padding rows and tokens write
+    nothing, and their outputs are undefined.
 
     Raises:
         ValueError: the ring is too small for steps of this width (`check_ring`).
@@ -52,7 +52,7 @@ def mamba2_replay(
 def mamba2_replay_reference(
     tokens: Mamba2Tokens, states: _States, ring: Mamba2Ring, layer: int, rows: DecodeRegion
 ) -> tuple[_Outputs, _States, Mamba2Ring]:
-    """The specification of `mamba2_replay`: fold for itself, then one token after the other."""
+    """Reference for `mamba2_replay`: replay each row's ring, then advance token by token."""
     head_dim = tokens.x.shape[-1]
     x, dt, a, b, c, d = tokens.padded_to(states.shape[4])
     width, num_slots = x.shape[1], states.shape[1]
@@ -65,7 +65,7 @@ def mamba2_replay_reference(
     def append(pool, new):
         return pool.at[layer, target, ring_row].set(new.astype(pool.dtype), mode="drop")
 
-    # Written before the ring is read, where these rows do not count: XLA need not copy it then.
+    # Written before the ring is read, so that XLA need not copy it; the read masks these rows.
     x_ring, b_ring, dt_ring = append(ring.x, x), append(ring.b, b), append(ring.dt, dt)
     ring = dataclasses.replace(ring, x=x_ring, b=b_ring, dt=dt_ring)
     start = replayed_states(states, ring, a, layer, rows)
@@ -85,13 +85,13 @@ def mamba2_replay_reference(
 def replayed_states(
     states: _States, ring: Mamba2Ring, a: Float[Array, " heads"], layer: int, rows: DecodeRegion
 ) -> Float[Array, "rows heads head_dim state_dim"]:
-    """Each row's state before its step: its checkpoint, and the ring's tokens added, in float32."""
+    """Return each row's state before its step: its replay base plus the ring's tokens, float32."""
     group, num_rows = ring.x.shape[3] // ring.b.shape[3], ring.num_rows
     slot = jnp.clip(rows.slots, 0, states.shape[1] - 1)
-    # By age, the newest last; what lies beyond `ring_length` may hold anything.
+    # By age, the newest last; rows beyond `ring_length` may hold anything.
     age = jnp.arange(num_rows, 0, -1, dtype=jnp.int32)[None, :]
     ring_row = (rows.num_computed[:, None] - age) % num_rows
-    # Behind the window are rows that this step writes.
+    # Rows beyond the window are written by this step.
     counts = age <= jnp.minimum(rows.ring_length, ring.window)[:, None]
 
     def gather(pool):
@@ -110,7 +110,10 @@ def replayed_states(
 def why_not_kernel(
     x: Float[Array, "rows width ..."], states: _States, ring: Mamba2Ring
 ) -> str | None:
-    """Why a replay's kernel does not take these operands, or None; of `x` all but its heads."""
+    """Return why a replay kernel cannot take these operands, or None.
+
+    `x` may be a projection: its last axes are not checked.
+    """
     if ring.window > 64:
         return f"a ring with a window of {ring.window} tokens, more than 64"
     return step_op.why_not_kernel(x, states)

@@ -1,6 +1,6 @@
-"""A block of `mamba2_replay` from top to bottom: one head of one row, a warpgroup's work.
+"""Block of `mamba2_replay`: one head of one row, the work of one warpgroup.
 
-This step's tokens are loaded (`LoadedTokens`) or made of a projection (`ConvTokens`).
+This step's tokens are loaded (`LoadedTokens`) or computed from a projection (`ConvTokens`).
 """
 
 import dataclasses
@@ -26,25 +26,25 @@ from jaxspec.pallas.recurrent.replay_block import (
 
 @dataclasses.dataclass(frozen=True)
 class Mamba2Launch:
-    """What all blocks of a launch have in common."""
+    """Settings common to all blocks of a launch."""
 
     sizes: ReplaySizes
-    block_heads: int  # heads of a block, a warpgroup each
-    conv_rows: int  # rows of the convolution's ring; 1: there is none, and 0 the only remainder
+    block_heads: int  # heads per block, one warpgroup each
+    conv_rows: int  # rows of the convolution's ring; 1 if there is none: all remainders are 0
     tokens: Any  # LoadedTokens or ConvTokens
 
 
 class LoadedTokens:
-    """This step's tokens where they are operands of the kernel: `Mamba2Tokens`."""
+    """Tokens of this step, given as operands of the kernel (`Mamba2Tokens`)."""
 
     def __init__(self, launch: Mamba2Launch, ring: RingBlock, smem: Any, warpgroup: Any):
-        """Nothing is loaded yet but the head's numbers."""
+        """Load the head's scalars only."""
         self.width, self.gmem, self.smem = launch.sizes.width, ring.gmem, smem
         self.ring, self.warpgroup = ring, warpgroup
         self.rate, self.skip = ring.gmem.a[ring.head], ring.gmem.d[ring.head]
 
     def begin_copies(self) -> None:
-        """Begin to copy C to shared memory."""
+        """Start copying C to shared memory."""
 
         @pl.when(self.warpgroup == 0)
         def _():
@@ -53,7 +53,7 @@ class LoadedTokens:
             plgpu.copy_gmem_to_smem(c, target, self.smem.c_produced)
 
     def finish(self, find_ring_decay: Callable) -> None:
-        """Wait until all threads see B as the ring will hold it, C, and the ring's decay."""
+        """Wait until all threads see C, B as rounded for the ring, and the ring's decay."""
 
         @pl.when(self.warpgroup == 0)
         def _():
@@ -66,14 +66,17 @@ class LoadedTokens:
         plgpu.barrier_wait(self.smem.c_produced)
 
     def values(self) -> tuple[list[Any], list[Any]]:
-        """`x` in registers, and `dt`, of each token."""
+        """Return `x`, in registers, and `dt` of each token."""
         row, head, tokens = self.ring.table.row, self.ring.head, range(self.width)
         x = [load(self.gmem.x.at[row, t, head], self.ring.by_value) for t in tokens]
         return x, [self.gmem.dt[row, t, head] for t in tokens]
 
 
 def keep_b(ring: RingBlock, t: int, b: Any) -> None:
-    """Store B of token `t` as the ring will hold it, and if the head leads its group, there."""
+    """Store B of token `t`, rounded to the ring's dtype, in shared memory.
+
+    The first head of the group also writes it to the ring.
+    """
     b = b.astype(ring.sizes.dtype)
     store(ring.tiles.keys.at[t], b)
 
@@ -83,15 +86,15 @@ def keep_b(ring: RingBlock, t: int, b: Any) -> None:
 
 
 class Mamba2ReplayBlock:
-    """One head of one row. `keys` are B, `updates` are x, the step's factors are C."""
+    """One head of one row. `keys` are B, `updates` are x, and the step's factors are C."""
 
     def __init__(self, launch: Mamba2Launch, gmem: Any, smem: Any):
-        """`gmem`, `smem`: references to operands, pools and output, and to scratch, by name."""
+        """Set up references by name: operands, pools and output in `gmem`, scratch in `smem`."""
         self.launch, self.sizes, self.block_heads = launch, launch.sizes, launch.block_heads
         self.gmem, self.smem = gmem, smem
         row, block, self.warpgroup = (lax.axis_index(x) for x in ("row", "heads", "warpgroup"))
         head = block * launch.block_heads + self.warpgroup
-        # What belongs to this head; the rest of `smem` belongs to the block.
+        # Scratch of this head; the rest of `smem` belongs to the block.
         self.state = smem.state.at[self.warpgroup]
         self.state_products = smem.state_products.at[self.warpgroup]
         self.dt = smem.dt.at[self.warpgroup]
@@ -107,14 +110,14 @@ class Mamba2ReplayBlock:
         self.by_square = _square_layout(self.sizes.dtype.itemsize)
 
     def run(self) -> None:
-        """Do the block's work; a padding row puts out zeros."""
+        """Run the block; a padding row writes zeros."""
         self.ring.run(self._step, self._output)
 
     def _step(self):
-        """A live row's step."""
+        """Run the step of a live row."""
         ring, smem, wait = self.ring, self.smem, plgpu.barrier_wait
         tokens = self.launch.tokens(self.launch, ring, smem, self.warpgroup)
-        log_decay = tokens.rate * math.log2(math.e)  # a power of 2 costs half of one of e
+        log_decay = tokens.rate * math.log2(math.e)  # exp2 costs half as much as exp
         self._begin_copies(tokens)
         tokens.finish(functools.partial(self._find_ring_decay, log_decay))
         lax.fori_loop(0, ring.num_groups, lambda i, _: wait(smem.ring_produced.at[i]), None)
@@ -126,7 +129,7 @@ class Mamba2ReplayBlock:
         ring.sync()
         sums = load(self.state_products, ring.by_product)
         decay = jnp.where(ring.folds, 1.0, decay)
-        # All that this head's threads exchange is in its own warpgroup: no barrier is needed.
+        # This head's threads exchange data only within their warpgroup: no barrier is needed.
         products, layout, sync = self.state_products, ring.by_product, plgpu.commit_smem
         reads = ring.replay(decay, sums, products, layout, sync)
         self._store_outputs(tokens, log_decay, reads, x, dt)
@@ -137,9 +140,9 @@ class Mamba2ReplayBlock:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _begin_copies(self, tokens):
-        """Begin all copies to shared memory: C, the ring's tokens that count, the checkpoint.
+        """Start all copies to shared memory: C, the ring's valid tokens, the replay base.
 
-        The checkpoint comes last: what is needed before it would wait for its bytes.
+        The replay base is copied last: otherwise data needed earlier would wait for its bytes.
         """
         ring, gmem, smem, copy = self.ring, self.gmem, self.smem, plgpu.copy_gmem_to_smem
         tiles, width = ring.tiles, self.sizes.width
@@ -147,7 +150,8 @@ class Mamba2ReplayBlock:
 
         @plgpu.warp_map
         def _(warp):
-            # A token of each group. The heads of a block take turns with the B that they share.
+            # Each warp copies one token per group. The heads of a block alternate in copying the B
+            # that they share.
             groups = range(self.sizes.copied_tokens // RING_GROUP)
             ring_tokens = [RING_GROUP * i + warp for i in groups]
             steps = [gmem.ring_dt[ring.update_index(ring.row_by_age(j))] for j in ring_tokens]
@@ -172,16 +176,17 @@ class Mamba2ReplayBlock:
                 self.dt[j] = dt
 
     def _checkpoint(self):
-        """The head's checkpoint in the pool."""
+        """Return the head's replay base in the pool."""
         return self.gmem.states.at[self.ring.pool_index * self.sizes.heads + self.ring.head]
 
     def _find_ring_decay(self, log_decay):
-        """Store what multiplies each of the ring's tokens: `dt`, and the decay since.
+        """Store the factor of each of the ring's tokens: `dt`, times the decay since.
 
-        `decay_before` also has the token's own decay, so that its first is the checkpoint's.
+        `decay_before` also includes the token's own decay, so its first entry is the decay of the
+        replay base.
         """
         plgpu.commit_smem()
-        steps = self.dt.at[pl.ds(0, self.sizes.square)]  # behind them may be this step's
+        steps = self.dt.at[pl.ds(0, self.sizes.square)]  # this step's may follow
         after, counts = self.ring.sums_after(steps)
         dt = load(steps, self.ring.by_token.reduce(1))
         weight = jnp.where(counts, jnp.exp2(log_decay * after) * dt, 0.0)
@@ -189,9 +194,9 @@ class Mamba2ReplayBlock:
         store(self.decay_before, jnp.exp2(log_decay * (after + dt)))
 
     def _multiply_state(self, decay):
-        """Multiply the decayed checkpoint with each C; a row that folds adds the ring to it first.
+        """Multiply the decayed replay base with each C, into one column of `state_products` per C.
 
-        A column of `state_products` for each C.
+        A row that folds adds the ring to the replay base first.
         """
         ring, sizes, layout = self.ring, self.sizes, self.by_square
         state = load(self.state, layout).astype(jnp.float32) * decay
@@ -204,7 +209,7 @@ class Mamba2ReplayBlock:
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(self.state, self._checkpoint())
 
-        # All products before any is stored: the compiler moves no load above a store.
+        # All sums are computed before any is stored: the compiler moves no load above a store.
         products = []
         for t in range(sizes.width):
             c = load(self.smem.c.at[t], layout.reduce(0)).astype(jnp.float32)
@@ -214,7 +219,7 @@ class Mamba2ReplayBlock:
             store(self.state_products.at[:, pl.ds(t, 1)], product)
 
     def _add_token(self, j, state):
-        """Token `j` of the ring added to a state."""
+        """Return `state` with token `j` of the ring added."""
         tiles, layout = self.ring.tiles, self.by_square
         x = load(tiles.updates.at[j], layout.reduce(1)).astype(jnp.float32)
         b = load(tiles.keys.at[self.sizes.width + j], layout.reduce(0))
@@ -223,11 +228,14 @@ class Mamba2ReplayBlock:
         return state + x * b
 
     def _output(self, t):
-        """The output of token `t`, in the kernel's result."""
         return self.gmem.out.at[self.ring.table.row, t, self.ring.head]
 
     def _store_outputs(self, tokens, log_decay, reads, x, dt):
-        """Store what each token reads: of the state before this step, of this step, of itself."""
+        """Store the output of each token.
+
+        It is the sum of what C reads from the state before this step, the contributions of this
+        step's tokens, and `D x`.
+        """
         key_products = self.ring.tiles.key_products
         rounded = [x_t.astype(self.sizes.dtype).astype(jnp.float32) for x_t in x]
         for t, x_t in enumerate(x):
@@ -240,7 +248,6 @@ class Mamba2ReplayBlock:
             store(self._output(t), out)
 
     def _append(self, x, dt):
-        """Store this step's `x` and `dt` in the ring."""
         for t, (x_t, dt_t) in enumerate(zip(x, dt, strict=True)):
 
             @pl.when(t < self.ring.table.num_tokens)
@@ -251,10 +258,10 @@ class Mamba2ReplayBlock:
 
 
 def _square_layout(itemsize):
-    """Register layout of a state: a thread has one of every 32 values, and a quarter of its keys.
+    """Return the register layout of a state: a thread has every 32nd value, a quarter of its keys.
 
-    The quarter is 32 bytes of each 128, in two vectors: with the swizzle the 8 threads that are
-    served at once find theirs in different banks.
+    The quarter is 32 bytes of each 128, in two vectors: with the swizzle, the 8 threads that are
+    served at once access different banks.
     """
     vector = 16 // itemsize
     tiles = (32, 8 * vector), (8, 8 * vector), (2 * vector,), (vector,)
@@ -263,7 +270,7 @@ def _square_layout(itemsize):
     )
 
 
-# Register layout of the sums over such a state's keys, as a matrix of one column.
+# Register layout of sums over the keys of such a state, as a matrix of one column.
 _SQUARE_COLUMN = plgpu.Layout.TILED(
     plgpu.Tiling(((32, 1), (8, 1))),
     warp_dims=(-4,),

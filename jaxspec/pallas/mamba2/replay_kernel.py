@@ -1,32 +1,32 @@
-"""`mamba2_replay` and `mamba2_conv_replay` on a Hopper GPU (Pallas, Mosaic GPU).
+"""Kernels of `mamba2_replay` and `mamba2_conv_replay` (Pallas, Mosaic GPU).
 
-A block has one head of one row, or two that share B and C, a warpgroup each. With `S_0` the
-checkpoint, `x_j, B_j` the ring's tokens and `C` one of this step's, the state before this step
+A block has one head of one row, or two that share B and C, one warpgroup each. With `S_0` the
+replay base, `x_j, B_j` the ring's tokens and `C` one of this step's, the state before this step
 gives
 
     S C = exp(A T_P) S_0 C + sum_j (B_j . C) exp(A (T_P - T_j)) dt_j x_j
 
-so a checkpoint is read once, for all `C` together. A row that folds does that first, and then has
-no ring. All copies to shared memory start together. `T_P - T_j` is computed as the sum of what came
-after `j`, because a difference would lose digits.
+so a replay base is read once, for all `C` together. A row that folds adds the ring to its replay
+base first, and then has no ring. All copies to shared memory start together. `T_P - T_j` is
+computed as the sum of the steps after `j`, because a difference would lose digits.
 
-What lies in shared memory, in the order of its use:
+Shared memory, in the order of its use:
 
     keys             this step's B, rounded, then the ring's (`ring_produced`), by age
-    dt               the ring's; behind it this step's, if the block makes its tokens
-    ring_decay       of each of the ring's tokens: its `dt` as it has decayed since, 0 for none
-    decay_before     the decay since each of the ring's tokens, and its own; the first is that of
-                     the checkpoint
-    c                this step's C (`c_produced`, or the block makes it)
-    x                this step's, if the block makes its tokens
+    dt               the ring's, then this step's if the block computes its tokens
+    ring_decay       for each of the ring's tokens: its `dt` times the decay since; 0 past the ring
+    decay_before     for each of the ring's tokens: the decay since, times its own; the first entry
+                     is that of the replay base
+    c                this step's C (`c_produced`, or computed by the block)
+    x                this step's, if the block computes its tokens
     key_products     B times C, a row for each token as in `keys`
-    state            the checkpoint; a copy writes it (`state_produced`), a fold stores it back
-    state_products   the checkpoint's, a column for each C; then with the ring's
+    state            the replay base, written by a copy (`state_produced`), stored back by a fold
+    state_products   the replay base times C, a column for each C; then with the ring's added
     updates          the ring's `x` (`ring_produced`), by age
 
 `keys`, `c` and `key_products` belong to the block, all others to each of its heads. `barrier`
-(`RingBlock.sync`) stands between what one head's threads write and another's read. Where all are of
-one head, or a copy reads, `commit_smem` stands instead.
+(`RingBlock.sync`) separates the writes of one head's threads from the reads of another's.
+`commit_smem` is enough within one head, and before an asynchronous copy reads.
 """
 
 import functools
@@ -56,14 +56,14 @@ from jaxspec.regions import DecodeRegion
 
 
 class _Pools(NamedTuple):
-    """What the kernel writes in place."""
+    """Arrays that the kernel writes in place."""
 
     states: jax.Array
     ring: Mamba2Ring
     conv: jax.Array | None  # [layers, slots, conv_ring, 1, channels]
 
 
-_POOL_NAMES = "states", "ring_x", "ring_b", "ring_dt", "conv"  # the arrays of `_Pools`
+_POOL_NAMES = "states", "ring_x", "ring_b", "ring_dt", "conv"  # names of the arrays of `_Pools`
 
 
 @functools.partial(jax.jit, static_argnames=("interpret", "block_heads"))
@@ -77,10 +77,10 @@ def mamba2_replay_kernel(
     interpret: Any = None,
     block_heads: int | None = None,
 ):
-    """`mamba2_replay` with `layer` on the device, so that all layers share one kernel.
+    """Run `mamba2_replay` with `layer` on the device, so that all layers share one kernel.
 
-    `interpret`: parameters of Mosaic's interpreter. `block_heads`: heads of a block, 1 or 2; None:
-    the faster.
+    `interpret` holds parameters of Mosaic's interpreter. `block_heads` is the number of heads per
+    block, 1 or 2; None chooses the faster.
     """
     pools = _Pools(states, ring, None)
     out, pools = _launch("mamba2_replay", tokens, pools, layer, rows, block_heads, interpret)
@@ -100,16 +100,16 @@ def mamba2_conv_replay_kernel(
     interpret: Any = None,
     block_heads: int | None = None,
 ):
-    """`mamba2_conv_replay` with `layer` on the device; the options are `mamba2_replay_kernel`'s."""
+    """Run `mamba2_conv_replay`; see `mamba2_replay_kernel` for `layer` and the options."""
     tokens = Projection(projected, params.conv, params.rates, params.bias)
-    # With one axis more, the convolution's ring has the axes of checkpoints and the state's ring.
+    # With one more axis, the convolution's ring has as many leading axes as the other pools.
     pools = _Pools(states, ring, conv[..., None, :])
     out, pools = _launch("mamba2_conv_replay", tokens, pools, layer, rows, block_heads, interpret)
     return out, pools.conv.reshape(conv.shape), pools.states, pools.ring
 
 
 def _launch(name, tokens, pools, layer, rows, block_heads, interpret):
-    """The outputs of a kernel over `Mamba2Tokens` or a `Projection`, and the pools."""
+    """Run a kernel on `Mamba2Tokens` or a `Projection`; return the outputs and the pools."""
     (num_rows, width), ring = tokens.x.shape[:2], pools.ring
     _, num_slots, _, heads, head_dim, _ = pools.states.shape
     launch = _plan(tokens, pools, block_heads)
@@ -147,14 +147,13 @@ def _launch(name, tokens, pools, layer, rows, block_heads, interpret):
 
 
 def _plan(tokens, pools, block_heads):
-    """The `Mamba2Launch` for these operands."""
     _, num_slots, _, heads, head_dim, state_dim = pools.states.shape
     (num_rows, width), ring = tokens.x.shape[:2], pools.ring
     sizes = ReplaySizes(
         values=head_dim,
         key_dim=state_dim,
         width=width,
-        factors=width,  # C
+        factors=width,  # the step's C
         window=ring.window,
         ring_rows=ring.num_rows,
         heads=heads,
@@ -173,21 +172,21 @@ def _plan(tokens, pools, block_heads):
 
 
 def _block_heads(heads, group, window, state_bytes):
-    """How many heads share a block, given the heads of all rows.
+    """Return the number of heads per block; `heads` are those of all rows.
 
-    Two heads fetch B and multiply it with C once, but wait for each other, which pays where the
-    ring is long. Where multiprocessors are left over, each head is done sooner on one of its own.
+    Two heads copy B and multiply it with C once, but wait for each other, which pays off with a
+    long ring. If multiprocessors are idle, each head finishes sooner on one of them.
     """
     pays = window > 16 and heads > MULTIPROCESSORS
-    # Beside two states of 64 KB a block has no room for the longest rings.
+    # Two states of 64 KB leave a block no room for the longest rings.
     return 2 if pays and group % 2 == 0 and state_bytes < 2**16 else 1
 
 
 def _scratch(launch, dtype):
-    """Shared memory and barriers of a block; x and C have this dtype."""
+    """Return the shared memory and barriers of a block; `dtype` is that of x and C."""
     sizes, heads = launch.sizes, launch.block_heads
     is_loaded = launch.tokens is LoadedTokens
-    # Each head's steps begin where a vector of 16 bytes can be loaded.
+    # Each head's steps start at a multiple of 16 bytes, for vector loads.
     own_steps = 0 if is_loaded else 4 * pl.cdiv(sizes.width, 4)
     scratch = {
         "state": tensor_cores.tile(heads, sizes.values, sizes.key_dim, dtype=sizes.dtype),

@@ -1,4 +1,4 @@
-"""What a token of Mamba2 leaves in the ring of its slot."""
+"""Replay ring of Mamba2: the factors that each token leaves in its slot."""
 
 import flax.struct
 from jaxtyping import Array, Float
@@ -6,9 +6,9 @@ from jaxtyping import Array, Float
 
 @flax.struct.dataclass
 class Mamba2Ring:
-    """What each token added to its slot's state: `dt x B^T` after a decay of `A dt`.
+    """Factors of each token's update of the state: `dt x B^T` after a decay by `exp(A dt)`.
 
-    `recurrent.replay` says which row is whose. `x` and `b` have the checkpoint's dtype.
+    `recurrent.replay` defines the order of the rows. `x` and `b` have the dtype of the replay base.
     """
 
     x: Float[Array, "layers slots ring heads head_dim"]
@@ -18,5 +18,5 @@ class Mamba2Ring:
 
     @property
     def num_rows(self) -> int:
-        """Rows of a slot: the window, and one for each token of the widest step."""
+        """Rows per slot: the window, and one for each token of the widest step."""
         return self.x.shape[2]

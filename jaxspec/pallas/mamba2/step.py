@@ -1,4 +1,4 @@
-"""One verify step of Mamba2: a few tokens a row, the state after each one kept."""
+"""Mamba2 verify step: a few tokens per row, with the state after each one kept."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -15,18 +15,20 @@ _Outputs = Float[Array, "rows width heads head_dim"]
 def mamba2_step(
     tokens: Mamba2Tokens, states: _States, layer: int, rows: DecodeRegion
 ) -> tuple[_Outputs, _States]:
-    """The selective state space over each row's tokens: float32 outputs, and the new pool.
+    """Run the selective state space over each row's tokens: float32 outputs, and the new pool.
 
     Per token and head, with `S [head_dim, state_dim]` in float32 (Dao and Gu 2024, "Transformers
-    are SSMs", arXiv 2405.21060, equation 1 with a scalar `A` a head, discretised as Mamba does):
+    are SSMs", arXiv 2405.21060, equation 1 with a scalar `A` per head, discretised as in Mamba):
 
         S <- exp(A dt) S + dt x B^T;   y = S C + D x
 
     `tokens` are `[rows, width, ...]`. The first state is the slot's candidate `state_offset`; the
     state after token `t` becomes candidate `t` for `t < query_len`. To roll back to `n` accepted
-    drafts, the next step reads candidate `n`. Needs `candidates >= width` (ValueError). Padding
-    rows and tokens write nothing, and their outputs mean nothing. States may have more
-    rows a head than `x` (`padded_to`).
+    drafts, the next step reads candidate `n`. Padding rows and tokens write nothing, and their
+    outputs are undefined. States may have more rows per head than `x` (`padded_to`).
+
+    Raises:
+        ValueError: the pool has fewer candidates per slot than rows have tokens.
     """
     width, candidates = tokens.x.shape[1], states.shape[2]
     if candidates < width:
@@ -47,7 +49,6 @@ def mamba2_step(
 def mamba2_step_reference(
     tokens: Mamba2Tokens, states: _States, layer: int, rows: DecodeRegion
 ) -> tuple[_Outputs, _States]:
-    """The specification of `mamba2_step`: one token after the other."""
     head_dim = tokens.x.shape[-1]
     x, dt, a, b, c, d = tokens.padded_to(states.shape[4])
     state = state_select_reference(states, layer, rows).astype(jnp.float32)
@@ -68,7 +69,7 @@ def advance(
     b: Float[Array, "rows groups state_dim"],
     c: Float[Array, "rows groups state_dim"],
 ) -> tuple[Array, Array]:
-    """One token: the state after it, and what `c` reads from that, in float32."""
+    """Return the state after one token, and the result of reading it with `c`, in float32."""
     group = x.shape[1] // b.shape[1]
     b, c = (jnp.repeat(y.astype(jnp.float32), group, axis=1) for y in (b, c))
     new = dt[..., None] * x.astype(jnp.float32)
@@ -77,7 +78,7 @@ def advance(
 
 
 def why_not_kernel(x: Float[Array, "rows width ..."], states: _States) -> str | None:
-    """Why the kernels of this op and of the replays do not take these operands, or None."""
+    """Return why the step and replay kernels cannot take these operands, or None."""
     head_dim, state_dim = states.shape[4:]
     if x.shape[1] > 8:
         return f"{x.shape[1]} tokens a row, more than 8"

@@ -1,4 +1,4 @@
-"""`mamba2_step` on a Hopper GPU."""
+"""Kernel of `mamba2_step` (Pallas, Mosaic GPU)."""
 
 import functools
 
@@ -12,16 +12,17 @@ from jaxspec.pallas.recurrent.step_block import Recurrence, launch
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def mamba2_step_kernel(tokens, states, layer, rows, *, interpret=None):
-    """`mamba2_step` on a Hopper GPU, with `layer` on the device.
+    """Run `mamba2_step` with `layer` on the device.
 
-    `step_block` says what a block does. `interpret`: parameters of Mosaic's interpreter.
+    `step_block` describes the work of a block. `interpret` holds parameters of Mosaic's
+    interpreter.
     """
     rule = Recurrence(shared=lambda tokens: (tokens.b, tokens.c), load=_load, advance=_advance)
     return launch("mamba2_step", rule, tokens, states, layer, rows, interpret)
 
 
 def _load(tokens, block):
-    """Each token's `x` `[block values]`, `dt`, decay `exp(A dt)` and `D`, in registers."""
+    """Load each token's `x` `[block values]`, `dt`, decay `exp(A dt)` and `D` into registers."""
     row, head, width = block.row, block.head, tokens.x.shape[1]
     dts = [tokens.dt[row, t, head] for t in range(width)]
     decays, skip = [jnp.exp(tokens.a[head] * dt) for dt in dts], tokens.d[head]
@@ -31,7 +32,7 @@ def _load(tokens, block):
 
 
 def _advance(state, b, c, operands):
-    """One token: the state `[block values, state_dim]` after it, and `S C + D x`."""
+    """Return the state `[block values, state_dim]` after one token, and `S C + D x`."""
     x, dt, decay, skip = operands
     x = x.astype(jnp.float32)
     new = x * dt

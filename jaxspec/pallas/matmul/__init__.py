@@ -1,4 +1,4 @@
-"""Products with a weight, fused with what comes before and after them."""
+"""Matmuls with a weight, fused with the operations before and after them."""
 
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul
 from jaxspec.pallas.matmul.feed_forward import feed_forward, squared_relu_feed_forward

@@ -1,4 +1,4 @@
-"""What a feed-forward layer does between its two products, for ops and for kernels."""
+"""Activations between the two matmuls of a feed-forward layer, for ops and for kernels."""
 
 import enum
 
@@ -8,9 +8,9 @@ from jaxtyping import Array, Float
 
 
 class Activation(enum.Enum):
-    """The nonlinearity of a feed-forward layer, `down(activation(up(x)))`.
+    """Nonlinearity of a feed-forward layer, `down(activation(up(x)))`.
 
-    A column of its output is made of one or two columns of the first product, its pieces.
+    Each output column is computed from one or two columns of the first matmul, its pieces.
     """
 
     SWIGLU = "silu(gate) * up"  # Shazeer 2020, "GLU Variants Improve Transformer", 2002.05202
@@ -18,14 +18,14 @@ class Activation(enum.Enum):
 
     @property
     def pieces(self) -> int:
-        """Columns of the first product for each that is put out: gate and up, or up alone."""
+        """Columns of the first matmul per output column: gate and up, or up alone."""
         return 2 if self is Activation.SWIGLU else 1
 
     def __call__(self, x: Float[Array, "tokens columns"]) -> Float[Array, "tokens features"]:
-        """The output in the dtype of `x`; its columns are those of the gate, if any, then of up.
+        """Apply the activation in the dtype of `x`; its columns are the gate's, if any, then up's.
 
         Raises:
-            ValueError: the columns cannot be cut into pieces of one size.
+            ValueError: the number of columns is odd, but gate and up need half each.
         """
         self.check(x.shape[-1])
         if self is Activation.SQUARED_RELU:
@@ -33,20 +33,20 @@ class Activation(enum.Enum):
         gate, up = jnp.split(x, 2, axis=-1)
         return jax.nn.silu(gate) * up
 
-    def of_pieces(self, pieces):
-        """The float32 output for float32 pieces, in the operations that Mosaic has."""
+    def of_blocks(self, pieces):
+        """Apply the activation to float32 pieces, with operations that Mosaic supports."""
         if self is Activation.SQUARED_RELU:
             (up,) = pieces
-            positive = jnp.where(up < 0.0, 0.0, up)  # and not a maximum, which may lose a NaN
+            positive = jnp.where(up < 0.0, 0.0, up)  # not a maximum, which may drop a NaN
             return positive * positive
         gate, up = pieces
         return gate / (1.0 + jnp.exp(-gate)) * up
 
     def check(self, columns: int) -> None:
-        """Refuse columns that cannot be cut into pieces of one size.
+        """Check that the columns divide equally between gate and up.
 
         Raises:
-            ValueError: the number of columns is odd, and there are gates among them.
+            ValueError: the number of columns is odd, but gate and up need half each.
         """
         if columns % self.pieces:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The greedy token of each row: the product with the output head, and the argmax of its scores."""
+"""Greedy token of each row: the matmul with the output head, and the argmax of its scores."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,9 +10,9 @@ from jaxspec.pallas.matmul.products import matmul
 from jaxspec.pallas.matmul.scores import PartialArgmax, combine, mask_columns
 from jaxspec.weight import Float8, Weight, to_float8
 
-_MIN_ROWS = 8  # of a product in 16 bits
-_MIN_FEATURES = 1024  # the same; below it XLA is as fast
-_DENSE_TILE, _FLOAT8_TILE = (64, 64), (128, 8)  # features and columns that are copied together
+_MIN_ROWS = 8  # minimum rows of a 16-bit matmul
+_MIN_FEATURES = 1024  # minimum features of one; below this XLA is as fast
+_DENSE_TILE, _FLOAT8_TILE = (64, 64), (128, 8)  # (features, columns) per copy
 
 
 def argmax_matmul(
@@ -20,20 +20,25 @@ def argmax_matmul(
     weight: Weight,
     forbidden: Int[Array, "rows n"],
 ) -> Int[Array, " rows"]:
-    """The column (int32) of the largest entry of each row of `x @ weight`, in float32.
+    """Return the column (int32) of the largest entry of each row of `x @ weight`, in float32.
 
-    The lowest column wins among equal scores. A row's `forbidden` columns (int32) are passed over;
-    numbers that are no columns, such as -1, forbid nothing. A row where an allowed score is NaN, or
-    where no allowed score is finite, gives -1 (`NO_TOKEN`).
+    The lowest column wins ties. A row where an allowed score is NaN, or where no allowed score is
+    finite, returns -1 (`NO_TOKEN`).
 
-    From 8 rows on, in 16 bits, it is one kernel that keeps the scores in registers: 256 rows of a
-    vocabulary of 248,320 are 254 MB, which XLA writes and reads again.
+    For 8 or more rows in 16 bits, one kernel keeps the scores in registers. XLA writes and reads
+    them: 254 MB for 256 rows and a vocabulary of 248,320.
 
-    A weight in 8 bits (`Float8`) has half the bytes. The kernel then rounds `x` to 8 bits too, so
-    that another column may win whose score is all but equal.
+    A `Float8` weight has half the bytes. The kernel then rounds `x` to 8 bits too, so another
+    column with a nearly equal score may win.
+
+    Args:
+        x: activations.
+        weight: output head, with one row per feature of `x`.
+        forbidden: columns (int32) that each row skips. Numbers that are not columns, such as -1,
+            forbid nothing.
 
     Raises:
-        ValueError: `weight` is not for the features of `x`.
+        ValueError: `weight` does not match the features of `x`.
     """
     products.check_inner(x.shape[1], weight)
     why = why_not_kernel(x, weight)
@@ -42,26 +47,25 @@ def argmax_matmul(
     from jaxspec.pallas.matmul.argmax_matmul_kernel import argmax_matmul_kernel
 
     if isinstance(weight, Float8):
-        x, _ = to_float8(x, axis=1)  # scales, of rows as of the weight, change no argmax
+        x, _ = to_float8(x, axis=1)  # positive scales of rows and weight: the same argmax
     return argmax_matmul_kernel(x, weight, forbidden)
 
 
 def gains_from_float8(weight: Weight) -> bool:
-    """Whether `argmax_matmul` is faster here with `weight` in 8 bits (`Float8.of`)."""
+    """Return True if `argmax_matmul` is faster here with `weight` in 8 bits (`Float8.of`)."""
     runs_kernels = dispatch.kernels_here()[1] is None
     is_large = weight.inner >= _MIN_FEATURES and weight.dtype in products.DTYPES
     return runs_kernels and is_large and _why_not_shape(weight, _FLOAT8_TILE) is None
 
 
 def argmax_matmul_reference(x, weight, forbidden):
-    """The specification of `argmax_matmul`."""
     scores = mask_columns(matmul(x, weight, jnp.float32), forbidden)
     columns = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
     return combine(PartialArgmax(scores, columns, -jnp.abs(scores)), axis=1)
 
 
 def why_not_kernel(x, weight):
-    """Why `argmax_matmul_kernel` does not take these operands, or None."""
+    """Return why `argmax_matmul_kernel` cannot take these operands, or None."""
     rows, features = x.shape
     if isinstance(weight, Float8):
         if x.dtype not in products.DTYPES:
@@ -73,7 +77,7 @@ def why_not_kernel(x, weight):
         return f"{features} features"
     if why := _why_not_shape(weight, _DENSE_TILE):
         return why
-    if rows < _MIN_ROWS:  # the last check: rows alone change from program to program
+    if rows < _MIN_ROWS:  # checked last: only the rows differ between programs
         return f"less than {_MIN_ROWS} rows"
     return None
 

@@ -1,15 +1,15 @@
-"""The kernel of `argmax_matmul` (Pallas, Mosaic GPU).
+"""Kernel of `argmax_matmul` (Pallas, Mosaic GPU).
 
-A block scores 128 columns at a time for up to 256 rows, and keeps the best score of each row so
-far. One warp copies chunks of rows and weight into a ring. One or two warpgroups multiply, each
-half of the rows. Four threads hold a row's scores, so the best of them takes two exchanges.
+A block scores 128 columns at a time for up to 256 rows, and keeps the best score so far of each
+row. One warp copies chunks of rows and weight into a ring. One or two warpgroups multiply, each
+with half of the rows. Four threads hold a row's scores, so its maximum takes two shuffles.
 
-Every tile of columns reads the rows again. With more than 128 rows that is more than the L2 cache
-gives, so two neighbouring blocks with the same rows form a cluster: each copies half of a chunk's
-rows to both.
+Every tile of columns reads the rows again. With more than 128 rows this exceeds the bandwidth of
+the L2 cache, so two neighbouring blocks with the same rows form a cluster: each copies half of a
+chunk's rows to both.
 
-In 8 bits a chunk has twice the features, and the weight lies the other way: tensor cores take bytes
-only with a row's features side by side.
+In 8 bits a chunk has twice the features, and the weight is transposed: tensor cores take 8-bit
+operands only with the features of a column contiguous.
 """
 
 import dataclasses
@@ -27,21 +27,25 @@ from jaxspec.pallas.matmul.scores import NO_COLUMN, NO_TOKEN, PartialArgmax, com
 from jaxspec.weight import Float8
 
 _BLOCK_N = 128  # columns of a tile
-_CHUNK_BYTES = 128  # of a row or a column in a chunk: a row of a swizzled tile
-_REGISTERS = 232, 40  # of a thread that multiplies (with two warpgroups), and of one that copies
+_CHUNK_BYTES = 128  # bytes of a row or column in a chunk: one row of a swizzled tile
+_REGISTERS = 232, 40  # registers per thread that multiplies (in two warpgroups), or copies
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 @functools.partial(jax.jit, static_argnames=("cluster", "interpret"))
 def argmax_matmul_kernel(x, weight, forbidden, *, cluster=None, interpret=None):
-    """`argmax_matmul`, for `x` in the dtype of `weight`.
+    """Run `argmax_matmul` for `x` in the dtype of `weight`.
 
-    `cluster` is the number of blocks that share their rows, and `interpret` has parameters of
-    Mosaic's interpreter, which cannot copy to several blocks.
+    Args:
+        x: activations, `[rows, features]`.
+        weight: a `Dense` or a `Float8`.
+        forbidden: columns that each row skips.
+        cluster: number of blocks that share their rows; by default 1 or 2.
+        interpret: parameters of Mosaic's interpreter, which cannot copy to several blocks.
     """
     rows, ids = x.shape[0], weight.outer
-    cluster = cluster or (2 if rows > 128 else 1)  # up to 128 rows cost little to read again
-    # The blocks of a cluster copy the same number of rows each, in groups of 8.
+    cluster = cluster or (2 if rows > 128 else 1)  # re-reading up to 128 rows is cheap
+    # Each block of a cluster copies the same number of rows, in groups of 8.
     x = jnp.pad(x, ((0, -rows % (8 * cluster)), (0, 0)))
     tiling = _Tiling.of(x.shape[0], weight, cluster)
     out = functools.partial(jax.ShapeDtypeStruct, (tiling.teams * cluster, tiling.padded))
@@ -61,7 +65,7 @@ def argmax_matmul_kernel(x, weight, forbidden, *, cluster=None, interpret=None):
         cluster_names=("part",),
         num_threads=tiling.warpgroups + 1,
         thread_name="warpgroup",
-        # Its own barriers are enough, and no maximum crosses warps.
+        # The kernel has explicit barriers, and no maximum crosses warps.
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
@@ -73,10 +77,10 @@ def argmax_matmul_kernel(x, weight, forbidden, *, cluster=None, interpret=None):
 
 
 def _forbidden_table(forbidden, ids, rows):
-    """The forbidden columns as `[n, rows]`, padded, and the lowest and the highest of them all.
+    """Return the forbidden columns as `[n, rows]`, padded, and the lowest and highest of them.
 
-    Few tiles of a large vocabulary have a forbidden column, because stop ids are neighbours. By the
-    lowest and the highest a block sees that its tile has none.
+    Few tiles of a large vocabulary have a forbidden column, because stop ids are close together.
+    Comparing with the lowest and the highest lets a block skip the mask for all other tiles.
     """
     padding = (0, max(0, 1 - forbidden.shape[1])), (0, rows - forbidden.shape[0])
     table = jnp.pad(forbidden.T, padding, constant_values=NO_TOKEN)
@@ -87,18 +91,16 @@ def _forbidden_table(forbidden, ids, rows):
 
 
 class _Operands(NamedTuple):
-    """What a block reads."""
-
     x: Any
     weight: Any
-    forbidden: Any  # the table, and its bounds
+    forbidden: Any  # columns of `_forbidden_table`; `low` and `high` are its bounds
     low: Any
     high: Any
     ids: int  # columns of the weight
 
 
 class _Buffers(NamedTuple):
-    """Shared memory of a block; `filled` and `freed` are barriers of each stage of the ring."""
+    """Shared memory of a block; `filled` and `freed` have a barrier for each stage of the ring."""
 
     tokens: Any
     ring: Any
@@ -108,19 +110,19 @@ class _Buffers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Tiling:
-    """How rows and columns are shared out among the blocks."""
+    """Distribution of rows and columns over the blocks."""
 
-    copied: int  # rows that are copied for a tile: no more than there are
-    rows: int  # of a warpgroup
-    warpgroups: int  # of a block, without the one that copies
+    copied: int  # rows copied per tile, at most all rows
+    rows: int  # rows per warpgroup
+    warpgroups: int  # warpgroups of a block that multiply; another one copies
     row_tiles: int
-    column_tiles: int  # each has `_BLOCK_N` columns for every block of a cluster
+    column_tiles: int  # each has `_BLOCK_N` columns per block of a cluster
     teams: int  # clusters that share a tile of rows
     cluster: int
     inner: int
     dtype: Any
-    by_column: bool  # the weight is `[ids, inner]`
-    stages: int  # of the ring
+    by_column: bool  # True if the weight is `[ids, inner]`
+    stages: int  # stages of the ring
 
     @staticmethod
     def of(rows, weight, cluster):
@@ -145,7 +147,7 @@ class _Tiling:
 
     @property
     def tile(self) -> int:
-        """Rows of a block."""
+        """Rows per block."""
         return self.warpgroups * self.rows
 
     @property
@@ -155,26 +157,26 @@ class _Tiling:
 
     @property
     def chunk(self) -> int:
-        """Features of a chunk."""
+        """Features per chunk."""
         return _CHUNK_BYTES // self.dtype.itemsize
 
     @property
     def chunks(self) -> int:
-        """Chunks of the features."""
         return self.inner // self.chunk
 
     def part(self, features, columns) -> tuple[Any, Any]:
-        """The index of such a part in the weight."""
+        """Return the index of these features and columns in the weight."""
         return (columns, features) if self.by_column else (features, columns)
 
     def scratch(self) -> dict[str, Any]:
-        """The ring, as tensor cores read it, and its barriers: the fields of `_Buffers`."""
+        """Return the ring, tiled for wgmma, and its barriers: the fields of `_Buffers`."""
         of_weight = self.part(self.chunk, _BLOCK_N)
         return {
             "tokens": tensor_cores.tile(self.stages, self.tile, self.chunk, dtype=self.dtype),
             "ring": tensor_cores.tile(self.stages, *of_weight, dtype=self.dtype),
             "filled": plgpu.Barrier(num_arrivals=2, num_barriers=self.stages),
-            # A chunk's rows go to all blocks of a cluster, so all must be done with the stage.
+            # A chunk's rows are copied to all blocks of a cluster, so all must have freed the
+            # stage.
             "freed": plgpu.ClusterBarrier(
                 collective_axes=("part",), num_arrivals=self.warpgroups, num_barriers=self.stages
             ),
@@ -182,14 +184,14 @@ class _Tiling:
 
 
 def _block(tiling, operands, out, buffers):
-    """Share a block's columns and rows among its warpgroups."""
+    """Run a block: one warpgroup copies, the others multiply a share of the rows each."""
     team, part, warpgroup = (lax.axis_index(name) for name in ("team", "part", "warpgroup"))
     row_tile, team = lax.rem(team, tiling.row_tiles), lax.div(team, tiling.row_tiles)
     first_row = row_tile * tiling.tile
     count = lax.div(tiling.column_tiles - team + tiling.teams - 1, tiling.teams)
 
     def column(i):
-        """The first column of this block's tile `i`, of `count`."""
+        """Return the first column of this block's tile `i`, of `count`."""
         return ((team + i * tiling.teams) * tiling.cluster + part) * _BLOCK_N
 
     @pl.when(warpgroup == tiling.warpgroups)
@@ -223,9 +225,10 @@ def _block(tiling, operands, out, buffers):
 
 
 def _copy(tiling, count, column, first_row, operands, buffers):
-    """Fill the ring, each stage as soon as all warpgroups that multiply are done with it.
+    """Fill the ring, each stage once all warpgroups that multiply have freed it.
 
-    In a cluster these are the warpgroups of both blocks, because half of the rows goes to both.
+    In a cluster these are the warpgroups of both blocks, because half of the rows is copied to
+    both.
     """
     axes = ("part",) if tiling.cluster > 1 else None
 
@@ -241,17 +244,17 @@ def _copy(tiling, count, column, first_row, operands, buffers):
         to_rows = buffers.tokens.at[stage, : tiling.copied]
         plgpu.copy_gmem_to_smem(rows, to_rows, filled, collective_axes=axes)
 
-    @plgpu.warp_map  # one warp copies: arrivals count once, and other warps would do the same work
+    @plgpu.warp_map  # a single warp: more would repeat the copies and their barrier arrivals
     def _(warp):
         pl.when(warp == 0)(lambda: pl.loop(0, count * tiling.chunks)(fetch))
 
 
 def _multiply(tiling, count, tile, buffers):
-    """The scores of a warpgroup's rows in the block's tile number `tile`, of `count`."""
+    """Return the scores of a warpgroup's rows in the block's tile number `tile`, of `count`."""
     last = count * tiling.chunks - tiling.stages
 
     def release(j):
-        """Free the stage of chunk `j`, if another chunk follows there."""
+        """Free the stage of chunk `j` if a later chunk reuses it."""
         pl.when((j >= 0) & (j < last))(
             lambda: plgpu.barrier_arrive(buffers.freed.at[lax.rem(j, tiling.stages)])
         )
@@ -267,7 +270,7 @@ def _multiply(tiling, count, tile, buffers):
             weight = buffers.ring.at[stage]
             weight = weight.transpose((1, 0)) if tiling.by_column else weight
             plgpu.wgmma(sums, buffers.tokens.at[stage], weight)
-            plgpu.wgmma_wait(1)  # the product of the chunk before this one is done
+            plgpu.wgmma_wait(1)  # the previous chunk's wgmma is done
             release(jnp.where(i > 0, j - 1, -1))
 
         scores = sums[...]
@@ -279,10 +282,10 @@ def _multiply(tiling, count, tile, buffers):
 
 
 def _mask(scores, start, forbidden, bounds):
-    """`scores` of the columns from `start` on, with -inf at forbidden columns and beyond the last.
+    """Mask forbidden columns and those past the last with -inf; `start` is the first column.
 
-    `forbidden` has those of the same rows. `bounds` are the lowest and the highest forbidden
-    column, and the number of columns.
+    `forbidden` has the same rows. `bounds` are the lowest and the highest forbidden column, and the
+    number of columns.
     """
     low, high, ids = bounds
 
@@ -302,12 +305,12 @@ def _mask(scores, start, forbidden, bounds):
 
 
 def _update(best, scores, start):
-    """The partial argmax of each row with these `scores`, whose first column is `start`."""
+    """Return each row's partial argmax with `scores` included; `start` is their first column."""
     score = jnp.max(scores, axis=1)
     is_best = scores == _broadcast(score, scores)
-    # The lowest column, as the largest of the negated ones.
+    # The lowest column, as the maximum of the negated ones.
     column = start - jnp.max(jnp.where(is_best, -_columns_of(scores), -NO_COLUMN), axis=1)
-    wins = score > best.score  # equal scores leave the column before
+    wins = score > best.score  # a tie keeps the earlier column
     return PartialArgmax(
         jnp.where(wins, score, best.score),
         jnp.where(wins, column, best.column),
@@ -316,10 +319,10 @@ def _update(best, scores, start):
 
 
 def _columns_of(scores):
-    """The column in the tile of each score."""
+    """Return the column within the tile of each score."""
     return plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
 
 
 def _broadcast(x, scores):
-    """A value a row, for each of the row's scores."""
+    """Broadcast one value per row to the row's scores."""
     return lax.broadcast_in_dim(x, scores.shape, (0,))

@@ -1,4 +1,4 @@
-"""The feed-forward layers of a decoder, with the addition and the norm before them."""
+"""Feed-forward layers of a decoder, with the residual add and the norm before them."""
 
 from jaxspec.pallas.matmul.matmul_silu import matmul_silu
 from jaxspec.pallas.matmul.matmul_squared_relu import matmul_squared_relu
@@ -14,19 +14,19 @@ from jaxspec.weight import Weight
 def feed_forward(
     stream: Stream, pending: Pending, norm: Norm, gate_up: Weight, down: Weight
 ) -> tuple[Stream, Pending]:
-    """`stream + pending`, and the layer's output for the norm of that, which is then pending.
+    """Add `pending` to the stream, and run a gated feed-forward layer on the norm of the sum.
 
-    The output is `down(silu(gate) * up)`; the columns of `gate_up` are those of the gate, then
-    those of `up` (Shazeer 2020, "GLU Variants Improve Transformer", arXiv 2002.05202). What is
-    pending before and after is as in `norm.residual`. Rows are independent, so padding and NaN stay
-    in their own row.
+    Returns the sum and the layer's output, which is pending in turn (`norm.residual`). The output
+    is `down(silu(gate) * up)`; the columns of `gate_up` are the gate's, then up's (Shazeer 2020,
+    "GLU Variants Improve Transformer", arXiv 2002.05202). Rows are independent, so padding and NaN
+    stay in their own row.
 
-    For up to 8 rows the second product gates the output of the first. A block of the first product
-    then has columns of one kind only, and there are twice as many blocks. For more rows the first
-    product gates its own output, once for all blocks of the second.
+    For up to 8 rows, the second matmul applies the gate. Each block of the first matmul then has
+    columns of gate or of up alone, and there are twice as many blocks. For more rows, the first
+    matmul applies the gate, once for all blocks of the second.
 
     Raises:
-        ValueError: a weight is not for its features.
+        ValueError: a weight does not match its features.
     """
     if stream.shape[0] <= MAX_ROWS:
         stream, gate_and_up = norm_matmul(stream, pending, norm, gate_up)
@@ -38,10 +38,10 @@ def feed_forward(
 def squared_relu_feed_forward(
     stream: Stream, pending: Pending, norm: Norm, up: Weight, down: Weight
 ) -> tuple[Stream, Pending]:
-    """As `feed_forward`, with the output `down(relu(up)**2)` (So et al. 2021, arXiv 2109.08668).
+    """Like `feed_forward`, with the output `down(relu(up)**2)` (So et al. 2021, arXiv 2109.08668).
 
     Raises:
-        ValueError: a weight is not for its features.
+        ValueError: a weight does not match its features.
     """
     if stream.shape[0] <= MAX_ROWS:
         stream, product = norm_matmul(stream, pending, norm, up)

@@ -1,11 +1,11 @@
-"""The kernels of products of 16 to 256 rows (Pallas, Mosaic GPU).
+"""Kernels of matmuls of 16 to 256 rows (Pallas, Mosaic GPU).
 
 A block multiplies up to 128 rows with 64 or 128 columns of the weight. It computes the transposed
-product, as `skinny_gemm_kernel` does: `y.T = weight.T @ x.T`. wgmma takes 64 columns on one side,
-and as many rows as there are, in steps of 8, on the other. Rows and weight come through one ring, a
-chunk of features at a time. All chunks of the weight that fit into shared memory are under way
-together, because up to about 64 rows wait for the memory. More rows of wide models are
-`one_wave_gemm_kernel`'s.
+matmul, as `skinny_gemm_kernel` does: `y.T = weight.T @ x.T`. The M of wgmma is 64 columns of the
+weight; its N is the number of rows, in steps of 8. Rows and weight are copied through one ring, a
+chunk of features at a time. All chunks of the weight that fit into shared memory are in flight
+together, because up to about 64 rows the matmul is memory-bound. With more rows, wide models use
+`one_wave_gemm_kernel`.
 """
 
 import dataclasses
@@ -25,25 +25,25 @@ from jaxspec.pallas.matmul.gemm import num_parts, split_rows
 from jaxspec.pallas.matmul.one_wave_gemm_kernel import one_wave_kernel
 from jaxspec.pallas.matmul.products import BLOCK_N
 
-_MAX_STAGES = 32  # Mosaic's limit of barriers
+_MAX_STAGES = 32  # Mosaic's limit on barriers
 
 
 @dataclasses.dataclass(frozen=True)
 class GemmTiling:
-    """The product of one block: `rows` tokens and `pieces * BLOCK_N` columns of the weight."""
+    """Tiling of a block's matmul: `rows` tokens by `pieces * BLOCK_N` columns of the weight."""
 
     rows: int
     pieces: int
-    inner: int  # features
+    inner: int  # features of a part
     dtype: Any
-    stages: int  # of the ring, with `CHUNK` features each
+    stages: int  # stages of the ring, `CHUNK` features each
 
     @staticmethod
     def of(x: Any, rows: int, pieces: int, inner: int, blocks: int, reserved: int) -> "GemmTiling":
-        """The tiling with the largest ring that fits beside the `reserved` bytes.
+        """Return the tiling with the largest ring that fits beside `reserved` bytes.
 
         Raises:
-            ValueError: two chunks do not fit; one arrives while another is multiplied.
+            ValueError: two chunks do not fit, one to be copied while the other is multiplied.
         """
         chunks, stage = inner // CHUNK, 2 * CHUNK * (rows + pieces * BLOCK_N)
         stages = min(chunks, (device.room(blocks) - reserved) // stage, _MAX_STAGES)
@@ -56,11 +56,10 @@ class GemmTiling:
 
     @property
     def chunks(self) -> int:
-        """Chunks of the features."""
         return self.inner // CHUNK
 
     def scratch(self) -> dict[str, Any]:
-        """Shared memory for the ring, as tensor cores read it."""
+        """Return shared memory for the ring, tiled for wgmma, and its barriers."""
         rows = self.stages, self.rows, CHUNK
         columns = self.stages, self.pieces, CHUNK, BLOCK_N
         return {
@@ -70,13 +69,13 @@ class GemmTiling:
         }
 
     def multiply(self, x, weight, token, feature, columns, *, tokens, ring, filled):
-        """The transposed product of each piece, float32 `[BLOCK_N, rows]`.
+        """Return the transposed matmul of each piece, float32 `[BLOCK_N, rows]`.
 
-        The block begins at `token` and `feature`, and each piece at one of `columns`.
+        The block starts at `token` and `feature`, and each piece at one of `columns`.
         """
 
         def fetch(j):
-            """Start the copies of chunk `j`; tokens and columns beyond the last arrive as zeros."""
+            """Start the copies of chunk `j`; tokens and columns past the last become zeros."""
             stage = lax.rem(j, self.stages)
             chunk = pl.ds(feature + j * CHUNK, CHUNK)
             for piece, column in enumerate(columns):
@@ -92,12 +91,12 @@ class GemmTiling:
                 rows = tokens.at[stage].transpose((1, 0))
                 for piece, sum_ in enumerate(sums):
                     plgpu.wgmma(sum_, ring.at[stage, piece].transpose((1, 0)), rows)
-                plgpu.wgmma_wait(self.pieces)  # the products of the chunk before this one are done
+                plgpu.wgmma_wait(self.pieces)  # the previous chunk's wgmmas are done
                 refill = j - 1 + self.stages
 
                 @pl.when((j > 0) & (refill < self.chunks))
                 def _():
-                    plgpu.commit_smem()  # by all warps
+                    plgpu.commit_smem()  # also a barrier: all warps are done
                     fetch(refill)
 
             lax.fori_loop(0, self.chunks, step, None)
@@ -111,9 +110,9 @@ class GemmTiling:
 
 @functools.partial(jax.jit, static_argnames=("wave", "interpret"))
 def gemm_kernel(x, weight, wave=None, *, interpret=None):
-    """`x @ weight` in their dtype; `weight` is the array of a `Dense`, as in all these kernels.
+    """Return `x @ weight` in their dtype; `weight` is the array of a `Dense` here and below.
 
-    `wave` is the tiling that `gemm.choose` gives, and `interpret` has parameters of Mosaic's
+    `wave` is the tiling from `gemm.choose`, and `interpret` holds parameters of Mosaic's
     interpreter, here and below.
     """
     if wave is not None:
@@ -124,7 +123,6 @@ def gemm_kernel(x, weight, wave=None, *, interpret=None):
 
 @functools.partial(jax.jit, static_argnames=("wave", "interpret"))
 def matmul_squared_relu_kernel(x, weight, wave=None, *, interpret=None):
-    """`matmul_squared_relu`."""
     finish, y = _squared_relu, _whole(x, weight)
     if wave is not None:
         return one_wave_kernel("matmul_squared_relu", x, weight, wave, finish, interpret=interpret)
@@ -135,7 +133,7 @@ def matmul_squared_relu_kernel(x, weight, wave=None, *, interpret=None):
 
 @functools.partial(jax.jit, static_argnames=("wave", "interpret"))
 def split_gemm_kernel(x, weight, wave=None, *, interpret=None):
-    """`split_matmul`: partial sums, or tokens where there is one part."""
+    """Run `split_matmul`: return partial sums, or the output itself if there is one part."""
     if wave is not None:
         return one_wave_kernel("split_gemm", x, weight, wave, _cast, interpret=interpret)
     parts = num_parts(x.shape[0], *weight.shape)
@@ -147,7 +145,6 @@ def split_gemm_kernel(x, weight, wave=None, *, interpret=None):
 
 @functools.partial(jax.jit, static_argnames=("wave", "interpret"))
 def matmul_silu_kernel(x, weight, wave=None, *, interpret=None):
-    """`matmul_silu`."""
     outer = weight.shape[1] // 2
     if wave is not None:
         return one_wave_kernel(
@@ -159,14 +156,15 @@ def matmul_silu_kernel(x, weight, wave=None, *, interpret=None):
 
 
 def _whole(x, weight):
-    """The shape of a product that is not split, as one part."""
+    """Return the shape of a matmul that is not split, as one part."""
     return jax.ShapeDtypeStruct((1, x.shape[0], weight.shape[1]), x.dtype)
 
 
 def _neighbours(x, weight):
-    """Where the pieces of the first block begin, and how far it is to the next: side by side.
+    """Return the first columns of the first block's pieces, and the step to the next block.
 
-    There are two in a block where blocks of one are more than multiprocessors.
+    Pieces of a block are adjacent. A block has two if there are more blocks of one piece than
+    multiprocessors.
     """
     blocks = split_rows(x.shape[0])[1] * pl.cdiv(weight.shape[1], BLOCK_N)
     pieces = 1 if blocks <= device.MULTIPROCESSORS else 2
@@ -178,22 +176,22 @@ def _cast(sums, dtype):
 
 
 def _swiglu(sums, dtype):
-    """`silu(gate) * up`, where both are rounded first, as if they had been put out."""
+    """Return `silu(gate) * up`; both are rounded first, as if they had been stored."""
     rounded = [sum_.astype(dtype).astype(jnp.float32) for sum_ in sums]
-    return [Activation.SWIGLU.of_pieces(rounded).astype(dtype)]
+    return [Activation.SWIGLU.of_blocks(rounded).astype(dtype)]
 
 
 def _squared_relu(sums, dtype):
-    """`relu(up) ** 2`, where the product is rounded first, as if it had been put out."""
+    """Return `relu(up) ** 2`; the matmul is rounded first, as if it had been stored."""
     rounded = [sum_.astype(dtype).astype(jnp.float32) for sum_ in sums]
-    return [Activation.SQUARED_RELU.of_pieces([up]).astype(dtype) for up in rounded]
+    return [Activation.SQUARED_RELU.of_blocks([up]).astype(dtype) for up in rounded]
 
 
 def _launch(name, x, weight, starts, step, finish, y, interpret):
-    """`y`, `[parts, tokens, columns]`: what `finish` makes of each block's products.
+    """Run the kernel; return `y`, `[parts, tokens, columns]`: the matmuls after `finish`.
 
-    The pieces of the first block begin at the columns `starts` of the weight, those of the next
-    block `step` columns further. `finish` gives `step` columns, in arrays of `BLOCK_N`.
+    The pieces of the first block start at the columns `starts` of the weight, those of the next
+    block `step` columns further. `finish` returns `step` columns, in arrays of `BLOCK_N`.
     """
     (tokens, inner), (parts, _, outer) = x.shape, y.shape
     rows, row_blocks = split_rows(tokens)
@@ -209,8 +207,8 @@ def _launch(name, x, weight, starts, step, finish, y, interpret):
         for i, finished in enumerate(finish(sums, y.dtype)):
             if i:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.commit_smem()  # by all warps
-            # A thread has neighbouring columns, as they lie in a row of `y`.
+                plgpu.commit_smem()  # also a barrier: all warps are done
+            # In this layout a thread holds adjacent columns, which are contiguous in a row of `y`.
             out.T[...] = plgpu.layout_cast(finished, plgpu.Layout.WGMMA_TRANSPOSED)
             plgpu.commit_smem()
             target = y.at[part, pl.ds(token, rows), pl.ds(column + i * BLOCK_N, BLOCK_N)]
@@ -222,10 +220,10 @@ def _launch(name, x, weight, starts, step, finish, y, interpret):
         kernel_name=name,
         out_type=y,
         scratch_types=tiling.scratch() | {"out": tensor_cores.tile(rows, BLOCK_N, dtype=y.dtype)},
-        # The last axis varies fastest: blocks with the same part of the weight run side by side.
+        # The last axis varies fastest: blocks that share a part of the weight run side by side.
         grid=(parts, columns, row_blocks),
         grid_names=("part", "column", "row"),
-        # Its own barriers are enough.
+        # The kernel has explicit barriers.
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),

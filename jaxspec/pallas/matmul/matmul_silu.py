@@ -1,4 +1,4 @@
-"""The first product of a gated feed-forward layer, and the gate."""
+"""First matmul of a gated feed-forward layer, fused with the gate."""
 
 from jaxtyping import Array, Float
 
@@ -10,18 +10,18 @@ from jaxspec.weight import Weight
 
 
 def matmul_silu(x: Float[Array, "tokens features"], weight: Weight) -> Float[Array, "tokens inner"]:
-    """`silu(gate) * up`, where `gate` and `up` are the halves of the columns of `x @ weight`.
+    """Return `silu(gate) * up`; `gate` and `up` are the halves of the columns of `x @ weight`.
 
-    The product is rounded to the dtype of `x` before the gate, and the result is in that dtype
+    The matmul is rounded to the dtype of `x` before the gate, and the result has that dtype
     (Shazeer 2020, "GLU Variants Improve Transformer", arXiv 2002.05202). Rows are independent, so
     padding and NaN stay in their own row.
 
-    It is one kernel for 16 to 64 rows in 16 bits. It is one for up to 256 rows, too, if each of its
-    blocks then has a multiprocessor of its own; above 2048 features most multiprocessors must have
-    a block (`gemm`).
+    One kernel computes it for 16 to 64 rows in 16 bits. The same holds for up to 256 rows if every
+    block gets a multiprocessor; above 2048 features most multiprocessors must have a block
+    (`gemm`).
 
     Raises:
-        ValueError: `weight` is not for the features of `x`, or its number of columns is odd.
+        ValueError: `weight` does not match the features of `x`, or its number of columns is odd.
     """
     check_inner(x.shape[1], weight)
     Activation.SWIGLU.check(weight.outer)
@@ -34,5 +34,4 @@ def matmul_silu(x: Float[Array, "tokens features"], weight: Weight) -> Float[Arr
 
 
 def matmul_silu_reference(x, weight):
-    """The specification of `matmul_silu`."""
     return Activation.SWIGLU(matmul(x, weight))

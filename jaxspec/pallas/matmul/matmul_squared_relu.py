@@ -1,4 +1,4 @@
-"""The first product of a feed-forward layer without a gate, and the square of what is positive."""
+"""First matmul of a feed-forward layer without a gate, fused with the squared ReLU."""
 
 from jaxtyping import Array, Float
 
@@ -12,14 +12,14 @@ from jaxspec.weight import Weight
 def matmul_squared_relu(
     x: Float[Array, "tokens features"], weight: Weight
 ) -> Float[Array, "tokens outer"]:
-    """`relu(x @ weight) ** 2` (So et al. 2021, "Primer", arXiv 2109.08668).
+    """Return `relu(x @ weight) ** 2` (So et al. 2021, "Primer", arXiv 2109.08668).
 
-    The product is rounded to the dtype of `x` before the square, and the result is in that dtype.
-    Rows are independent, so padding and NaN stay in their own row. It is one kernel for 16 to 256
-    rows in 16 bits, where the product of `norm_matmul` is one (`gemm`).
+    The matmul is rounded to the dtype of `x` before the square, and the result has that dtype. Rows
+    are independent, so padding and NaN stay in their own row. One kernel computes it for 16 to 256
+    rows in 16 bits, where `gemm.choose` finds one.
 
     Raises:
-        ValueError: `weight` is not for the features of `x`.
+        ValueError: `weight` does not match the features of `x`.
     """
     check_inner(x.shape[1], weight)
     why, wave = gemm.choose(x, weight, x.shape[1])
@@ -31,5 +31,4 @@ def matmul_squared_relu(
 
 
 def matmul_squared_relu_reference(x, weight):
-    """The specification of `matmul_squared_relu`."""
     return Activation.SQUARED_RELU(matmul(x, weight))

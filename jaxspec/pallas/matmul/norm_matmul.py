@@ -1,4 +1,4 @@
-"""Residual add, RMSNorm and a product: how a layer of a decoder begins each of its halves."""
+"""Residual add, RMSNorm and matmul: the start of each half of a decoder layer."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -12,31 +12,31 @@ from jaxspec.pallas.norm.residual import Pending, Stream
 from jaxspec.pallas.norm.rms_norm import Norm
 from jaxspec.weight import Weight
 
-# Rows that one kernel takes: with more it is faster to norm once, in a kernel of its own (measured
-# in `benchmarks/results/kernels_h200.json`, ops norm_matmul and add_norm).
+# Maximum rows of the fused kernel. With more rows it is faster to normalize once, in a separate
+# kernel (measured in `benchmarks/results/kernels_h200.json`, ops norm_matmul and add_norm).
 _MAX_FUSED_ROWS = 2
-# Columns of a weight for few rows: those of one wave of blocks. XLA multiplies with more columns in
-# less time (the same results, gate_up of the 2B).
+# Maximum columns of a weight for up to 8 rows: one wave of blocks. With more columns XLA is faster
+# (same results, gate_up of the 2B).
 _MAX_COLUMNS = device.MULTIPROCESSORS * products.BLOCK_N
-# Partial sums of a row that this kernel takes, all parts together; a thread has them in registers.
+# Maximum partial sums per row in the fused kernel, over all parts: they are held in registers.
 MAX_SUMS = 8192
 
 
 def norm_matmul(
     stream: Stream, pending: Pending, norm: Norm, weight: Weight
 ) -> tuple[Stream, Float[Array, "tokens columns"]]:
-    """`stream + pending`, rounded to the dtype of the stream, and the norm of it times `weight`.
+    """Return `stream + pending`, rounded to the stream's dtype, and the norm of it times `weight`.
 
-    `pending` is as in `norm.residual`: nothing, tokens, or partial sums, which are summed and
-    rounded first. Rows are independent, so padding and NaN stay in their own row.
+    `pending` is None, tokens, or partial sums, which are summed and rounded first
+    (`norm.residual`). Rows are independent, so padding and NaN stay in their own row.
 
-    It is one kernel for 1 or 2 rows of 1024 or 2048 features in 16 bits; each block norms all rows.
-    For more rows, or more than `MAX_SUMS` sums a row, it is `add_norm` and a product. That product
-    is `skinny_gemm`'s for up to 8 rows, `gemm`'s for up to 256, and otherwise XLA's. For up to 8
-    rows and more columns than one wave of blocks has, 8,448, it is XLA's too.
+    One kernel computes everything for 1 or 2 rows of 1024 or 2048 features in 16 bits; each block
+    normalizes all rows. For more rows, or more than `MAX_SUMS` sums per row, `add_norm` runs before
+    the matmul. That matmul uses `skinny_gemm` for up to 8 rows, `gemm` for up to 256, and otherwise
+    XLA. It also uses XLA for up to 8 rows with more columns than one wave of blocks has, 8,448.
 
     Raises:
-        ValueError: `weight` is not for the features of the stream.
+        ValueError: `weight` does not match the features of the stream.
     """
     rows, features = stream.shape
     products.check_inner(features, weight)
@@ -64,13 +64,12 @@ def norm_matmul(
 
 
 def norm_matmul_reference(stream, pending, norm, weight):
-    """The specification of `norm_matmul`."""
     stream, normed = add_norm_reference(stream, pending, norm)
     return stream, matmul(normed, weight)
 
 
 def why_not_skinny(stream, pending, norm, weight):
-    """Why no kernel for up to 8 rows takes these operands, or None."""
+    """Return why no kernel for up to 8 rows takes these operands, or None."""
     expected = stream.dtype if pending is None or pending.ndim == 2 else jnp.float32
     if pending is not None and pending.dtype != expected:
         return f"{stream.dtype} and {pending.dtype}"

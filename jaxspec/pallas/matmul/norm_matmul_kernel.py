@@ -1,6 +1,6 @@
-"""The kernel of `norm_matmul` for one or two rows (Pallas, Mosaic GPU).
+"""Kernel of `norm_matmul` for one or two rows (Pallas, Mosaic GPU).
 
-Every block norms all rows anew, while its share of the weight is under way. The rows are few, and
+Every block normalizes all rows while its share of the weight is being copied. The rows are few, and
 all blocks but the first read them from the L2 cache.
 """
 
@@ -18,14 +18,14 @@ from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.matmul.skinny_gemm import MAX_ROWS
 from jaxspec.pallas.matmul.skinny_gemm_kernel import SkinnyTiling, WeightStream, put_out
 
-_NORM_COLUMNS = 1024  # that a block norms at a time: more would not fit into a thread's registers
+_NORM_COLUMNS = 1024  # normalized at a time; more would not fit into a thread's registers
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def norm_matmul_kernel(stream, pending, norm, weight, *, interpret=None):
-    """`norm_matmul` for one or two rows; `weight` is the array of a `Dense`.
+    """Run `norm_matmul` for one or two rows; `weight` is the array of a `Dense`.
 
-    `interpret`: parameters of Mosaic's interpreter.
+    `interpret` holds parameters of Mosaic's interpreter.
     """
     (tokens, features), outer = stream.shape, weight.shape[1]
     blocks = pl.cdiv(outer, BLOCK_N)
@@ -48,7 +48,7 @@ def norm_matmul_kernel(stream, pending, norm, weight, *, interpret=None):
         scratch_types=scratch,
         grid=(blocks,),
         grid_names=("block",),
-        # Its own barriers are enough, and each row is summed by one warp.
+        # The kernel has explicit barriers, and each row is summed by one warp.
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
@@ -62,7 +62,7 @@ def norm_matmul_kernel(stream, pending, norm, weight, *, interpret=None):
 
 
 class _Refs(NamedTuple):
-    """What a block reads and writes; `pending` and `total` are None where nothing is added."""
+    """References of a block; `pending` and `total` are None if nothing is added."""
 
     stream: Any
     scale: Any  # the norm's weight
@@ -70,21 +70,21 @@ class _Refs(NamedTuple):
     pending: Any
     y: Any
     total: Any
-    ring: Any  # from here on: shared memory
+    ring: Any  # shared memory from here on
     filled: Any
-    rows: Any  # the sums, then the norm's weight
-    tile: Any  # the normed rows, as tensor cores read them
+    rows: Any  # the sums, and the norm's weight as the last row
+    tile: Any  # the normalized rows, tiled for wgmma
     out: Any
 
 
 def _block(tiling, norm, refs):
-    """Make a block's columns of `y`; the first block also writes the sum."""
+    """Compute a block's columns of `y`; the first block also writes the sum."""
     block = lax.axis_index("block")
     column = block * BLOCK_N
     weights = WeightStream(refs.weight, 0, column, refs.ring, refs.filled)
     tiling.start(weights)
 
-    # The norm's weight is loaded before the first wait, too.
+    # Load the norm's weight before the first wait, too.
     scale = access.load(refs.scale, layouts.vectors(refs.stream.shape[1] // device.THREADS))
     _store_totals(refs, block)
     access.store(refs.rows.at[MAX_ROWS], scale)
@@ -97,7 +97,7 @@ def _block(tiling, norm, refs):
 
 
 def _store_totals(refs, block):
-    """Store each row's sum in `rows`, and zeros in the rows that the stream has not.
+    """Store each row's sum in `rows`, and zeros in the rows past the last of the stream.
 
     The first block also stores the sums in `total`.
     """
@@ -113,7 +113,7 @@ def _store_totals(refs, block):
 
 
 def _totals(stream, pending):
-    """Each row's sum, in registers; all is loaded before anything is stored."""
+    """Return each row's sum in registers; everything is loaded before anything is stored."""
     rows = range(stream.shape[0])
     layout = plgpu.Layout.WG_STRIDED(stream.shape[1:], vec_size=8)
     load = functools.partial(access.load, layout=layout)
@@ -133,7 +133,7 @@ def _totals(stream, pending):
 
 
 def _norm(layout, norm, refs):
-    """Norm `rows`, each in one warp, and store them in `tile`.
+    """Normalize `rows`, each in one warp, and store them in `tile`.
 
     The columns are read twice: once for the mean square, and once for the result.
     """
@@ -145,7 +145,7 @@ def _norm(layout, norm, refs):
         square = square + jnp.sum(x * x, axis=1)
     root = lax.rsqrt(square * (1 / features) + norm.eps)
     if len(parts) > 1:
-        plgpu.commit_smem()  # without it the compiler would keep in registers what is read again
+        plgpu.commit_smem()  # otherwise the compiler keeps the first reads in registers
     for part in parts:
         x = access.load(refs.rows.at[tokens, part], layout).astype(jnp.float32)
         scale = access.load(refs.rows.at[MAX_ROWS, part], layout.reduce(0)).astype(jnp.float32)

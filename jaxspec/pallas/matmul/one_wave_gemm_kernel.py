@@ -1,10 +1,10 @@
-"""The kernel of products of more than 64 rows of wide models (Pallas, Mosaic GPU).
+"""Kernel of matmuls of more than 64 rows in wide models (Pallas, Mosaic GPU).
 
-The shared memory of a multiprocessor bounds them: how much it can take and give. So a block is as
-large as its registers allow, and all blocks run in one wave (`gemm.OneWave`). One warp copies
-chunks of the features, rows and weight, into rings. Warpgroups multiply, each its own columns of
-the weight, transposed as in `gemm_kernel`. Where two blocks share the rows, those with the same
-columns are a cluster: each copies half of a chunk's weight to both.
+The shared-memory bandwidth of a multiprocessor bounds these matmuls, for writes and for reads. So a
+block is as large as its registers allow, and all blocks run in one wave (`gemm.OneWave`). One warp
+copies chunks of the features, of rows and weight, into rings. Warpgroups multiply, each with
+separate columns of the weight, transposed as in `gemm_kernel`. If two blocks share the rows, the
+two with the same columns form a cluster: each copies half of a chunk's weight to both.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from jaxspec.pallas.gpu.tensor_cores import CHUNK
 from jaxspec.pallas.matmul.gemm import OneWave
 from jaxspec.pallas.matmul.products import BLOCK_N
 
-_OUT_ROWS = CHUNK  # rows that a warpgroup puts out at a time: they fit where a piece was
-_REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 24)}  # of a thread that multiplies, or copies
+_OUT_ROWS = CHUNK  # rows that a warpgroup writes at a time: they fit where a piece was
+_REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 24)}  # registers per thread: multiply, copy
 
 
 def one_wave_kernel(
@@ -37,21 +37,25 @@ def one_wave_kernel(
     cluster: int | None = None,
     interpret: Any = None,
 ) -> Any:
-    """What `finish` makes of `x @ weight`: `[tokens, columns]` in the dtype of `x`.
+    """Return `x @ weight` after `finish`: `[tokens, columns]` in the dtype of `x`.
 
-    If the wave has several parts it is `[parts, tokens, columns]` in float32, the partial sums. `x`
-    is `[tokens, inner]` and `weight` `[inner, outer]`, both bfloat16 or float16. `wave` is their
-    `OneWave.of`, or another whose parts are whole chunks.
+    If the wave has several parts, return their partial sums, float32 `[parts, tokens, columns]`.
 
-    `finish(pieces, dtype)` gets float32 `[BLOCK_N, rows]` for some of the rows. The pieces are
-    neighbouring columns, and it returns as many. With `gate_up` they are a piece of the gate and
-    the same of up, half of the weight apart, and it returns one; the wave must then have one part.
-
-    `cluster` is the number of blocks that share the weight's copies, by default all with the same
-    columns. The interpreter, with its parameters `interpret`, cannot copy to several blocks.
+    Args:
+        name: name of the kernel.
+        x: `[tokens, inner]`, bfloat16 or float16.
+        weight: `[inner, outer]`, in the same dtype.
+        wave: their `OneWave.of`, or another tiling whose parts are whole chunks.
+        finish: `finish(pieces, dtype)` takes float32 `[BLOCK_N, rows]` arrays for some of the rows.
+            The pieces are adjacent columns, and it returns as many.
+        gate_up: the pieces are instead one of the gate and the matching one of up, half of the
+            weight apart, and `finish` returns one; the wave must then have one part.
+        cluster: number of blocks that share the weight's copies, by default all with the same
+            columns.
+        interpret: parameters of Mosaic's interpreter, which cannot copy to several blocks.
 
     Raises:
-        ValueError: shared memory has no room for two chunks.
+        ValueError: two chunks do not fit into shared memory.
     """
     (tokens, inner), cluster = x.shape, cluster or wave.row_blocks
     outer = weight.shape[1] // 2 if gate_up else weight.shape[1]
@@ -74,7 +78,7 @@ def one_wave_kernel(
         cluster_names=("row",),
         num_threads=wave.warpgroups + 1,
         thread_name="warpgroup",
-        # Its own barriers are enough.
+        # The kernel has explicit barriers.
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
@@ -84,30 +88,28 @@ def one_wave_kernel(
 
 
 class _Buffers(NamedTuple):
-    """Shared memory of a block; `filled` and `freed` are barriers of each place in a ring."""
+    """Shared memory of a block; `filled` and `freed` have a barrier for each place in a ring."""
 
     tokens: Any
     ring: Any
     filled: Any
     freed: Any
-    rows_filled: Any = None  # where rows have a ring of their own
+    rows_filled: Any = None  # None if the rows share the weight's barriers
     rows_freed: Any = None
-    out: Any = None  # where the output does not fit into the ring
+    out: Any = None  # None if the output goes through the ring
 
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """The work of one block."""
-
     wave: OneWave
     rings: "_Rings"
     finish: Callable
     cluster: int  # blocks that share the weight's copies
     stride: int  # columns from one piece of a warpgroup to the next
-    step: int  # columns that a warpgroup puts out
+    step: int  # output columns per warpgroup
 
     def run(self, x, weight, y, buffers: _Buffers):
-        """Share the work among the warpgroups."""
+        """Run the block: the last warpgroup copies, the others multiply."""
         wave, warpgroup = self.wave, lax.axis_index("warpgroup")
         registers = _REGISTERS[wave.warpgroups]
 
@@ -127,19 +129,20 @@ class _Block:
         def _():
             plgpu.set_max_registers(registers[0], action="increase")
             sums = _multiply(self.rings, warpgroup, buffers)
-            if buffers.out is None:  # the output goes through the ring, which is done with
-                plgpu.commit_smem()  # by all warps
+            if buffers.out is None:  # the output reuses the ring's memory
+                plgpu.commit_smem()  # also a barrier: all warps are done
                 tiles = [buffers.ring.at[i, warpgroup, 0] for i in range(self.rings.slots)]
             else:
                 tiles = [buffers.out.at[warpgroup]]
-            part, token, column = self._corner()  # only now, because registers are scarce
+            part, token, column = self._corner()  # computed late, because registers are scarce
             column += warpgroup * self.step
             _put_out(sums, self.finish, tiles, y.at[part], token, column)
 
     def _corner(self):
-        """The part of the features, the first token and the first column of the block.
+        """Return the part of the features, the first token and the first column of the block.
 
-        The blocks of a cluster lie along "row". Without clusters they lie along "pair".
+        Blocks of a cluster are indexed by "row". Without clusters, row blocks are indexed by
+        "pair".
         """
         part, block, pair, row = map(lax.axis_index, ("part", "column", "pair", "row"))
         token = (pair * self.cluster + row) * self.wave.rows
@@ -148,26 +151,26 @@ class _Block:
 
 @dataclasses.dataclass(frozen=True)
 class _Rings:
-    """A ring of rows and a ring of pieces of the weight: how many chunks of each a block holds."""
+    """Ring of rows and ring of pieces of the weight: the number of chunks of each in a block."""
 
     wave: OneWave
-    chunks: int  # of the features
+    chunks: int  # chunks of features in a part
     stages: int  # chunks in the ring of rows
-    slots: int  # places in the ring of pieces: for all pieces of a chunk, or for one piece
-    is_piecewise: bool  # each piece of a chunk has a slot of its own
-    out_dtype: Any  # of the output's own buffer; None if the output goes through the ring
+    slots: int  # places in the ring of pieces, for all pieces of a chunk or for one
+    is_piecewise: bool  # True if each piece of a chunk has a separate slot
+    out_dtype: Any  # dtype of the output's buffer; None if the output goes through the ring
 
     @staticmethod
     def of(wave: OneWave, chunks: int, dtype: Any, out_dtype: Any) -> "_Rings":
-        """The largest rings that fit into shared memory.
+        """Return the largest rings that fit into shared memory.
 
         The largest blocks, with two pieces and rows shared by two blocks, have room for three
-        chunks, and a chunk takes as long to arrive as two take to be multiplied. Their pieces
-        therefore have slots of their own: the slot of the first is free while the second is
-        multiplied. In smaller blocks this costs more than it gives.
+        chunks, and copying a chunk takes as long as multiplying two. So their pieces have separate
+        slots: the slot of the first is free while the second is multiplied. In smaller blocks this
+        costs more than it gains.
 
         Raises:
-            ValueError: no chunk could arrive while another is multiplied.
+            ValueError: there is no room to copy a chunk while another is multiplied.
         """
         is_piecewise = wave.row_blocks > 1 and wave.pieces > 1
         own = None if is_piecewise and out_dtype == dtype else out_dtype
@@ -175,7 +178,8 @@ class _Rings:
         rows, piece = 2 * CHUNK * wave.rows, 2 * CHUNK * BLOCK_N * wave.warpgroups
         room = device.room(1) - out
         if is_piecewise:
-            # Rows stay until their last piece is multiplied: one stage more than whole chunks.
+            # Rows are needed until their last piece is multiplied: one stage more than whole
+            # chunks.
             pairs = [(n, min(chunks, (n + 1) // 2 + 1)) for n in range(2 * chunks, 0, -1)]
             fitting = ((n, m) for n, m in pairs if n * piece + m * rows <= room)
             slots, stages = next(fitting, (0, 0))
@@ -190,12 +194,12 @@ class _Rings:
 
     @property
     def groups(self) -> list[range]:
-        """The pieces of each slot that a chunk takes."""
+        """Pieces in each of the slots that a chunk takes."""
         size = 1 if self.is_piecewise else self.wave.pieces
         return [range(first, first + size) for first in range(0, self.wave.pieces, size)]
 
     def for_each_chunk(self, do: Callable) -> None:
-        """Call `do(j, stage, slots)` with the places of chunk `j`: its rows', and each group's."""
+        """Call `do(j, stage, slots)` for each chunk `j`: its stage of rows, a slot per group."""
 
         def step(j, carry):
             (stage, slot), slots = carry, []
@@ -208,7 +212,7 @@ class _Rings:
         lax.fori_loop(0, self.chunks, step, (jnp.int32(0), jnp.int32(0)))
 
     def scratch(self, dtype) -> dict[str, Any]:
-        """Shared memory, as tensor cores read it, and its barriers: the fields of `_Buffers`."""
+        """Return shared memory, tiled for wgmma, and its barriers: the fields of `_Buffers`."""
         warpgroups, (group, *_) = self.wave.warpgroups, self.groups
         ring = self.slots, warpgroups, len(group), CHUNK, BLOCK_N
         arrivals = warpgroups * len(group) + (not self.is_piecewise)
@@ -216,12 +220,12 @@ class _Rings:
             "tokens": tensor_cores.tile(self.stages, self.wave.rows, CHUNK, dtype=dtype),
             "ring": tensor_cores.tile(*ring, dtype=dtype),
             "filled": plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.slots),
-            # A piece is copied to all blocks of a cluster, so all must be done with the slot.
+            # A piece is copied to all blocks of a cluster, so all must have freed the slot.
             "freed": plgpu.ClusterBarrier(
                 collective_axes=("row",), num_arrivals=warpgroups, num_barriers=self.slots
             ),
         }
-        if self.is_piecewise:  # otherwise the rows come with the weight
+        if self.is_piecewise:  # otherwise the rows share the weight's barriers
             scratch["rows_filled"] = plgpu.Barrier(num_barriers=self.stages)
             scratch["rows_freed"] = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=self.stages)
         if self.out_dtype:
@@ -231,10 +235,10 @@ class _Rings:
 
 
 def _copy(rings, x, weight, token, feature, columns, axes, buffers):
-    """Fill the rings, each place as soon as the warpgroups that multiply are done with it.
+    """Fill the rings, each place once the warpgroups that multiply have freed it.
 
-    The copies begin at `token`, `feature` and `columns[warpgroup][piece]`. The pieces of the weight
-    go to all blocks along a cluster's `axes`.
+    The copies start at `token`, `feature` and `columns[warpgroup][piece]`. Pieces of the weight are
+    copied to all blocks along a cluster's `axes`.
     """
 
     def fetch(j, stage, slots):
@@ -255,18 +259,18 @@ def _copy(rings, x, weight, token, feature, columns, axes, buffers):
             if not rings.is_piecewise:
                 plgpu.copy_gmem_to_smem(rows, to_rows, filled)
 
-    @plgpu.warp_map  # one warp copies: arrivals count once, and other warps would do the same work
+    @plgpu.warp_map  # a single warp: more would repeat the copies and their barrier arrivals
     def _(warp):
         pl.when(warp == 0)(lambda: rings.for_each_chunk(fetch))
 
 
 def _multiply(rings, warpgroup, buffers):
-    """The transposed products of a warpgroup, float32 `[BLOCK_N, rows]` for each piece."""
+    """Return the transposed matmuls of a warpgroup, float32 `[BLOCK_N, rows]` for each piece."""
 
     def release(barrier, n, index, places, end):
-        """Free the place before `index`, if it is to be filled again.
+        """Free the place before `index`, if a later fill reuses it.
 
-        Fill `n`, of `end` in all, is at `index` of a ring with this many `places`.
+        Fill `n`, of `end` in all, is at `index` of a ring with `places` places.
         """
         before = jnp.where(index == 0, places, index) - 1
         is_refilled = (n > 0) & (n - 1 + places < end)
@@ -283,7 +287,7 @@ def _multiply(rings, warpgroup, buffers):
                 for i, piece in enumerate(group):
                     part = buffers.ring.at[slot, warpgroup, i].transpose((1, 0))
                     plgpu.wgmma(sums[piece], part, rows)
-                plgpu.wgmma_wait(len(group))  # the products before these are done
+                plgpu.wgmma_wait(len(group))  # all earlier wgmmas are done
                 end = len(rings.groups) * rings.chunks
                 release(buffers.freed, n, slot, rings.slots, end)
                 if rings.is_piecewise and turn == 0:
@@ -297,9 +301,9 @@ def _multiply(rings, warpgroup, buffers):
 
 
 def _put_out(sums, finish, tiles, y, token, column):
-    """Write what `finish` makes of the sums to `y` from `token` and `column` on, 64 rows at a time.
+    """Write the finished sums to `y` from `token` and `column` on, 64 rows at a time.
 
-    The output goes through `tiles` in shared memory, in turn.
+    The output goes through `tiles` in shared memory, one after the other.
     """
     count = 0
     for row in range(0, sums[0].shape[1], _OUT_ROWS):
@@ -309,9 +313,9 @@ def _put_out(sums, finish, tiles, y, token, column):
             tile = tiles[count % len(tiles)].at[pl.ds(0, rows)]
             if count >= len(tiles):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.commit_smem()  # by all warps
+                plgpu.commit_smem()  # also a barrier: all warps are done
             count += 1
-            # A thread has neighbouring columns, as they lie in a row of `y`.
+            # In this layout a thread holds adjacent columns, which are contiguous in a row of `y`.
             tile.T[...] = plgpu.layout_cast(piece, plgpu.Layout.WGMMA_TRANSPOSED)
             plgpu.commit_smem()
             target = y.at[pl.ds(token + row, rows), pl.ds(column + i * BLOCK_N, BLOCK_N)]

@@ -1,4 +1,4 @@
-"""The parts that products share: the product by XLA, and the checks."""
+"""Matmul by XLA, and checks of operands, for all matmul ops."""
 
 from typing import Any
 
@@ -8,20 +8,20 @@ from jaxtyping import Array, Float
 from jaxspec import device
 from jaxspec.weight import Float8, Weight
 
-BLOCK_N = 64  # columns of the weight that one product of a block takes: the M of wgmma
-DTYPES = jnp.bfloat16, jnp.float16  # the dtypes that tensor cores multiply without a conversion
+BLOCK_N = 64  # columns of the weight per wgmma: its M
+DTYPES = jnp.bfloat16, jnp.float16  # multiplied by tensor cores without a conversion
 
 
 def matmul(
     x: Float[Array, "rows inner"], weight: Weight, dtype: Any = None
 ) -> Float[Array, "rows outer"]:
-    """`x @ weight` by XLA, in `dtype` or that of the operands.
+    """Return `x @ weight`, computed by XLA, in `dtype` or that of the operands.
 
-    On a GPU one row becomes two equal rows. XLA turns a product with a single row into
-    multiplications and sums, and writes some of the multiplications to memory; a product of two
-    rows is a matrix product, which reads the weight once.
+    On a GPU a single row is duplicated. XLA turns a matmul of one row into multiplications and
+    sums, and writes some of the multiplications to memory; a matmul of two rows is a GEMM, which
+    reads the weight once.
 
-    A weight in 8 bits is multiplied in float32, as a copy.
+    A `Float8` weight is converted to float32, as a copy.
     """
     if isinstance(weight, Float8):
         return matmul(x.astype(jnp.float32), weight.dense()).astype(dtype or x.dtype)
@@ -32,10 +32,10 @@ def matmul(
 
 
 def check_inner(features: int, weight: Weight) -> None:
-    """Refuse a weight for another number of features; a kernel would read beyond the operands.
+    """Check that `weight` has a row for each feature; a kernel would read out of bounds.
 
     Raises:
-        ValueError: the weight has more or fewer rows than there are features.
+        ValueError: the weight has more or fewer rows.
     """
     if weight.inner != features:
         raise ValueError(
@@ -45,7 +45,7 @@ def check_inner(features: int, weight: Weight) -> None:
 
 
 def why_not_dtypes(x: Float[Array, "rows inner"], weight: Weight) -> str | None:
-    """Why tensor cores do not multiply these operands as they are, or None."""
+    """Return why tensor cores cannot multiply these operands without a conversion, or None."""
     if x.dtype not in DTYPES or x.dtype != weight.dtype:
         return f"{x.dtype} and {weight.dtype}"
     return None

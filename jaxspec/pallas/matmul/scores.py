@@ -1,4 +1,4 @@
-"""The argmax of a row of scores: one definition for sampling, the greedy op and its kernel."""
+"""Argmax of a row of scores: one definition for sampling, the greedy op and its kernel."""
 
 from typing import NamedTuple
 
@@ -7,22 +7,22 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 NO_TOKEN = -1
-"""No token: padding, a placeholder draft, or a row whose scores leave nothing to choose."""
+"""No token: padding, a placeholder draft, or a row of scores that has no argmax."""
 
-NO_COLUMN = 2**30  # a column beyond all columns: it loses against every real one
+NO_COLUMN = 2**30  # greater than every real column, so it loses every tie
 
 
 class PartialArgmax(NamedTuple):
-    """The argmax of some of a row's scores, in a form that can be combined with other parts'."""
+    """Argmax of some of a row's scores, which can be combined with those of other parts."""
 
     score: Float[Array, "..."]  # the largest score
-    column: Int[Array, "..."]  # the first column that has it
-    # The largest -abs(score): NaN if a score is, -inf if none is finite.
+    column: Int[Array, "..."]  # the first column with that score
+    # The largest -abs(score): NaN if a score is NaN, -inf if none is finite.
     nearest: Float[Array, "..."]
 
 
 def combine(parts: PartialArgmax, axis: int) -> Int[Array, " rows"]:
-    """The column (int32) of the largest score along an axis of `parts`; the lowest of equals.
+    """Return the column (int32) of the largest score along an axis of `parts`; the lowest on ties.
 
     It is -1 in a row where a score is NaN or no score is finite.
     """
@@ -30,7 +30,7 @@ def combine(parts: PartialArgmax, axis: int) -> Int[Array, " rows"]:
     def better(a, b):
         ((score_a, column_a, nearest_a), (score_b, column_b, nearest_b)) = a, b
         a_wins = (score_a > score_b) | ((score_a == score_b) & (column_a < column_b))
-        # Not `maximum`: XLA's maximum on a CPU may lose a NaN.
+        # Not `maximum`: XLA's maximum on a CPU may drop a NaN.
         a_is_nearer = (nearest_a > nearest_b) | jnp.isnan(nearest_a)
         return (
             jnp.where(a_wins, score_a, score_b),
@@ -38,7 +38,7 @@ def combine(parts: PartialArgmax, axis: int) -> Int[Array, " rows"]:
             jnp.where(a_is_nearer, nearest_a, nearest_b),
         )
 
-    # One reduction over all three: XLA would make a kernel of each of three reductions.
+    # One reduction over all three: XLA would run three reductions as three kernels.
     identity = -jnp.inf, jnp.int32(NO_COLUMN), -jnp.inf
     _, column, nearest = lax.reduce(tuple(parts), identity, better, (axis,))
     return jnp.where(nearest > -jnp.inf, column, NO_TOKEN)
@@ -47,22 +47,22 @@ def combine(parts: PartialArgmax, axis: int) -> Int[Array, " rows"]:
 def mask_columns(
     scores: Float[Array, "rows ids"], forbidden: Int[Array, "rows n"]
 ) -> Float[Array, "rows ids"]:
-    """`scores` with -inf at each row's `forbidden` columns; -1 forbids nothing."""
-    # A scatter drops columns past the end, but takes -1 for the last column.
+    """Set `scores` to -inf at each row's `forbidden` columns; -1 forbids nothing."""
+    # A scatter drops columns past the end, but wraps -1 to the last column.
     columns = jnp.where(forbidden < 0, scores.shape[1], forbidden)
     rows = jnp.arange(len(scores), dtype=jnp.int32)[:, None]
-    # A scatter works in place where the scores are not read again. A comparison with every id of a
-    # large vocabulary would write a mask of that size, which is more than what a draw reads.
+    # A scatter runs in place if the scores are not read again. Comparing with every id of a large
+    # vocabulary would write a mask of that size, which is more than a draw reads.
     return scores.at[rows, columns].set(-jnp.inf, mode="drop")
 
 
 def has_argmax(scores: Float[Array, "rows ids"]) -> Bool[Array, " rows"]:
-    """Whether a row has a choice: some score is finite, and none is NaN."""
+    """Return True for rows with an argmax: some score is finite, and none is NaN."""
     return jnp.isfinite(scores).any(axis=1) & ~jnp.isnan(scores).any(axis=1)
 
 
 def argmax_or_none(
     scores: Float[Array, "rows ids"], is_sound: Bool[Array, " rows"]
 ) -> Int[Array, " rows"]:
-    """The column (int32) of the largest score, the lowest of equals; -1 in rows not `is_sound`."""
+    """Return the column (int32) of the largest score, the lowest on ties; -1 unless `is_sound`."""
     return jnp.where(is_sound, jnp.argmax(scores, axis=1).astype(jnp.int32), NO_TOKEN)

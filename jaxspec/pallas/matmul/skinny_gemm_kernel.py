@@ -1,9 +1,9 @@
-"""The part that the kernels of skinny products share (Pallas, Mosaic GPU); for kernels alone.
+"""Parts shared by the kernels of matmuls of up to 8 rows (Pallas, Mosaic GPU); for kernels only.
 
-A block has 64 columns of the weight and some or all of its rows. It computes the transposed
-product, `y.T = weight.T @ x.T`: wgmma takes 64 columns of the weight on one side, and as few as 8
-rows of `x` on the other. A block starts the copies of all the weight that fits before it does
-anything else, so what it does with its rows of `x` costs no time.
+A block has 64 columns of the weight and some or all of its rows. It computes the transposed matmul,
+`y.T = weight.T @ x.T`: the M of wgmma is 64 columns of the weight, and its N as few as 8 rows of
+`x`. A block starts the copies of all the weight that fits before anything else, so its work on the
+rows of `x` costs no time.
 """
 
 import dataclasses
@@ -20,27 +20,27 @@ from jaxspec.pallas.matmul.skinny_gemm import MAX_ROWS
 
 
 class WeightStream(NamedTuple):
-    """A block's part of the weight, and the ring in shared memory through which it comes."""
+    """A block's part of the weight, and the ring in shared memory into which it is copied."""
 
     weight: Any
     first_row: Any
     first_column: Any
     ring: Any
-    filled: Any  # barriers: a place of the ring has its chunk
+    filled: Any  # a barrier per stage of the ring: its chunk is copied
 
 
 @dataclasses.dataclass(frozen=True)
 class SkinnyTiling:
-    """The product of one block: `inner` rows of the weight and `BLOCK_N` columns."""
+    """Tiling of a block's matmul: `inner` rows of the weight and `BLOCK_N` columns."""
 
     inner: int
     dtype: Any
-    swizzled: int  # columns of a swizzled tile in shared memory; they divide the weight's columns
-    stages: int  # chunks in the ring, of `chunk` rows of the weight each
+    swizzled: int  # columns per swizzled tile in shared memory; divides the weight's columns
+    stages: int  # chunks in the ring, `chunk` rows of the weight each
 
     @staticmethod
     def of(weight: Any, inner: int, blocks: int, reserved: int) -> "SkinnyTiling":
-        """The tiling with the largest ring that fits beside the rows and the `reserved` bytes."""
+        """Return the tiling with the largest ring that fits with the rows and `reserved` bytes."""
         room = device.room(blocks) - 2 * inner * MAX_ROWS - reserved
         ringless = SkinnyTiling(inner, weight.dtype, gcd(weight.shape[1], BLOCK_N), 0)
         chunk = ringless.chunk
@@ -49,11 +49,11 @@ class SkinnyTiling:
 
     @property
     def chunk(self) -> int:
-        """Rows of the weight that are copied at once."""
+        """Rows of the weight per copy."""
         return gcd(self.inner, 128)
 
     def scratch(self) -> dict[str, Any]:
-        """Shared memory for the ring and for the operand's rows, as tensor cores read them."""
+        """Return shared memory for the ring and the operand's rows, tiled for wgmma."""
         tiling = plgpu.TilingTransform((8, self.swizzled))
         swizzled = tiling, plgpu.SwizzleTransform(2 * self.swizzled)
         ring = self.stages, self.chunk, BLOCK_N
@@ -64,10 +64,10 @@ class SkinnyTiling:
         }
 
     def layout(self):
-        """Register layout of the rows: one warp a row, and no bank conflicts in `tile`."""
+        """Return the register layout of the rows: one warp per row, no bank conflicts in `tile`."""
         if self.swizzled == 64:
             return layouts.row_layout(self.inner, itemsize=2, most_lanes=32)
-        # Eight lanes store at once; they have two rows of one tile, not one row of two tiles.
+        # Eight lanes store at once: two rows of one tile, not one row of two tiles.
         tiling = plgpu.Tiling(((8, 128), (2, 32), (8,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-4, -3, -2), vector_dim=-1)
 
@@ -77,14 +77,14 @@ class SkinnyTiling:
             self._fetch(stream, j)
 
     def _fetch(self, stream, j):
-        """Start the copy of chunk `j`; columns beyond the weight's last arrive as zeros."""
+        """Start the copy of chunk `j`; columns past the weight's last are filled with zeros."""
         rows = pl.ds(stream.first_row + j * self.chunk, self.chunk)
         stage = j % self.stages
         part = stream.weight.at[rows, pl.ds(stream.first_column, BLOCK_N)]
         plgpu.copy_gmem_to_smem(part, stream.ring.at[stage], stream.filled.at[stage])
 
     def run(self, tile, stream: WeightStream):
-        """The transposed product with `tile`: float32 `[BLOCK_N, MAX_ROWS]`."""
+        """Return the transposed matmul with `tile`: float32 `[BLOCK_N, MAX_ROWS]`."""
         chunks = self.inner // self.chunk
 
         def all_chunks(sum_):
@@ -96,7 +96,7 @@ class SkinnyTiling:
                 refill = j - 1 + self.stages
                 if j > 0 and refill < chunks:
                     plgpu.wgmma_wait(1)
-                    plgpu.commit_smem()  # no warp reads the chunk before this one any more
+                    plgpu.commit_smem()  # also a barrier: no warp still reads the previous chunk
                     self._fetch(stream, refill)
             return sum_[...]
 
@@ -106,14 +106,13 @@ class SkinnyTiling:
 
 
 def put_out(product, tile, out):
-    """Write a transposed product through `tile`, `[MAX_ROWS, BLOCK_N]`, to the rows of `out`.
+    """Write a transposed matmul through `tile`, `[MAX_ROWS, BLOCK_N]`, to the rows of `out`.
 
-    Columns beyond the last of `out` are dropped.
+    Columns past the last of `out` are dropped.
     """
     token = plgpu.broadcasted_iota(jnp.int32, product.shape, 1, layout=plgpu.Layout.WGMMA)
     for row in range(out.shape[0]):
-        # Four lanes hold the 8 tokens of a column, two each. The mask leaves the one that is
-        # wanted.
+        # Four lanes hold the 8 tokens of a column, two each. The mask selects one token.
         of_row = jnp.sum(jnp.where(token == row, product, 0.0), axis=1)
         access.store(tile.at[row], of_row.astype(tile.dtype))
     plgpu.commit_smem()

@@ -1,6 +1,6 @@
-"""Products whose output is pending: the next norm adds it to the residual stream.
+"""Matmuls whose output is pending: the next norm adds it to the residual stream.
 
-As kernels they are split-K: they put out float32 partial sums over parts of the features.
+Their kernels are split-K: they return float32 partial sums over parts of the features.
 """
 
 import math
@@ -18,16 +18,16 @@ from jaxspec.weight import Weight
 
 
 def split_matmul(x: Float[Array, "tokens inner"], weight: Weight) -> Pending:
-    """`x @ weight` as tokens in their dtype, or as float32 partial sums over parts of `inner`.
+    """Return `x @ weight`: tokens in their dtype, or float32 partial sums over parts of `inner`.
 
-    For up to 8 rows in 16 bits, and 1024, 2048 or 2688 columns, one kernel makes `[parts, tokens,
-    outer]`, with a block for nearly every multiprocessor. `norm_matmul` and `add_norm` sum the
-    parts up when they add them to the residual stream. For 16 to 256 rows a kernel of `gemm` makes
-    partial sums, or tokens where one part gives blocks enough. Otherwise XLA makes tokens,
+    For up to 8 rows in 16 bits, and `skinny_gemm.SPLIT_HIDDEN` columns, one kernel returns `[parts,
+    tokens, outer]`, with a block for nearly every multiprocessor. `norm_matmul` and `add_norm` sum
+    the parts when they add them to the residual stream. For 16 to 256 rows a kernel of `gemm`
+    returns partial sums, or tokens if one part has enough blocks. Otherwise XLA returns tokens,
     `[tokens, outer]`. Rows are independent, so padding and NaN stay in their own row.
 
     Raises:
-        ValueError: `weight` is not for the features of `x`.
+        ValueError: `weight` does not match the features of `x`.
     """
     products.check_inner(x.shape[1], weight)
     is_skinny, hidden = x.shape[0] <= skinny_gemm.MAX_ROWS, weight.outer
@@ -48,21 +48,22 @@ def split_matmul(x: Float[Array, "tokens inner"], weight: Weight) -> Pending:
 
 
 def split_matmul_reference(x, weight):
-    """What the parts of `split_matmul` make when they are summed and rounded."""
+    """Return the output of `split_matmul` after its parts are summed and rounded."""
     return matmul(x, weight)
 
 
 def gated_matmul(x: Float[Array, "tokens twice_inner"], weight: Weight) -> Pending:
-    """`split_matmul` of `silu(gate) * up`; the columns of `x` are those of gate, then those of up.
+    """Return `split_matmul` of `silu(gate) * up`; columns of `x` are the gate's, then up's.
 
-    A gated feed-forward layer ends so (Shazeer 2020, "GLU Variants Improve Transformer", arXiv
-    2002.05202). What is gated is rounded to the dtype of `x` before the product.
+    It ends a gated feed-forward layer (Shazeer 2020, "GLU Variants Improve Transformer", arXiv
+    2002.05202). The gated features are rounded to the dtype of `x` before the matmul.
 
-    It is one kernel for up to 8 rows, where `split_matmul` is one and a block's part of `inner` is
-    512, 1024 or 1536. More rows should come gated, from `matmul_silu`.
+    One kernel computes it for up to 8 rows in 16 bits and `skinny_gemm.HIDDEN` columns, if a
+    block's part of `inner` is 512, 1024 or 1536. For more rows, `matmul_silu` should apply the gate
+    instead.
 
     Raises:
-        ValueError: `weight` is not for half the columns of `x`, or their number is odd.
+        ValueError: `weight` does not match half the columns of `x`, or their number is odd.
     """
     Activation.SWIGLU.check(x.shape[1])
     products.check_inner(x.shape[1] // 2, weight)
@@ -75,18 +76,19 @@ def gated_matmul(x: Float[Array, "tokens twice_inner"], weight: Weight) -> Pendi
 
 
 def gated_matmul_reference(x, weight):
-    """What the parts of `gated_matmul` make when they are summed and rounded."""
+    """Return the output of `gated_matmul` after its parts are summed and rounded."""
     return matmul(Activation.SWIGLU(x), weight)
 
 
 def squared_relu_matmul(x: Float[Array, "tokens inner"], weight: Weight) -> Pending:
-    """`split_matmul` of `relu(x)**2` (So et al. 2021, "Primer", arXiv 2109.08668).
+    """Return `split_matmul` of `relu(x)**2` (So et al. 2021, "Primer", arXiv 2109.08668).
 
-    The square is rounded to the dtype of `x` before the product. It is one kernel where
-    `gated_matmul` is one. More rows should come squared, from `matmul_squared_relu`.
+    The square is rounded to the dtype of `x` before the matmul. One kernel computes it under the
+    conditions of `gated_matmul`. For more rows, `matmul_squared_relu` should apply the square
+    instead.
 
     Raises:
-        ValueError: `weight` is not for the columns of `x`.
+        ValueError: `weight` does not match the columns of `x`.
     """
     products.check_inner(x.shape[1], weight)
     why = why_not_gate(x, weight)
@@ -98,28 +100,29 @@ def squared_relu_matmul(x: Float[Array, "tokens inner"], weight: Weight) -> Pend
 
 
 def squared_relu_matmul_reference(x, weight):
-    """What the parts of `squared_relu_matmul` make when they are summed and rounded."""
+    """Return the output of `squared_relu_matmul` after its parts are summed and rounded."""
     return matmul(Activation.SQUARED_RELU(x), weight)
 
 
 def why_not_gate(x, weight):
-    """Why no kernel activates these operands before the product, or None."""
+    """Return why no kernel applies the activation to these operands before the matmul, or None."""
     units, rest = divmod(weight.inner, skinny_gemm.GATE_UNIT)
     parts = skinny_gemm.num_parts(weight.inner, weight.outer, unit=skinny_gemm.GATE_UNIT)
-    # A thread gates four neighbouring features at a time, and no more than three times.
+    # A thread gates four adjacent features at a time, at most three times.
     if rest or units % parts or units // parts > 3:
         return f"{weight.inner} gates"
     return skinny_gemm.why_not_kernel(x, weight, weight.outer)
 
 
 def gated_norm_matmul(heads: Heads, norm: GatedNorm, weight: Weight) -> Pending:
-    """`split_matmul` of the output of Gated DeltaNet, after its gated norm.
+    """Return `split_matmul` of the output of Gated DeltaNet, after its gated norm.
 
-    `heads` of two axes are normed already (`Heads`), and are multiplied as they are. It is one
-    kernel for up to 8 rows of float32 heads of 64 or 128 channels, where `split_matmul` is one.
+    `heads` with two axes are already normalized (`Heads`), and are multiplied directly. One kernel
+    computes it for up to 8 rows of float32 heads of 64 or 128 channels, with `skinny_gemm.HIDDEN`
+    columns.
 
     Raises:
-        ValueError: `weight` is not for the heads, or `norm` is not (`GatedNorm.check`).
+        ValueError: `weight` or `norm` does not match the heads (`GatedNorm.check`).
     """
     features = math.prod(heads.shape[1:])
     products.check_inner(features, weight)
@@ -135,16 +138,16 @@ def gated_norm_matmul(heads: Heads, norm: GatedNorm, weight: Weight) -> Pending:
 
 
 def gated_norm_matmul_reference(heads, norm, weight):
-    """What the parts of `gated_norm_matmul` make when they are summed and rounded."""
+    """Return the output of `gated_norm_matmul` after its parts are summed and rounded."""
     return matmul(norm(heads), weight)
 
 
 def why_not_norm(heads, norm, weight):
-    """Why `gated_norm_matmul_kernel` does not take these operands, or None."""
+    """Return why `gated_norm_matmul_kernel` cannot take these operands, or None."""
     if heads.dtype != jnp.float32 or norm.weight.dtype != jnp.float32:
         return f"{heads.dtype} with a norm in {norm.weight.dtype}"
     if heads.shape[2] not in (64, 128) or weight.inner not in (512, 1024, 2048, 4096):
         return f"{heads.shape[1]} heads of {heads.shape[2]}"
-    if norm.first % 8 or norm.gates.shape[1] % 8:  # a thread loads up to 16 bytes
+    if norm.first % 8 or norm.gates.shape[1] % 8:  # vectors of 16 bytes
         return f"gates from column {norm.first} of {norm.gates.shape[1]}"
     return skinny_gemm.why_not_kernel(norm.gates, weight, weight.outer)

@@ -1,6 +1,6 @@
-"""The kernels of the products of `split_matmul.py` for up to 8 rows.
+"""Kernels of the ops in `split_matmul` for up to 8 rows (Pallas, Mosaic GPU).
 
-`matmul_kernel`, the product that is not split, is here too (Pallas, Mosaic GPU).
+They include `matmul_kernel`, the matmul that is not split.
 """
 
 import functools
@@ -22,9 +22,9 @@ from jaxspec.pallas.norm import gated_norm_block
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def split_matmul_kernel(x, weight, *, interpret=None):
-    """`split_matmul`; `weight` is the array of a `Dense`, as in all these kernels.
+    """Run `split_matmul`; `weight` is the array of a `Dense`, as in all these kernels.
 
-    `interpret`: parameters of Mosaic's interpreter, here and below.
+    `interpret` holds parameters of Mosaic's interpreter, here and below.
     """
     parts = num_parts(*weight.shape, unit=64)
     tiling, launch = _plan(x.shape[0], weight, parts, jnp.float32, interpret)
@@ -37,7 +37,7 @@ def split_matmul_kernel(x, weight, *, interpret=None):
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def matmul_kernel(x, weight, *, interpret=None):
-    """`x @ weight` in their dtype, for operands that `skinny_gemm` takes."""
+    """Return `x @ weight` in their dtype, for operands that `skinny_gemm` accepts."""
     tiling, launch = _plan(x.shape[0], weight, 1, x.dtype, interpret)
 
     def body(weight, x, y, *, loaded, **scratch):
@@ -49,20 +49,18 @@ def matmul_kernel(x, weight, *, interpret=None):
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def gated_matmul_kernel(x, weight, *, interpret=None):
-    """`gated_matmul`."""
     launch, *parts = _activating(x, weight, Activation.SWIGLU, interpret)
     return launch("gated_matmul", *parts)(weight, x)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def squared_relu_matmul_kernel(x, weight, *, interpret=None):
-    """`squared_relu_matmul`."""
     launch, *parts = _activating(x, weight, Activation.SQUARED_RELU, interpret)
     return launch("squared_relu_matmul", *parts)(weight, x)
 
 
 def _activating(x, weight, activation, interpret):
-    """`launch` of the product of what the activation makes of `x`, its body and its scratch."""
+    """Return `launch` of the matmul of the activated `x`, its body and its scratch."""
     parts = num_parts(*weight.shape, unit=GATE_UNIT)
     tiling, launch = _plan(x.shape[0], weight, parts, jnp.float32, interpret, copies=1)
 
@@ -74,9 +72,8 @@ def _activating(x, weight, activation, interpret):
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def gated_norm_matmul_kernel(heads, norm, weight, *, interpret=None):
-    """`gated_norm_matmul`."""
     tokens, _, dim = heads.shape
-    unit = max(dim, 256)  # the channels of a row that the lanes of one warp hold
+    unit = max(dim, 256)  # channels of a row that one warp holds
     parts = num_parts(*weight.shape, unit=unit)
     tiling, launch = _plan(tokens, weight, parts, jnp.float32, interpret, copies=1)
 
@@ -89,9 +86,10 @@ def gated_norm_matmul_kernel(heads, norm, weight, *, interpret=None):
 
 
 def _plan(tokens, weight, parts, dtype, interpret, copies=0):
-    """The tiling of one part, and `launch(name, body, scratch)`, which makes the kernel.
+    """Return the tiling of one part, and `launch(name, body, scratch)`, which builds the kernel.
 
-    `dtype` is that of the output. `copies` says how often the scratch holds a block's rows.
+    `dtype` is that of the output. `copies` is the number of copies of a block's rows in the
+    scratch.
     """
     inner, outer = weight.shape
     columns = pl.cdiv(outer, BLOCK_N)
@@ -108,7 +106,7 @@ def _plan(tokens, weight, parts, dtype, interpret, copies=0):
             | scratch,
             grid=(columns, parts),
             grid_names=("column", "part"),
-            # Its own barriers are enough, and each head is summed by one warp.
+            # The kernel has explicit barriers, and each head is summed by one warp.
             compiler_params=plgpu.CompilerParams(
                 unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
             ),
@@ -119,18 +117,18 @@ def _plan(tokens, weight, parts, dtype, interpret, copies=0):
 
 
 class _Refs(NamedTuple):
-    """What every block reads and writes; the last four are shared memory."""
+    """References common to all blocks; the last four are shared memory."""
 
     weight: Any
     y: Any
     ring: Any
     filled: Any
-    tile: Any  # the rows, as tensor cores read them
+    tile: Any  # the rows, tiled for wgmma
     out: Any
 
 
 class _HeadRefs(NamedTuple):
-    """The operands of a gated norm."""
+    """Operands of a gated norm."""
 
     heads: Any
     gates: Any
@@ -138,29 +136,29 @@ class _HeadRefs(NamedTuple):
 
 
 def _weights(tiling, refs):
-    """The part of the weight that is this block's."""
+    """Return this block's part of the weight."""
     column, part = lax.axis_index("column") * BLOCK_N, lax.axis_index("part")
     return WeightStream(refs.weight, part * tiling.inner, column, refs.ring, refs.filled)
 
 
 def _multiply_tile(tiling, weights, refs):
-    """Multiply `tile` and write the product."""
+    """Multiply `tile` and write the result."""
     columns = pl.ds(lax.axis_index("column") * BLOCK_N, BLOCK_N)
     sums = tiling.run(refs.tile, weights)
     put_out(sums, refs.out, refs.y.at[lax.axis_index("part"), :, columns])
 
 
 def _retile(tiling, rows, refs):
-    """Copy rows from plain shared memory to `tile`."""
+    """Copy rows from untiled shared memory to `tile`."""
     plgpu.commit_smem()
     access.store(refs.tile, access.load(rows.reshape(*refs.tile.shape), tiling.layout()))
     plgpu.commit_smem()
 
 
 def _multiply_rows(tiling, x, loaded, refs):
-    """Multiply rows of `x` as they are; rows that `x` lacks arrive as zeros."""
+    """Multiply rows of `x` directly; rows past the last of `x` are filled with zeros."""
     weights, part = _weights(tiling, refs), lax.axis_index("part")
-    # A traced 0: jax 0.12 refuses rows where it can see that the array lacks them.
+    # A traced 0, because jax 0.12 rejects rows that are statically out of bounds.
     rows = pl.ds(part * 0, MAX_ROWS)
     features = pl.ds(part * tiling.inner, tiling.inner)
     plgpu.copy_gmem_to_smem(x.at[rows, features], refs.tile, loaded)
@@ -170,28 +168,28 @@ def _multiply_rows(tiling, x, loaded, refs):
 
 
 def _activate_and_multiply(tiling, activation, x, rows, refs):
-    """Activate a block's features, while its weight is under way, and multiply them."""
+    """Activate a block's features while its weight is being copied, and multiply them."""
     weights = _weights(tiling, refs)
     tiling.start(weights)
     layout = plgpu.Layout.WG_STRIDED((tiling.inner,), vec_size=4)
     load = functools.partial(access.load, layout=layout)
-    # Gate and up, or up alone, begin here among the columns of `x`.
+    # First columns in `x` of gate and up, or of up alone.
     starts = [piece * refs.weight.shape[0] for piece in range(activation.pieces)]
     columns = [pl.ds(start + weights.first_row, tiling.inner) for start in starts]
     loaded = [[load(x.at[token, some]) for some in columns] for token in range(x.shape[0])]
     for token, pieces in enumerate(loaded):
-        activated = activation.of_pieces([a.astype(jnp.float32) for a in pieces])
+        activated = activation.of_blocks([a.astype(jnp.float32) for a in pieces])
         access.store(rows.at[token], activated.astype(rows.dtype))
     _retile(tiling, rows, refs)
     _multiply_tile(tiling, weights, refs)
 
 
 def _norm_and_multiply(tiling, norm, operands, rows, refs):
-    """Norm and gate a block's heads, while its weight is under way, and multiply them."""
+    """Normalize and gate a block's heads while its weight is being copied, and multiply them."""
     weights = _weights(tiling, refs)
     tiling.start(weights)
     (tokens, _, dim), first = operands.heads.shape, lax.axis_index("part") * tiling.inner
-    shape = tiling.inner // dim, dim  # heads of a block
+    shape = tiling.inner // dim, dim  # heads per block, and channels
     layout = layouts.piece_layout(*shape, itemsize=4)
     load = functools.partial(access.load, layout=layout)
     scale = access.load(operands.scale, layout.reduce(0))

@@ -1,4 +1,4 @@
-"""Mixtures of experts: routing, and the feed-forward layers that it chooses among."""
+"""Mixture-of-experts ops: routing, and the feed-forward layers of the chosen experts."""
 
 from jaxspec.pallas.moe.feed_forward import moe_feed_forward
 from jaxspec.pallas.moe.latent import latent_moe_feed_forward

@@ -1,4 +1,4 @@
-"""The products of a layer's experts with the tokens that chose them."""
+"""Matmuls of a layer's experts with the tokens that chose them."""
 
 import flax.struct
 import jax.numpy as jnp
@@ -13,42 +13,42 @@ from jaxspec.pallas.moe.route import Choices
 from jaxspec.pallas.moe.work_list import work_list
 from jaxspec.weight import DenseExperts
 
-MAX_DIRECT = 8  # tokens that are one tile: the smallest N of wgmma
-MAX_SCATTERED = 16  # rows of a tile that are put out one by one
-# Choices that an expert has on average -> rows of a tile. Tiles of more rows than an expert has
-# choices multiply nothing in the others; with fewer its matrices are read again.
+MAX_DIRECT = 8  # maximum tokens in one tile: the smallest N of wgmma
+MAX_SCATTERED = 16  # maximum rows of a tile that are written one by one
+# Average choices per expert -> rows per tile. With more rows than choices, a tile multiplies
+# padding; with fewer, the expert's matrices are read again.
 _ROWS = {3: 8, 10: 16, 24: 32, 96: 64}
 _MOST_ROWS = 128
 
 
 @flax.struct.dataclass
 class Experts:
-    """The feed-forward layers of a layer's experts, each `down(activation(up(x)))`."""
+    """Feed-forward layers of a layer's experts, each `down(activation(up(x)))`."""
 
-    up: DenseExperts  # its rows are those of the gate, if the activation has one, then those of up
+    up: DenseExperts  # rows of the gate, if the activation has one, then those of up
     down: DenseExperts
     activation: Activation = flax.struct.field(pytree_node=False, default=Activation.SWIGLU)
 
     @property
     def number(self) -> int:
-        """Experts, the slices of shared ones among them."""
+        """Number of experts, including the slices of shared ones."""
         return self.up.num_experts
 
 
 def moe_experts(
     x: Float[Array, "tokens features"], experts: Experts, choices: Choices
 ) -> Float[Array, "*parts tokens features"]:
-    """What each token's experts put out, times their weights, to be summed.
+    """Return the outputs of each token's experts, times their weights, to be summed.
 
-    It is float32 `[parts, tokens, features]`, one for each of a token's experts, so the order of
-    the sum depends on the token alone. Padding gets zeros. The kernels read only experts that were
-    chosen, and make some of the sum themselves, always in one order:
+    The result is float32 `[parts, tokens, features]`, one part for each expert of a token, so the
+    order of the sum depends on the token alone. Padding gets zeros. The kernels read only chosen
+    experts, and compute some of the sum themselves, always in one order:
 
     * one token: no more parts than `norm_matmul` takes in one kernel;
-    * up to 8 tokens are one tile, which every expert gets whole;
-    * more are brought together by expert, in tiles of 8 to 128 (`work_list`);
-    * from tiles of 32 on each part is rounded to the dtype of `x`, and so is their sum, which is
-      `[tokens, features]`.
+    * up to 8 tokens form one tile, which is passed whole to every expert;
+    * more tokens are gathered by expert, in tiles of 8 to 128 rows (`work_list`);
+    * from tiles of 32 rows on, each part is rounded to the dtype of `x`, and so is their sum, which
+      is `[tokens, features]`.
     """
     if not dispatch.runs_kernel("moe_experts", why_not_kernel(x, experts), rows=x.shape[0]):
         return moe_experts_reference(x, experts, choices)
@@ -87,7 +87,7 @@ def _many_tokens(x, experts, choices):
 
 
 def tile_rows(tokens: int, parts: int, num_experts: int) -> int:
-    """The rows of a tile, where there are more tokens than one tile takes.
+    """Return the rows per tile, for more tokens than one tile takes.
 
     tile_rows(64, 9, 257) == 8, tile_rows(256, 9, 257) == 16, tile_rows(4096, 9, 257) == 128
     """
@@ -96,7 +96,7 @@ def tile_rows(tokens: int, parts: int, num_experts: int) -> int:
 
 
 def why_not_kernel(x, experts):
-    """Why the kernels do not take these operands, or None."""
+    """Return why the kernels cannot take these operands, or None."""
     up, down = experts.up, experts.down
     if x.dtype not in DTYPES or {up.dtype, down.dtype} != {x.dtype}:
         return f"{x.dtype} and {up.dtype}"
@@ -105,13 +105,13 @@ def why_not_kernel(x, experts):
     return None
 
 
-_REFERENCE_ROWS = 8  # of a tile: a decode step has fewer for most experts
+_REFERENCE_ROWS = 8  # rows per tile; in a decode step most experts have fewer
 
 
 def moe_experts_reference(x, experts, choices):
-    """The specification of `moe_experts`: tile by tile, so only experts with work are read."""
+    """Reference for `moe_experts`: tile by tile, so that only experts with work are read."""
     (tokens, parts), up, down = choices.experts.shape, experts.up.array, experts.down.array
-    if not tokens:  # no tile, of which the loop's body would take one
+    if not tokens:  # the loop's body cannot be traced without a tile
         return jnp.zeros((parts, 0, x.shape[1]), jnp.float32)
     work = work_list(choices, experts.number, _REFERENCE_ROWS)
     at_place, weights = work.choices, choices.weights.reshape(-1)
@@ -124,13 +124,13 @@ def moe_experts_reference(x, experts, choices):
         return out.at[jnp.where(at < 0, tokens * parts, at)].set(y, mode="drop")
 
     out = jnp.zeros((tokens * parts, x.shape[1]), jnp.float32)
-    # Tiles of padding come behind those of experts.
+    # Tiles of padding come after those of experts.
     count = jnp.sum(work.expert < experts.number, dtype=jnp.int32)
     out = lax.fori_loop(0, count, one_tile, out)
     return jnp.swapaxes(out.reshape(tokens, parts, x.shape[1]), 0, 1)
 
 
 def _product(x, matrix):
-    """`x @ matrix.T` in float32."""
+    """Return `x @ matrix.T` in float32."""
     dims = (((1,), (1,)), ((), ()))
     return lax.dot_general(x, matrix, dims, preferred_element_type=jnp.float32)

@@ -1,10 +1,10 @@
-"""The kernels of `moe_experts` (Pallas, Mosaic GPU): the products of tiles with their experts.
+"""Kernels of `moe_experts` (Pallas, Mosaic GPU): matmuls of tiles with their experts.
 
-A block has one tile, which is an expert and some tokens, and some columns. It computes the
-transposed product, as the kernels of `matmul` do: `y.T = matrix @ x.T`. wgmma takes 64 columns of
-the product on one side, which are rows of the matrix as published, and as few as 8 tokens on the
-other. Matrix and tokens come through one ring, a chunk of features at a time. Blocks without work
-end at once, so only the experts that were chosen are read.
+A block has one tile (an expert and some tokens) and some columns. It computes the transposed
+matmul, as the kernels of `matmul` do: `y.T = matrix @ x.T`. The M of wgmma is 64 output columns,
+which are rows of the matrix as published, and its N as few as 8 tokens. Matrix and tokens are
+copied through one ring, a chunk of features at a time. Blocks without work exit at once, so only
+chosen experts are read.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jaxspec.pallas.gpu import access, device, layouts, tensor_cores
 from jaxspec.pallas.matmul.products import BLOCK_N
 
 _PARAMS = plgpu.CompilerParams(
-    # Its own barriers are enough.
+    # The kernel has explicit barriers.
     unsafe_no_auto_barriers=True,
     reduction_scratch_bytes=0,
 )
@@ -31,18 +31,18 @@ _PARAMS = plgpu.CompilerParams(
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """The product of one block: `rows` tokens and `pieces * BLOCK_N` columns."""
+    """Tiling of a block's matmul: `rows` tokens and `pieces * BLOCK_N` columns."""
 
     rows: int
     pieces: int
     inner: int  # features
-    chunk: int  # of them
+    chunk: int  # features per chunk
     stages: int  # chunks in the ring
     dtype: Any
 
     @staticmethod
     def of(rows: int, pieces: int, matrix: Any, blocks: int) -> "_Product":
-        """The product with the largest ring of which a multiprocessor has room for `blocks`."""
+        """Return the tiling with the largest ring such that `blocks` fit on a multiprocessor."""
         inner, size = matrix.shape[2], matrix.dtype.itemsize
         chunk = 128 if rows <= 32 and inner % 128 == 0 else 64
         stage = size * chunk * (rows + pieces * BLOCK_N)
@@ -51,7 +51,7 @@ class _Product:
         return _Product(rows, pieces, inner, chunk, stages, matrix.dtype)
 
     def scratch(self) -> dict[str, Any]:
-        """Shared memory for the ring, as tensor cores read it."""
+        """Return shared memory for the ring, tiled for wgmma, and its barriers."""
         tile = functools.partial(tensor_cores.tile, dtype=self.dtype)
         return {
             "tokens": tile(self.stages, self.rows, self.chunk),
@@ -61,7 +61,6 @@ class _Product:
 
     @property
     def chunks(self) -> int:
-        """Chunks of the features."""
         return self.inner // self.chunk
 
     def start(self, fetch: Callable) -> None:
@@ -70,7 +69,7 @@ class _Product:
             fetch(j, j)
 
     def fetch(self, x, matrix, columns, *, tokens, ring, filled):
-        """What starts the copies of chunk `j` to a stage: rows of `x`, and pieces of `matrix`."""
+        """Return a function that copies chunk `j` of `x` and of pieces of `matrix` to a stage."""
 
         def fetch(j, stage):
             chunk = pl.ds(j * self.chunk, self.chunk)
@@ -82,9 +81,9 @@ class _Product:
         return fetch
 
     def run(self, fetch: Callable, chunks: Any = None, *, tokens, ring, filled):
-        """The transposed product of each piece, float32 `[BLOCK_N, rows]`.
+        """Return the transposed matmul of each piece, float32 `[BLOCK_N, rows]`.
 
-        It is over `chunks` chunks; None: over the features.
+        It sums over `chunks` chunks; None means all features.
         """
         chunks = self.chunks if chunks is None else chunks
 
@@ -94,12 +93,12 @@ class _Product:
                 rows = tokens.at[stage].transpose((1, 0))
                 for piece, sum_ in enumerate(sums):
                     plgpu.wgmma(sum_, ring.at[stage, piece], rows)
-                plgpu.wgmma_wait(self.pieces)  # the products of the chunk before are done
+                plgpu.wgmma_wait(self.pieces)  # the previous chunk's wgmmas are done
                 refill = j - 1 + self.stages
 
                 @pl.when((j > 0) & (refill < chunks))
                 def _():
-                    plgpu.commit_smem()  # by all warps
+                    plgpu.commit_smem()  # also a barrier: all warps are done
                     fetch(refill, jnp.where(stage == 0, self.stages - 1, stage - 1))
 
                 return access.next_stage(stage, self.stages)
@@ -112,7 +111,7 @@ class _Product:
 
 
 class _Row(NamedTuple):
-    """A row of a tile: whether it is real, and where its output goes."""
+    """Row of a tile: whether it is used, and the token and the part of its output."""
 
     is_real: Any
     token: Any
@@ -121,23 +120,24 @@ class _Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Direct:
-    """The tiles of up to 8 tokens, which every expert gets whole.
+    """Tiles of up to 8 tokens, which are passed whole to every expert.
 
-    Each choice asks for a tile; the first of an expert gets it. The arrays are those of `Choices`.
+    Each choice requests a tile; the first choice of an expert computes it. The arrays are those of
+    `Choices`.
     """
 
     tokens: int
-    parts: int  # experts of a token
+    parts: int  # experts per token
     none: int  # the expert of padding
-    rows = 8  # of a tile: the smallest N of wgmma
+    rows = 8  # rows per tile: the smallest N of wgmma
 
     @property
     def tiles(self) -> int:
-        """Choices."""
+        """Number of tiles: one per choice."""
         return self.tokens * self.parts
 
     def tile(self, arrays, index) -> "_DirectTile":
-        """The tile that a choice asks for."""
+        """Return the tile of choice `index`."""
         experts, weights = arrays
         token, size = lax.div(index, self.parts), self.tiles
         layout = layouts.lane_layout(size)
@@ -152,38 +152,39 @@ class Direct:
 
 
 class _DirectTile(NamedTuple):
-    """A tile of `Direct`, with all choices in the registers of every warp."""
+    """Tile of `Direct`, with all choices in the registers of every warp."""
 
     work: Direct
-    index: Any  # of the choice that asks for it
+    index: Any  # index of the tile's choice
     expert: Any
-    table: Any  # the expert of each choice
-    place: Any  # the index of each choice
-    weights_of: Any  # the weight of each choice, in memory
+    table: Any  # expert of each choice
+    place: Any  # index of each choice
+    weights_of: Any  # weight of each choice, in global memory
 
     @property
     def is_asked(self):
-        """Whether it is to be done: no choice before this one asks for the same."""
+        """True if no earlier choice has the same expert, or if it is padding."""
         is_same = (self.place < self.index) & (self.table == self.expert)
         has_earlier = jnp.max(jnp.where(is_same, 1, 0)) > 0
         return (self.expert == self.work.none) | ~has_earlier
 
     def rows(self) -> list[_Row]:
-        """Where the output of each row goes; there is one for each token."""
+        """Return the output location of each row, one for each token."""
         found, parts = [], self.work.parts
         for token in range(self.work.tokens):
             first = token * parts
             is_mine = (self.table == self.expert) & (first <= self.place)
             is_mine &= self.place < first + parts
             at = jnp.max(jnp.where(is_mine, self.place, -1))
-            # Padding has an expert several times; each of its choices does its own.
+            # A padding token has the padding expert several times; each of its choices writes one
+            # part.
             of_own = jnp.where(lax.div(self.index, parts) == token, self.index, -1)
             at = jnp.where(self.expert == self.work.none, of_own, at)
             found.append(_Row(at >= 0, token, jnp.maximum(at - first, 0)))
         return found
 
     def weights(self, shape):
-        """The weight of each row, in all columns of a transposed product."""
+        """Return the weight of each row, broadcast to a transposed matmul."""
         place = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
         of_rows = jnp.zeros(shape, jnp.float32)
         for row in self.rows():
@@ -194,7 +195,7 @@ class _DirectTile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Listed:
-    """The tiles of a `WorkList`.
+    """Tiles of a `WorkList`.
 
     The arrays are its `expert` and `count`, then the choices and weights of `to_tiles_kernel`.
     """
@@ -206,28 +207,25 @@ class Listed:
     rows: int
 
     def tile(self, arrays, index) -> "_ListedTile":
-        """A tile of the list."""
         expert, count, choices, weights = arrays
         return _ListedTile(self, expert[index], count, choices.at[index], weights.at[index], index)
 
 
 class _ListedTile(NamedTuple):
-    """A tile of `Listed`."""
-
     work: Listed
     expert: Any
-    count: Any  # of each tile, in memory, as the next two
-    choices: Any  # of this tile's rows
+    count: Any  # real rows of each tile; in global memory, like the next two
+    choices: Any  # choices of this tile's rows
     weights_of: Any
     index: Any
 
     @property
     def is_asked(self):
-        """Whether there is work in it."""
+        """True if the tile has work."""
         return self.expert <= self.work.none
 
     def rows(self) -> list[_Row]:
-        """Where the output of each row goes."""
+        """Return the output location of each row."""
         held, found, parts = self.count[self.index], [], self.work.parts
         for row in range(self.work.rows):
             is_real = row < held
@@ -237,24 +235,25 @@ class _ListedTile(NamedTuple):
         return found
 
     def weights(self, shape):
-        """The weight of each row, in all columns of a transposed product."""
+        """Return the weight of each row, broadcast to a transposed matmul."""
         of_rows = access.load(self.weights_of, plgpu.Layout.WGMMA.reduce(0))
         return lax.broadcast_in_dim(of_rows, shape, (1,))
 
 
 @functools.partial(jax.jit, static_argnames=("work", "activation", "interpret"))
 def up_kernel(x, up, arrays, activation, *, work, interpret=None):
-    """The activated product of each tile, times the rows' weights: `[tiles, rows, inner]`.
+    """Return each tile's activated first matmul, times the rows' weights: `[tiles, rows, inner]`.
 
-    The weights come in here, before the values are rounded, so that what follows need not know
+    The weights are applied here, before the values are rounded, so that later kernels need not read
     them. `x` is `[tokens, features]` for `Direct`, else `[tiles, rows, features]`; `arrays` are
-    those of `work`. `interpret` has parameters of Mosaic's interpreter, here and below.
+    those of `work`. `interpret` holds parameters of Mosaic's interpreter, here and below.
 
-    A block has two pieces of the matrix: of gate and up, or of up alone two neighbours. Where the
-    number of pieces is odd, the last block's second arrives as zeros and its output is dropped.
+    A block has two pieces of the matrix: one of gate and one of up, or two adjacent ones of up
+    alone. If the number of pieces is odd, the last block's second piece is filled with zeros, and
+    its output is dropped.
     """
     inner = up.shape[1] // activation.pieces
-    neighbours = 2 // activation.pieces  # columns of the output that a block has, in pieces
+    neighbours = 2 // activation.pieces  # output columns per block, in pieces
     starts = [BLOCK_N * i + inner * j for i in range(neighbours) for j in range(activation.pieces)]
     columns = pl.cdiv(inner, BLOCK_N * neighbours)
     is_alone = work.rows > 64 or work.tiles * columns <= device.MULTIPROCESSORS
@@ -267,20 +266,20 @@ def up_kernel(x, up, arrays, activation, *, work, interpret=None):
 
         @pl.when(tile.is_asked & (tile.expert < work.none))
         def _():
-            # A traced 0: jax 0.12 refuses rows where it can see that the array lacks them.
+            # A traced 0, because jax 0.12 rejects rows that are statically out of bounds.
             rows = x.at[pl.ds(index * 0, work.rows)] if len(x.shape) == 2 else x.at[index]
             fetch = product.fetch(
                 rows, up.at[tile.expert], [column + start for start in starts], **ring
             )
             product.start(fetch)
             weights = tile.weights((BLOCK_N, work.rows))
-            # The product is rounded first, as if it had been put out.
+            # The matmul is rounded first, as if it had been stored.
             rounded = [
                 sum_.astype(out.dtype).astype(jnp.float32) for sum_ in product.run(fetch, **ring)
             ]
             size = activation.pieces
             of_each = [rounded[i : i + size] for i in range(0, len(rounded), size)]
-            activated = [activation.of_pieces(pieces) * weights for pieces in of_each]
+            activated = [activation.of_blocks(pieces) * weights for pieces in of_each]
             _put_tiles(activated, out, hidden.at[index], column)
 
     kernel = plgpu.kernel(
@@ -299,7 +298,7 @@ def up_kernel(x, up, arrays, activation, *, work, interpret=None):
 
 @functools.partial(jax.jit, static_argnames=("work", "interpret"))
 def down_kernel(hidden, down, arrays, *, work, interpret=None):
-    """Float32 `[parts, tokens, features]`: each row of `hidden` times its matrix."""
+    """Multiply each row of `hidden` with its matrix: float32 `[parts, tokens, features]`."""
     features = down.shape[1]
     product = _Product.of(work.rows, 1, down, blocks=4)
 
@@ -309,7 +308,7 @@ def down_kernel(hidden, down, arrays, *, work, interpret=None):
         tile = work.tile(arrays, index)
 
         def put_out(rows):
-            plgpu.commit_smem()  # by all warps
+            plgpu.commit_smem()  # also a barrier: all warps are done
             for i, row in enumerate(rows):
                 _put_row(out.at[i], y, row, column)
             plgpu.wait_smem_to_gmem(0)
@@ -318,7 +317,7 @@ def down_kernel(hidden, down, arrays, *, work, interpret=None):
         def _():
             fetch = product.fetch(hidden.at[index], down.at[tile.expert], [column], **ring)
             product.start(fetch)
-            rows = tile.rows()  # while the copies are under way
+            rows = tile.rows()  # while the copies are in flight
             (sum_,) = product.run(fetch, **ring)
             access.store(out.T, plgpu.layout_cast(sum_, plgpu.Layout.WGMMA_TRANSPOSED))
             put_out(rows)
@@ -342,7 +341,7 @@ def down_kernel(hidden, down, arrays, *, work, interpret=None):
 
 
 def _put_row(values, y, row: _Row, column):
-    """Start the copy of a row's columns to where they belong, if the row is real."""
+    """Start the copy of a row's columns to its output location, if the row is real."""
 
     @pl.when(row.is_real)
     def _():
@@ -352,11 +351,11 @@ def _put_row(values, y, row: _Row, column):
 
 @functools.partial(jax.jit, static_argnames=("parts", "interpret"))
 def one_token_down_kernel(hidden, down, experts, *, parts, interpret=None):
-    """`down_kernel` for one token, which sums its experts up: float32 `[parts, 1, features]`.
+    """Run `down_kernel` for one token, and sum its experts: float32 `[parts, 1, features]`.
 
-    `hidden` is `[choices, 8, inner]`, of which the first row of each is real; `experts` are those
-    of `Choices`. Part `i` is the sum over the choices `i`, `i + parts`, `i + 2 * parts` and so on:
-    one product, whose features are those of all these experts, one after the other.
+    `hidden` is `[choices, 8, inner]`, with only the first row of each real; `experts` are those of
+    `Choices`. Part `i` is the sum over the choices `i`, `i + parts`, `i + 2 * parts` and so on: one
+    matmul over the features of all these experts, one after the other.
     """
     (none, features, _), count = down.shape, hidden.shape[0]
     product = _Product.of(hidden.shape[1], 1, down, blocks=1)
@@ -378,7 +377,7 @@ def one_token_down_kernel(hidden, down, experts, *, parts, interpret=None):
         @pl.when(is_live)
         def _():
             chunks = product.chunks * lax.div(count - part + parts - 1, parts)
-            for j in range(product.stages):  # which may be those of one expert and some of the next
+            for j in range(product.stages):  # possibly of one expert and part of the next
                 pl.when(j < chunks)(functools.partial(fetch, jnp.int32(j), j))
             (sum_,) = product.run(fetch, chunks, **ring)
             access.store(out.T, plgpu.layout_cast(sum_, plgpu.Layout.WGMMA_TRANSPOSED))
@@ -406,11 +405,11 @@ def one_token_down_kernel(hidden, down, experts, *, parts, interpret=None):
 
 
 def _put_tiles(pieces, out, rows, column):
-    """Write transposed pieces through `out` to `rows`, from a column on, side by side."""
+    """Write transposed pieces side by side through `out` to `rows`, from `column` on."""
     for i, piece in enumerate(pieces):
         if i:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.commit_smem()  # by all warps
+            plgpu.commit_smem()  # also a barrier: all warps are done
         values = piece.astype(out.dtype)
         out.T[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
@@ -420,7 +419,7 @@ def _put_tiles(pieces, out, rows, column):
 
 @functools.partial(jax.jit, static_argnames=("work", "interpret"))
 def tiled_down_kernel(hidden, down, arrays, *, work, interpret=None):
-    """The rows of all tiles, `[tiles, rows, features]` in the dtype of `hidden`."""
+    """Multiply the rows of all tiles: `[tiles, rows, features]` in the dtype of `hidden`."""
     features = down.shape[1]
     pieces, blocks = (4, 2) if work.rows <= 64 else (2, 1)
     pieces = gcd(pieces, features // BLOCK_N)

@@ -1,4 +1,4 @@
-"""The feed-forward layer of a mixture of experts, with the addition and the norm before it."""
+"""Mixture-of-experts feed-forward layer, with the residual add and the norm before it."""
 
 import flax.struct
 from jaxtyping import Array, Bool, Float
@@ -14,10 +14,10 @@ from jaxspec.weight import Weight
 
 @flax.struct.dataclass
 class Router:
-    """What scores a layer's experts, and how they are chosen."""
+    """Weights of a layer's router, and the rule by which experts are chosen."""
 
-    weight: Weight  # its columns are those of the scores, see `moe_route`
-    bias: Float[Array, " experts"] | None  # float32; added to the scores that are compared
+    weight: Weight  # columns of the scores, see `moe_route`
+    bias: Float[Array, " experts"] | None  # float32; added to the scores for choosing experts only
     rule: Routing = flax.struct.field(pytree_node=False)
 
 
@@ -29,13 +29,14 @@ def moe_feed_forward(
     experts: Experts,
     live: Bool[Array, " tokens"],
 ) -> tuple[Stream, Pending]:
-    """`stream + pending`, and the layer's output for the norm of that, which is then pending.
+    """Add `pending` to the stream, and run the chosen experts on the norm of the sum.
 
-    A token's output is the sum over its `experts`, each times its weight, and stays in parts
-    (`moe_experts`). Tokens that are not `live` choose no expert and get zeros.
+    Returns the sum and the layer's output, which is pending in turn. A token's output is the sum
+    over its `experts`, each times its weight, and may be returned in parts (`moe_experts`). Tokens
+    that are not `live` choose no expert and get zeros.
 
     Raises:
-        ValueError: the experts' weights do not fit the stream, each other or the router.
+        ValueError: the experts' weights do not match the stream, each other or the router.
     """
     check(stream.shape[1], stream.shape[1], router, experts)
     stream, normed = add_norm(stream, pending, norm)
@@ -45,7 +46,7 @@ def moe_feed_forward(
 
 
 def check(features: int, width: int, router: Router, experts: Experts) -> None:
-    """Refuse operands of a layer that do not fit together; the kernels would read beyond them.
+    """Check that the operands of a layer fit together; the kernels would read out of bounds.
 
     The router reads the stream's `features`, and the experts read `width` features.
 

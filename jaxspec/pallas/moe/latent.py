@@ -1,4 +1,4 @@
-"""The feed-forward layer of a mixture whose experts live in fewer features than the stream."""
+"""Mixture-of-experts feed-forward layer whose experts are narrower than the residual stream."""
 
 from typing import NamedTuple
 
@@ -26,28 +26,29 @@ def latent_moe_feed_forward(
     output: Weight,
     live: Bool[Array, " tokens"],
 ) -> tuple[Stream, Pending]:
-    """`stream + pending`, and the layer's output for the norm of that, which is then pending.
+    """Add `pending` to the stream, and run latent experts on the norm of the sum.
 
-    The experts read and write `latent` features (Nemotron-3's LatentMoE). A shared feed-forward
-    layer of full width stands beside them. With `x` the norm, and `a` the experts' activation,
+    Returns the sum and the layer's output, which is pending in turn. The experts read and write
+    `latent` features (Nemotron-3's LatentMoE). A shared feed-forward layer of full width runs
+    beside them. With `x` the norm, and `a` the experts' activation,
 
         scores | latent | shared = x @ router.weight
         output = (sum of the chosen experts of latent) | a(shared), times `output`
 
     so the columns of `router.weight` are those of the scores, of the projection to the latent
-    features, and of the shared layer's first product. Each of the three begins at a multiple of 128
-    columns (`Columns`); those between and behind them are padding. The rows of `output` are those
-    of the projection back, then of the shared layer's second product. The scores are float32.
-    Tokens that are not `live` choose no expert.
+    features, and of the shared layer's first matmul. Each of the three starts at a multiple of 128
+    columns (`Columns`); all other columns are padding. The rows of `output` are those of the
+    projection back, then of the shared layer's second matmul. The scores are float32. Tokens that
+    are not `live` choose no expert.
 
     Raises:
-        ValueError: the weights do not fit the stream or each other, or shared experts stand among
-            those that compete.
+        ValueError: the weights do not match the stream or each other, or the router's rule has
+            shared experts.
     """
     check(stream.shape[1], experts.down.outer, router, experts)
     columns = _check(stream.shape[1], router, experts, output)
     stream, normed = add_norm(stream, pending, norm)
-    # One product reads `normed` once. In float32 the scores need no kernel to cut them out.
+    # One matmul reads `normed` once. In float32, no extra kernel has to slice the scores.
     product = matmul(normed, router.weight, jnp.float32)
     choices = moe_route(product, router.bias, live, router.rule)
     routed = moe_experts(product[:, columns.latent].astype(stream.dtype), experts, choices)
@@ -57,18 +58,18 @@ def latent_moe_feed_forward(
 
 
 class Columns(NamedTuple):
-    """The columns of a latent layer's first product; the scores' are the first.
+    """Columns of a latent layer's first matmul; the scores have the first.
 
-    XLA hands the latent features of a single token to a kernel where they are, so they must begin
-    where a kernel can read them.
+    For a single token, XLA passes the latent features to a kernel without a copy, so they must
+    start at an aligned column.
     """
 
     latent: slice
-    shared: slice  # of the shared layer's gate, if it has one, and up
+    shared: slice  # columns of the shared layer's gate, if any, and up
 
     @staticmethod
     def of(scores: int, latent: int, shared: int) -> "Columns":
-        """The columns of so many scores, latent features, and features of the shared layer.
+        """Return the columns for a number of scores, latent features, and shared-layer columns.
 
         Columns.of(8, 16, 40) is 128:144 and 256:296.
         """
@@ -78,12 +79,12 @@ class Columns(NamedTuple):
 
 
 def _aligned(column: int) -> int:
-    """The first column from this one on at which an output begins, as `Linear` has them."""
+    """Round a column up to a multiple of `ALIGNED_COLUMNS`, as `Linear` does."""
     return -(-column // ALIGNED_COLUMNS) * ALIGNED_COLUMNS
 
 
 def _check(features: int, router: Router, experts: Experts, output: Weight) -> Columns:
-    """The columns; ValueError where there are too few, or the router has shared experts."""
+    """Return the columns; raise ValueError if the weights or the router's rule do not fit."""
     rule, latent = router.rule, experts.down.outer
     if rule.num_shared:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Routing: which experts a token goes to, and with which weights."""
+"""Routing: the experts of each token, and their weights."""
 
 import dataclasses
 from typing import Literal
@@ -16,28 +16,28 @@ from jaxspec.pallas.norm.residual import sum_parts
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """How a layer's experts are chosen.
+    """Rule by which a layer's experts are chosen.
 
-    DeepSeek-V3 report (arXiv 2412.19437), section 2.1.2, has scores by sigmoid, their correction
-    and the groups; Qwen's layers have scores by softmax, and neither correction nor groups.
+    Sigmoid scores, their correction and the groups follow the DeepSeek-V3 report (arXiv
+    2412.19437), section 2.1.2. Qwen's layers have softmax scores, without correction or groups.
     """
 
-    num_experts: int  # that compete
-    num_chosen: int  # of them, for each token
+    num_experts: int  # routed experts, which tokens choose from
+    num_chosen: int  # routed experts per token
     score: Literal["softmax", "sigmoid"] = "softmax"
-    renormalise: bool = True  # the weights of the chosen are divided by their sum
-    eps: float = 0.0  # added to that sum
-    scale: float = 1.0  # of the weights, in the end
-    groups: int = 1  # of neighbouring experts, as many in each
-    top_groups: int = 1  # groups that a token may choose from: those with the best two in sum
-    num_shared: int = 0  # experts behind those that compete; every token has them
-    gated_shared: bool = False  # the column behind the experts' scores gates the shared ones
+    renormalise: bool = True  # True divides the weights of the chosen experts by their sum
+    eps: float = 0.0  # added to the sum of these weights
+    scale: float = 1.0  # factor of the final weights
+    groups: int = 1  # number of equal groups of adjacent experts
+    top_groups: int = 1  # groups that a token chooses from, by the sum of their best two
+    num_shared: int = 0  # shared experts, numbered after the routed ones; every token has them
+    gated_shared: bool = False  # True if a column after the experts' scores gates the shared ones
 
     def __post_init__(self) -> None:
-        """Check the sizes, and that groups are even and hold as many experts as are chosen.
+        """Check the sizes: groups must be equal and hold the chosen number of experts.
 
         Raises:
-            ValueError: they are not.
+            ValueError: a size does not fit.
         """
         for name in ("num_experts", "num_chosen", "groups", "top_groups"):
             checks.integer(name, getattr(self, name), 1)
@@ -73,18 +73,18 @@ class Routing:
 
     @property
     def none(self) -> int:
-        """The expert that padding goes to: there is no such expert."""
+        """Expert of padding tokens, which does not exist."""
         return self.num_experts + self.num_shared
 
     @property
     def parts(self) -> int:
-        """Experts that a token has, the shared ones among them."""
+        """Experts per token, including the shared ones."""
         return self.num_chosen + self.num_shared
 
 
 @flax.struct.dataclass
 class Choices:
-    """The experts of each token and what each counts: first the chosen, best first."""
+    """Experts and weights of each token: the chosen ones, best first, then the shared ones."""
 
     experts: Int[Array, "tokens parts"]  # int32; `Routing.none` for padding
     weights: Float[Array, "tokens parts"]  # float32; 0 for padding
@@ -96,15 +96,19 @@ def moe_route(
     live: Bool[Array, " tokens"],
     rule: Routing,
 ) -> Choices:
-    """The experts of each token.
+    """Choose the experts of each token.
 
-    `scores` are float32: a column for each expert that competes, then the gate of the shared ones
-    if there is one; columns behind those are padding. They may come as partial sums (`moe_scores`),
-    which are summed first, always in one order. `bias` (float32) is added to the scores that
-    are compared, and not to the weights. Tokens that are not `live` choose no expert, so that the
-    layer's kernels read no weights for them. Of equal scores the lower expert wins. Rows are
-    independent. A live row with a NaN among the scores of those that compete gets some experts, and
-    NaN as the weight of each of the chosen.
+    The lower expert wins ties. Rows are independent. A live row with NaN among its experts' scores
+    gets arbitrary experts, and NaN as the weight of each chosen one.
+
+    Args:
+        scores: float32. One column per routed expert, then the gate of the shared ones if there is
+            one; further columns are padding. Partial sums (`moe_scores`) are summed first, always
+            in one order.
+        bias: float32, added to the scores for choosing experts, but not to the weights.
+        live: tokens to route. The others choose no expert, so the layer's kernels read no weights
+            for them.
+        rule: scores, groups and weights.
     """
     if dispatch.runs_kernel("moe_route", why_not_kernel(scores, rule), rows=live.shape[0]):
         from jaxspec.pallas.moe.route_kernel import moe_route_kernel
@@ -114,7 +118,7 @@ def moe_route(
 
 
 def why_not_kernel(scores, rule):
-    """Why `moe_route_kernel` does not take these scores, or None."""
+    """Return why `moe_route_kernel` cannot take these scores, or None."""
     if scores.dtype != jnp.float32 or rule.num_experts % 8:
         return f"{rule.num_experts} experts in {scores.dtype}"
     if rule.top_groups < rule.groups:
@@ -123,7 +127,6 @@ def why_not_kernel(scores, rule):
 
 
 def moe_route_reference(scores, bias, live, rule):
-    """The specification of `moe_route`."""
     scores = sum_parts(scores, jnp.float32)
     logits = scores[:, : rule.num_experts].astype(jnp.float32)
     by_softmax = rule.score == "softmax"
@@ -154,7 +157,7 @@ def moe_route_reference(scores, bias, live, rule):
 def _in_top_groups(
     compared: Float[Array, "tokens experts"], rule: Routing
 ) -> Bool[Array, "tokens experts"]:
-    """Whether an expert's group is one of the token's best."""
+    """Return True for the experts in a token's best groups."""
     grouped = compared.reshape(compared.shape[0], rule.groups, rule.num_experts // rule.groups)
     best_two, _ = lax.top_k(grouped, 2)
     _, groups = lax.top_k(jnp.sum(best_two, axis=2), rule.top_groups)

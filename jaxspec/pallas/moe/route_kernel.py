@@ -1,4 +1,4 @@
-"""The kernel of `moe_route` (Pallas, Mosaic GPU): a block a token."""
+"""Kernel of `moe_route` (Pallas, Mosaic GPU): one block per token."""
 
 import functools
 import operator
@@ -13,9 +13,9 @@ from jaxspec.pallas.gpu import access, device, layouts
 
 @functools.partial(jax.jit, static_argnames=("rule", "interpret"))
 def moe_route_kernel(scores, bias, live, rule, *, interpret=None):
-    """`moe_route`, without groups: the experts and the weights."""
+    """Run `moe_route`, without groups; return the experts and the weights."""
     (tokens, columns), count = scores.shape[-2:], rule.num_experts
-    layout = layouts.lane_layout(count)  # a warp has all, so that no warp waits for another
+    layout = layouts.lane_layout(count)  # each warp has all, so that no warp waits for another
     operands = (scores, live.astype(jnp.int32), *([] if bias is None else [bias]))
 
     def body(scores, live, *rest, **scratch):
@@ -27,13 +27,13 @@ def moe_route_kernel(scores, bias, live, rule, *, interpret=None):
         score_of = _scores(logits, rule)
         score = score_of(logits)
         compared = score + access.load(bias[0], layout) if bias else score
-        total = jnp.sum(compared)  # NaN if one of them is
+        total = jnp.sum(compared)  # NaN if a score is NaN
         place = plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout)
         chosen, values = [], []
         for part in range(rule.num_chosen):
             best, index = _best(compared, place, part)
-            # The score of the chosen without its bias is made again: 22 sums over 512 experts would
-            # take more registers than there are.
+            # Recompute the chosen expert's score without its bias: selecting it by 22 sums over 512
+            # experts would take more registers than there are.
             values.append(score_of(row[index]) if bias else best)
             compared = jnp.where(place == index, -jnp.inf, compared)
             chosen.append(index)
@@ -71,15 +71,15 @@ def moe_route_kernel(scores, bias, live, rule, *, interpret=None):
 
 
 def _summed(scores, token, total):
-    """`total`, with the sums of a token's partial scores, in the order of the parts."""
+    """Sum a token's partial scores into `total`, in the order of the parts."""
     parts, _, columns = scores.shape
     whole = columns - columns % device.THREADS
     pieces = layouts.row_pieces(whole, itemsize=4)
     if whole < columns:
-        # Every warp has these: there are fewer than threads.
+        # Every warp has a copy of these: there are fewer columns than threads.
         rest = columns - whole
         pieces.append(layouts.RowPiece(whole, rest, layouts.lane_layout(rest)))
-    # Every load comes before the first use, so the block waits for the memory once.
+    # All loads are issued before the first use, so the block waits for the memory once.
     loaded = [
         [access.load(scores.at[i, token, piece.columns], piece.layout) for i in range(parts)]
         for piece in pieces
@@ -91,7 +91,7 @@ def _summed(scores, token, total):
 
 
 def _scores(logits, rule):
-    """What makes scores of some or all of a token's `logits`."""
+    """Return a function that maps some of a token's logits to scores, given all `logits`."""
     if rule.score == "sigmoid":
         return lambda some: 1.0 / (1.0 + jnp.exp(-some))
     largest = jnp.max(logits)
@@ -100,10 +100,10 @@ def _scores(logits, rule):
 
 
 def _best(compared, place, part):
-    """The largest entry and where it is; the lowest place of equals.
+    """Return the largest entry and its position, the lowest on ties.
 
-    Where an entry is NaN, so is the largest. Then it is the place `part` from behind, so that no
-    two parts get the same.
+    If an entry is NaN, so is the largest. The position is then `part` places before the last, so
+    that no two parts get the same expert.
     """
     count = compared.shape[0]
     best = jnp.max(compared)

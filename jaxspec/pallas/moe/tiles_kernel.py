@@ -1,4 +1,7 @@
-"""The kernels that bring tokens to their tiles and back (Pallas, Mosaic GPU): a block a token."""
+"""Kernels that gather tokens into tiles by expert, and sum the results (Pallas, Mosaic GPU).
+
+A block handles one token.
+"""
 
 import functools
 from math import gcd, prod
@@ -11,17 +14,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, layouts
 
-_COPY = 256  # elements of a copy's last axis, at most
+_COPY = 256  # maximum elements in the last axis of a copy
 
 
 @functools.partial(jax.jit, static_argnames=("none", "interpret"))
 def to_tiles_kernel(x, work, choices, *, none, interpret=None):
-    """The rows of `x` at their places, and which choice and which weight each place has.
+    """Copy the rows of `x` to their places in the tiles.
 
-    `work` is the `WorkList` of `choices`, and `none` the expert of padding, whose rows are not
-    copied. Returns `[tiles, rows, features]`, and int32 and float32 `[tiles, rows]`; places without
-    a choice keep what the memory held. `interpret` has parameters of Mosaic's interpreter, here and
-    below.
+    Returns `[tiles, rows, features]`, and the choice (int32) and weight (float32) of each place,
+    both `[tiles, rows]`. Places without a choice are uninitialized.
+
+    Args:
+        x: `[tokens, features]`.
+        work: `WorkList` of `choices`.
+        choices: experts and weights of each token.
+        none: expert of padding, whose rows are not copied.
+        interpret: parameters of Mosaic's interpreter, here and below.
     """
     (tokens, features), (tiles, rows) = x.shape, (work.expert.shape[0], work.rows)
     parts, width = choices.experts.shape[1], gcd(features, _COPY)
@@ -72,7 +80,7 @@ def to_tiles_kernel(x, work, choices, *, none, interpret=None):
 
 @functools.partial(jax.jit, static_argnames=("none", "interpret"))
 def from_tiles_kernel(tiled, work, choices, *, none, interpret=None):
-    """The sum of each token's rows, in their order: `[tokens, features]`, in their dtype.
+    """Sum each token's rows in order of its experts: `[tokens, features]`, in their dtype.
 
     Padding gets zeros; `work`, `choices` and `none` are those of `to_tiles_kernel`.
     """
@@ -85,7 +93,7 @@ def from_tiles_kernel(tiled, work, choices, *, none, interpret=None):
 
         @pl.when(is_live)
         def _():
-            # Every load comes before the first use, so the block waits for the memory once.
+            # All loads are issued before the first use, so the block waits for the memory once.
             places = [place[token, part] for part in range(parts)]
             loaded = [
                 [access.load(tiled.at[at, piece.columns], piece.layout) for at in places]

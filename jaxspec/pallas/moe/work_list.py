@@ -1,4 +1,4 @@
-"""The work of a layer's experts as a list of tiles: an expert and some tokens that chose it."""
+"""Work of a layer's experts as a list of tiles: an expert and some tokens that chose it."""
 
 import flax.struct
 import jax.numpy as jnp
@@ -6,32 +6,32 @@ from jaxtyping import Array, Int
 
 from jaxspec.pallas.moe.route import Choices
 
-_BLOCK = 256  # tokens that are counted by one product
+_BLOCK = 256  # tokens counted by one matmul
 
 
 @flax.struct.dataclass
 class WorkList:
-    """Tiles of up to `rows` choices of one expert, by expert; tiles without work come last.
+    """Tiles of up to `rows` choices of one expert, sorted by expert; tiles without work are last.
 
-    A choice is a token's part: `token * parts + part`. With 2 parts a token, where tokens 0, 1 and
-    2 chose experts 3 and 5, 3 and 4, and 5 and 3, tiles of 2 rows are
+    A choice is a token's part: `token * parts + part`. With 2 parts per token, where tokens 0, 1
+    and 2 chose experts 3 and 5, 3 and 4, and 5 and 3, tiles of 2 rows are
 
         expert     3     3    4    5
         count      2     1    1    2
         choices   0 2    5    3   1 4
         place     [[0, 6], [1, 4], [7, 2]]
 
-    Choices of padding are listed as if there were an expert behind the last.
+    Choices of padding are listed under one more expert after the last.
     """
 
-    expert: Int[Array, " tiles"]  # int32; beyond that of padding where a tile has no work
-    count: Int[Array, " tiles"]  # int32; rows of each tile that are real
-    place: Int[Array, "tokens parts"]  # int32; of each choice: `tile * rows + row`
-    rows: int = flax.struct.field(pytree_node=False)  # of a tile
+    expert: Int[Array, " tiles"]  # int32; greater than that of padding if a tile has no work
+    count: Int[Array, " tiles"]  # int32; real rows of each tile
+    place: Int[Array, "tokens parts"]  # int32; `tile * rows + row` of each choice
+    rows: int = flax.struct.field(pytree_node=False)  # rows per tile
 
     @property
     def choices(self) -> Int[Array, "tiles rows"]:
-        """What is at each place, int32; -1 where nothing is."""
+        """Choice at each place, int32; -1 if the place is empty."""
         tokens, parts = self.place.shape
         empty = jnp.full(self.expert.shape[0] * self.rows, -1, jnp.int32)
         at_place = empty.at[self.place.reshape(-1)].set(jnp.arange(tokens * parts))
@@ -39,7 +39,7 @@ class WorkList:
 
 
 def max_tiles(choices: int, num_experts: int, rows: int) -> int:
-    """Tiles that so many choices can need: each expert may have one that is not full.
+    """Return the maximum number of tiles: each expert may have one that is not full.
 
     max_tiles(9, 256, 8) == 9; max_tiles(2304, 257, 16) == 384
     """
@@ -47,15 +47,15 @@ def max_tiles(choices: int, num_experts: int, rows: int) -> int:
 
 
 def work_list(choices: Choices, num_experts: int, rows: int) -> WorkList:
-    """The tiles of at most `rows` choices that a layer of `num_experts` experts has to do.
+    """Return the tiles of at most `rows` choices for a layer of `num_experts` experts.
 
-    Nothing depends on the host, and the number of tiles on shapes alone. A token must choose no
-    expert twice, except the one of padding.
+    Nothing depends on the host, and the number of tiles depends on shapes alone. A token must not
+    choose an expert twice, except that of padding.
     """
     experts = choices.experts
     (tokens, parts), kinds = experts.shape, num_experts + 1
     has = jnp.any(experts[:, :, None] == jnp.arange(kinds)[None, None, :], axis=1)
-    amount = jnp.where(jnp.arange(kinds) == num_experts, parts, 1)  # of padding, all at once
+    amount = jnp.where(jnp.arange(kinds) == num_experts, parts, 1)  # for padding, all parts
     before, held = _counted(jnp.where(has, amount[None, :], 0))
     tiles = (held + rows - 1) // rows
     ends = _sums_up_to(tiles)
@@ -74,15 +74,15 @@ def work_list(choices: Choices, num_experts: int, rows: int) -> WorkList:
 def _counted(
     amounts: Int[Array, "tokens kinds"],
 ) -> tuple[Int[Array, "tokens kinds"], Int[Array, " kinds"]]:
-    """What the tokens before each token have of each kind, and what all have.
+    """Return how often earlier tokens chose each kind of expert, and how often all tokens did.
 
-    A product with a triangle of ones makes the sums: an H200 takes 3 us for 256 tokens' choices,
-    and 20 to sort them (docs/hopper.md). Amounts up to 256 are exact in bfloat16, and sums in
-    float32.
+    A matmul with a triangle of ones computes the sums: on an H200 it takes 3 us for 256 tokens'
+    choices, and sorting takes 20 us (docs/hopper.md). Amounts up to 256 are exact in bfloat16, and
+    sums in float32.
     """
     tokens, kinds = amounts.shape
     size = min(max(tokens, 1), _BLOCK)
-    number = max(-(-tokens // size), 1)  # no tokens are a block of padding: the last one is read
+    number = max(-(-tokens // size), 1)  # at least one, because the last block is read
     padded = jnp.pad(amounts, ((0, number * size - tokens), (0, 0)))
     blocks = padded.reshape(number, size, kinds).astype(jnp.bfloat16)
     earlier = jnp.tril(jnp.ones((size, size), jnp.bfloat16), -1)
@@ -94,6 +94,6 @@ def _counted(
 
 
 def _sums_up_to(x: Int[Array, " n"]) -> Int[Array, " n"]:
-    """The sums of the entries up to each, itself with them."""
+    """Return inclusive prefix sums."""
     place = jnp.arange(x.shape[0])
     return jnp.sum(jnp.where(place[None] <= place[:, None], x[None], 0), axis=1, dtype=jnp.int32)

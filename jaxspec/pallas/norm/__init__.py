@@ -1,4 +1,4 @@
-"""RMSNorm, alone and fused with its neighbours, and the residual stream that it adds to."""
+"""RMSNorm, alone and fused with the residual add or with gates, and the residual stream."""
 
 from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.rms_norm import rms_norm

@@ -1,4 +1,4 @@
-"""Residual add and RMSNorm: what every layer of a decoder does before its mixer and its MLP."""
+"""Residual add and RMSNorm, as computed before each mixer and each MLP of a decoder."""
 
 import jax.numpy as jnp
 
@@ -10,17 +10,17 @@ from jaxspec.pallas.norm.rms_norm import Norm
 
 _DTYPES = jnp.float32, jnp.bfloat16, jnp.float16
 _MAX_FEATURES = 8192  # a thread keeps 64 features of each of three arrays in registers
-_SMALL = 512  # below this many features XLA is as fast
+_SMALL = 512  # with fewer features XLA is as fast
 
 
 def add_norm(stream: Stream, pending: Pending, norm: Norm) -> tuple[Stream, Stream]:
-    """`stream + pending`, rounded to the dtype of the stream, and the norm of that sum.
+    """Return `stream + pending`, rounded to the dtype of the stream, and the norm of that sum.
 
-    `pending` is as in `residual`: where it is None nothing is added, and XLA makes the norm. Rows
-    are independent, so padding and NaN stay in their own row.
+    `pending` is defined in `residual`; if it is None, nothing is added and XLA computes the norm.
+    Rows are independent, so padding and NaN do not affect other rows.
 
-    The kernel takes a stream and a norm's weight in float32, bfloat16 or float16 (they may differ),
-    and 512 to 8192 features in steps of 128.
+    The kernel supports streams and norm weights in float32, bfloat16 or float16 (they may differ),
+    and 512 to 8192 features in multiples of 128.
     """
     if pending is None:
         return stream, norm(stream)
@@ -33,13 +33,12 @@ def add_norm(stream: Stream, pending: Pending, norm: Norm) -> tuple[Stream, Stre
 
 
 def add_norm_reference(stream, pending, norm):
-    """The specification of `add_norm`."""
     total = residual.add(stream, pending)
     return total, norm(total)
 
 
 def why_not_kernel(stream, pending, norm):
-    """Why `add_norm_kernel` does not take these operands, or None."""
+    """Return why `add_norm_kernel` does not support these operands, or None."""
     expected = stream.dtype if pending.ndim == 2 else jnp.float32
     known = stream.dtype in _DTYPES and norm.weight.dtype in _DTYPES
     if pending.dtype != expected or not known:

@@ -1,4 +1,4 @@
-"""The kernel of `add_norm` for a Hopper GPU (Pallas, Mosaic GPU)."""
+"""Pallas (Mosaic GPU) kernel of `add_norm` for Hopper GPUs."""
 
 import functools
 import operator
@@ -13,7 +13,7 @@ from jaxspec.pallas.gpu import access, layouts
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def add_norm_kernel(stream, pending, norm, *, interpret=None):
-    """`add_norm` where something is pending: a block has one row, all of it in registers.
+    """Run `add_norm` for a given `pending`: each block holds one whole row in registers.
 
     `interpret`: parameters of Mosaic's interpreter.
     """
@@ -26,8 +26,7 @@ def add_norm_kernel(stream, pending, norm, *, interpret=None):
         indices = [(row,)] if is_tokens else [(part, row) for part in range(pending.shape[0])]
 
         def load(piece):
-            """What is added, and the norm's weight."""
-            """Everything of a piece, and nothing is used before all of it is under way."""
+            """Load stream, pending parts and weight; all loads are issued before the first use."""
             of_piece = functools.partial(access.load, layout=piece.layout)
             parts = [of_piece(pending.at[*index, piece.columns]) for index in indices]
             return (
@@ -57,7 +56,7 @@ def add_norm_kernel(stream, pending, norm, *, interpret=None):
         out_type=(out, out),
         grid=(tokens,),
         grid_names=("row",),
-        # No barriers are needed: the block writes nothing that it reads, except the sum's scratch.
+        # No automatic barriers: a block reads nothing that it writes, but for reduction scratch.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         **({} if interpret is None else {"interpret": interpret}),
     )

@@ -1,4 +1,4 @@
-"""The output norm of Mamba2: all heads are gated, then groups of their features are normed."""
+"""Output norm of Mamba2: gates over all heads, and RMSNorm over groups of their features."""
 
 import flax.struct
 import jax
@@ -10,42 +10,42 @@ from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
 
 _DTYPES = jnp.float32, jnp.bfloat16, jnp.float16
-_SMALL = 512  # features of no published model: XLA is as fast
+_SMALL = 512  # features; fewer than any published model has, and XLA is as fast
 _MAX_GROUP = 8192  # a thread keeps 64 features of each of three arrays in registers
 
 
 @flax.struct.dataclass
 class GatedGroupNorm:
-    """A norm of groups of features, and their gates (Dao and Gu 2024, arXiv 2405.21060).
+    """RMSNorm over groups of features, with gates (Dao and Gu 2024, arXiv 2405.21060).
 
-    With `y` the features of a token, side by side in the order of the heads, and `z` its gates:
+    With `y` the features of a token, head after head, and `z` its gates, the result is:
 
         gate_first    rms(y * silu(z)) * weight
         otherwise     rms(y) * weight * silu(z)
         no weight     y * silu(z)
 
-    `rms` divides by the root of the mean square, plus `eps`, over each of `groups` equal parts of
-    the features. All of this is float32; the result is rounded to the dtype of `gates`.
+    `rms` divides each of `groups` equal parts of the features by `sqrt(mean square + eps)`.
+    Everything is in float32; the result is rounded to the dtype of `gates`.
 
     `gates` is the whole projection. The gates are its columns from `first` on; the other columns
     are not read.
 
-    One kernel does all of it for groups of 128 to 8192 features in steps of 128; XLA makes two.
+    One kernel computes this for groups of 128 to 8192 features in multiples of 128; XLA takes two.
     """
 
     gates: Float[Array, "tokens columns"]
-    weight: Float[Array, " features"] | None  # float32; None: there is a gate alone
+    weight: Float[Array, " features"] | None  # float32; None means gates only
     first: int = flax.struct.field(pytree_node=False)
     groups: int = flax.struct.field(pytree_node=False)
     eps: float = flax.struct.field(pytree_node=False)
     gate_first: bool = flax.struct.field(pytree_node=False, default=True)
 
     def check(self, tokens: int, features: int) -> None:
-        """Refuse gates, a weight and groups that do not fit this many tokens of these features.
+        """Check that gates, weight and groups match the numbers of tokens and features.
 
         Raises:
-            ValueError: the gates have other rows or lack columns, the weight has another length, or
-                the groups are not equal.
+            ValueError: The gates have the wrong number of rows or too few columns, the weight has
+                the wrong length, or the groups would not be equal.
         """
         rows, columns = self.gates.shape
         if columns < self.first + features:
@@ -70,10 +70,10 @@ class GatedGroupNorm:
             )
 
     def __call__(self, heads: Float[Array, "tokens heads dim"]) -> Float[Array, "tokens features"]:
-        """The float32 heads normed and gated.
+        """Normalise and gate float32 heads.
 
         Raises:
-            ValueError: as `check` says.
+            ValueError: As in `check`.
         """
         tokens, number, dim = heads.shape
         features = number * dim
@@ -90,7 +90,7 @@ class GatedGroupNorm:
 def gated_group_norm_reference(
     norm: GatedGroupNorm, y: Float[Array, "tokens features"]
 ) -> Float[Array, "tokens features"]:
-    """The specification of a `GatedGroupNorm`, of float32 features."""
+    """Reference for `GatedGroupNorm`, on float32 features."""
     z = norm.gates[:, norm.first : norm.first + y.shape[1]].astype(jnp.float32)
     gate, weight = jax.nn.silu(z), norm.weight
     if weight is None:
@@ -103,7 +103,7 @@ def gated_group_norm_reference(
 
 
 def _normed(y, weight, norm):
-    """`rms` of the groups, times the weight."""
+    """Normalise the groups, and multiply by the weight."""
     tokens, features = y.shape
     parts = y.reshape(tokens, norm.groups, features // norm.groups)
     root = lax.rsqrt(jnp.mean(parts * parts, axis=2, keepdims=True) + norm.eps)
@@ -111,7 +111,6 @@ def _normed(y, weight, norm):
 
 
 def _why_not_kernel(norm, heads):
-    """Why `gated_group_norm_kernel` does not take these operands, or None."""
     if norm.weight is None:
         return "there is no weight, and XLA makes a gate alone one kernel"
     dtypes = heads.dtype, norm.weight.dtype

@@ -1,4 +1,4 @@
-"""The kernel of `GatedGroupNorm` for a Hopper GPU (Pallas, Mosaic GPU)."""
+"""Pallas (Mosaic GPU) kernel of `GatedGroupNorm` for Hopper GPUs."""
 
 import functools
 import math
@@ -14,21 +14,21 @@ from jaxspec.pallas.gpu import access, device
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def gated_group_norm_kernel(norm, y, *, interpret=None):
-    """A `GatedGroupNorm` of float32 `[tokens, features]`: a block has one group of one token.
+    """Run a `GatedGroupNorm` on float32 `[tokens, features]`: each block has a group of a token.
 
     `interpret`: parameters of Mosaic's interpreter.
     """
     tokens, features = y.shape
     size = features // norm.groups
-    # Neighbours that a thread loads at once: as many as each row of the gates is aligned for, and
-    # as all threads share a group evenly.
+    # Elements that a thread loads at once, limited by the alignment of the rows of gates, and by
+    # an even split of a group over all threads.
     vector = math.gcd(4, norm.first, norm.gates.shape[1], size // device.THREADS)
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
 
     def body(y, gates, weight, out):
         row, group = lax.axis_index("row"), lax.axis_index("group")
         block, load = pl.ds(group * size, size), functools.partial(access.load, layout=layout)
-        # Every load comes before the first use, so the block waits for the memory once.
+        # All loads precede the first use, so that the block waits for memory only once.
         z = load(gates.at[row, pl.ds(norm.first + group * size, size)])
         wide, scale = load(y.at[row, block]), load(weight.at[block])
         z = z.astype(jnp.float32)
@@ -47,7 +47,7 @@ def gated_group_norm_kernel(norm, y, *, interpret=None):
         out_type=jax.ShapeDtypeStruct(y.shape, norm.gates.dtype),
         grid=(norm.groups, tokens),
         grid_names=("group", "row"),
-        # No barriers are needed: the block writes nothing that it reads, except the sum's scratch.
+        # No automatic barriers: a block reads nothing that it writes, but for reduction scratch.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
     )

@@ -1,4 +1,4 @@
-"""The output norm of Gated DeltaNet: each head is normed, then gated by the projection."""
+"""Output norm of Gated DeltaNet: each head is normalised, then gated by the projection."""
 
 import dataclasses
 
@@ -9,19 +9,19 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas.norm.rms_norm import rms_norm
 
-# The output of a recurrence: float32 heads, or, with two axes, what `GatedNorm` has made of them.
+# Output of a recurrence: float32 heads or, with two axes, the result of `GatedNorm` on them.
 Heads = Float[Array, "tokens heads dim"] | Float[Array, "tokens features"]
 
 
 @flax.struct.dataclass
 class GatedNorm:
-    """A norm of heads, and their gates (Yang et al. 2024, arXiv 2412.06464).
+    """RMSNorm over heads, with gates (Yang et al. 2024, arXiv 2412.06464).
 
-    Each head goes through `rms_norm` with `weight` (float32), and is then multiplied by `silu` of
-    its gates. All of this is float32; the result is rounded to the dtype of `gates`.
+    Each head is normalised by `rms_norm` with `weight` (float32), then multiplied by `silu` of its
+    gates. Everything is in float32; the result is rounded to the dtype of `gates`.
 
-    `gates` is the whole projection. The gates of the heads are its columns from `first` on, one a
-    channel, in the order of the channels; the other columns are not read.
+    `gates` is the whole projection. The gates are its columns from `first` on, one per channel in
+    the order of the channels; the other columns are not read.
     """
 
     gates: Float[Array, "tokens columns"]
@@ -30,16 +30,17 @@ class GatedNorm:
     eps: float = flax.struct.field(pytree_node=False)  # added to the mean square
 
     def split(self, tokens: int) -> "tuple[GatedNorm, GatedNorm]":
-        """The norm of the first `tokens`, and the norm of the rest."""
+        """Return the norm of the first `tokens` tokens, and the norm of the rest."""
         parts = self.gates[:tokens], self.gates[tokens:]
         first, rest = (dataclasses.replace(self, gates=gates) for gates in parts)
         return first, rest
 
     def check(self, tokens: int, features: int) -> None:
-        """Refuse gates and a weight that do not fit this many tokens of this many features.
+        """Check that gates and weight match the numbers of tokens and features.
 
         Raises:
-            ValueError: the gates have other rows or lack columns, or the weight is not a head's.
+            ValueError: The gates have the wrong number of rows or too few columns, or the length of
+                the weight does not divide the features.
         """
         rows, columns = self.gates.shape
         if columns < self.first + features:
@@ -59,7 +60,7 @@ class GatedNorm:
             )
 
     def __call__(self, heads: Heads) -> Float[Array, "tokens features"]:
-        """The heads normed and gated by XLA; normed heads (two axes) are returned as they are."""
+        """Normalise and gate heads in XLA; an input with two axes is gated already: return it."""
         if heads.ndim == 2:
             return heads
         tokens, number, dim = heads.shape

@@ -8,9 +8,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def in_kernel(layout: Any, heads: Any, gates: Any, weight: Any, eps: float) -> Any:
-    """Heads normed and gated in float32, not rounded yet; `heads` are float32 in registers.
+    """Normalise and gate float32 heads in registers; the result is float32, not rounded yet.
 
-    `layout` is the register layout of heads and gates; it must hold each head in one warp.
+    `layout` is the register layout of heads and gates; it must keep each head within one warp.
     """
     root = lax.rsqrt(jnp.sum(heads * heads, axis=1) * (1 / heads.shape[1]) + eps)
     root, weight = (

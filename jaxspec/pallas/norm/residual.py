@@ -1,14 +1,14 @@
-"""The residual stream, and what a layer has put out that is not yet added to it.
+"""Residual stream of a decoder, and the layer output that has not been added to it yet.
 
-A decoder adds the output of each layer to its residual stream, and norms the sum before the next
-layer. On a GPU the addition and the norm are one kernel, so a layer does not add its output. It
-hands on two things:
+A decoder adds the output of each layer to its residual stream, and normalises the sum before the
+next layer. On a GPU the addition and the norm are one kernel, so a layer does not add its output
+itself. It returns two arrays:
 
     stream     `[tokens, features]`, in the dtype of the activations
-    pending    the output of the last layer, which the next norm adds (`add_norm`, `norm_matmul`)
+    pending    output of the last layer, which the next norm adds (`add_norm`, `norm_matmul`)
 
-`pending` is None before the first layer. The product that ends a layer may leave it as partial sums
-over parts of its features (split-K): whoever adds them sums them up.
+`pending` is None before the first layer. The matmul that ends a layer may return partial sums over
+parts of its input features (split-K), which the next addition sums up.
 """
 
 from typing import Any
@@ -18,17 +18,17 @@ from jaxtyping import Array, Float
 
 Stream = Float[Array, "tokens features"]
 
-# None, tokens in the dtype of the stream, or float32 partial sums of such tokens.
+# None, features in the dtype of the stream, or float32 partial sums of them.
 Pending = Float[Array, "tokens features"] | Float[Array, "parts tokens features"] | None
 
 
 def sum_parts(
     pending: Float[Array, "*parts tokens features"], dtype: Any
 ) -> Float[Array, "tokens features"]:
-    """The tokens that partial sums make, rounded once to `dtype`; tokens stay as they are."""
+    """Sum partial sums, rounding once to `dtype`; without partial sums, return `pending`."""
     return pending if pending.ndim == 2 else jnp.sum(pending, axis=0).astype(dtype)
 
 
 def add(stream: Stream, pending: Pending) -> Stream:
-    """`stream + pending`, rounded to the dtype of the stream."""
+    """Return `stream + pending`, rounded to the dtype of the stream."""
     return stream if pending is None else stream + sum_parts(pending, stream.dtype)

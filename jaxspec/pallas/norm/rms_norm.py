@@ -1,4 +1,4 @@
-"""RMSNorm: the function, and the parameters of one norm as ops take them."""
+"""RMSNorm, and the parameters of one norm as ops take them."""
 
 import flax.struct
 import jax.numpy as jnp
@@ -8,15 +8,15 @@ from jaxtyping import Array, Float
 
 @flax.struct.dataclass
 class Norm:
-    """The parameters of one `rms_norm`."""
+    """Parameters of one `rms_norm`."""
 
     weight: Float[Array, " features"]
     eps: float = flax.struct.field(pytree_node=False)  # added to the mean square
-    # Whether the norm multiplies by `1 + weight`.
+    # If True, multiply by `1 + weight`.
     zero_centred: bool = flax.struct.field(pytree_node=False, default=False)
 
     def __call__(self, x: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
-        """`x` normed over its last axis, in its dtype."""
+        """Normalise `x` over its last axis, in its dtype."""
         return rms_norm(x, self.weight, self.eps, zero_centred=self.zero_centred)
 
 
@@ -27,10 +27,10 @@ def rms_norm(
     *,
     zero_centred: bool = False,
 ) -> Float[Array, "*batch features"]:
-    """`x / sqrt(mean(x ** 2) + eps) * weight` over the last axis, in float32, cast to `x`'s dtype.
+    """Return `x / sqrt(mean(x ** 2) + eps) * weight` over the last axis, in the dtype of `x`.
 
-    A zero-centred norm multiplies by `1 + weight`. Zhang and Sennrich 2019, "Root Mean Square Layer
-    Normalization", arXiv 1910.07467.
+    Computed in float32. A zero-centred norm multiplies by `1 + weight`. Zhang and Sennrich 2019,
+    "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
     wide, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     if zero_centred:

@@ -1,4 +1,4 @@
-"""Keys and values in pages: where a token's go, and the copies that kernels share."""
+"""Paged keys and values: slot mapping, KV writes, and the page copies that kernels share."""
 
 from jaxspec.pallas.paging.kv_write import kv_write
 from jaxspec.pallas.paging.slot_mapping import slot_mapping

@@ -1,4 +1,4 @@
-"""The write of keys and values into their pages."""
+"""Write keys and values into their pages."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec import device
 
-KVPool = Float[Array, "layers 2 pages page_size kv_heads head_dim"]  # keys, then values
+KVPool = Float[Array, "layers 2 pages page_size kv_heads head_dim"]  # axis 1: keys, values
 
 _MAX_FLOAT8 = 448  # the largest float8_e4m3fn
 
@@ -18,16 +18,16 @@ def kv_write(
     values: Float[Array, "tokens kv_heads head_dim"],
     kv_slots: Int[Array, " tokens"],
 ) -> KVPool:
-    """The pool with the keys and values of this step's tokens written into one layer.
+    """Write the keys and values of this step's tokens into one layer, and return the pool.
 
-    They are cast to the pool's dtype. A pool of float8_e4m3fn saturates: a number beyond its range
-    becomes its largest, 448 or -448; NaN stays NaN. `kv_slots` (int32) comes from `slot_mapping`. A
-    token is dropped where its slot is -1, lies in the null page or lies beyond the pool. No two
-    tokens of a step may have the same slot.
+    They are cast to the pool's dtype. A float8_e4m3fn pool saturates: numbers out of range become
+    448 or -448; NaN stays NaN. `kv_slots` (int32) is computed by `slot_mapping`. A token is dropped
+    if its KV slot is -1, in the null page, or past the end of the pool. No two tokens of a step may
+    have the same KV slot.
     """
     if kv.dtype != jnp.float8_e4m3fn or device.default_device().platform != "cpu":
         return kv_write_reference(kv, layer, keys, values, kv_slots)
-    # As bytes: XLA's CPU backend would scatter into a wider copy of the pool.
+    # Scatter bytes: XLA's CPU backend would scatter float8 into a wider copy of the pool.
     new = (_saturate(x, kv.dtype) for x in (keys, values))
     pool, *new = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (kv, *new))
     pool = kv_write_reference(pool, layer, *new, kv_slots)
@@ -35,18 +35,17 @@ def kv_write(
 
 
 def kv_write_reference(kv, layer, keys, values, kv_slots):
-    """The specification of `kv_write`, in plain JAX."""
     num_pages, page_size = kv.shape[2:4]
-    # A dropped token goes to a page out of range: a negative index would wrap.
+    # A dropped token gets a page out of range: a negative index would wrap around.
     page = jnp.where(kv_slots >= page_size, kv_slots // page_size, num_pages)
     offset = jnp.where(kv_slots >= page_size, kv_slots % page_size, 0)
-    # Not through a reshape of the pool: XLA's CPU backend then copies all of it.
+    # No reshape of the pool: XLA's CPU backend would then copy all of it.
     kv = kv.at[layer, 0, page, offset].set(_saturate(keys, kv.dtype), mode="drop")
     return kv.at[layer, 1, page, offset].set(_saturate(values, kv.dtype), mode="drop")
 
 
 def _saturate(x, dtype):
-    """`x` in `dtype`. float8_e4m3fn has no infinity: a plain cast makes NaN of a large number."""
+    """Cast `x` to `dtype`; clip for float8_e4m3fn, which has no infinity and overflows to NaN."""
     if dtype == jnp.float8_e4m3fn:
         x = jnp.clip(x, -_MAX_FLOAT8, _MAX_FLOAT8)
     return x.astype(dtype)

@@ -1,4 +1,4 @@
-"""How the attention kernels read a row's keys and values: in tiles, copied page by page."""
+"""Tiles of keys and values, which the attention kernels copy page by page to shared memory."""
 
 import dataclasses
 import math
@@ -13,14 +13,14 @@ KEYS, VALUES = 0, 1  # along the second axis of the pool
 
 
 def float8_tile(*shape):
-    """Shared memory for tiles of a pool of float8_e4m3fn, `shape[-1]` channels wide."""
+    """Return shared memory for tiles of a float8_e4m3fn pool, `shape[-1]` channels wide."""
     width = min(128, shape[-1])
     transforms = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width)
     return plgpu.SMEM(shape, jnp.float8_e4m3fn, transforms=transforms)
 
 
 def flatten_pool(kv):
-    """The pool as the kernels read it, `[layers * 2 * pages * page_size, kv_heads * head_dim]`."""
+    """Reshape the pool for kernels: `[layers * 2 * pages * page_size, kv_heads * head_dim]`."""
     layers, _, num_pages, page_size, kv_heads, head_dim = kv.shape
     return kv.reshape(layers * 2 * num_pages * page_size, kv_heads * head_dim)
 
@@ -28,16 +28,16 @@ def flatten_pool(kv):
 class PoolHead(NamedTuple):
     """One key head of one layer of the pool."""
 
-    pool: Any  # as `flatten_pool` gives it, in global memory
+    pool: Any  # from `flatten_pool`, in global memory
     layer: Any
     head: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class PageTiles:
-    """Cuts the positions of a row into tiles of `block_kv`, and a tile into copies.
+    """Split of a row's positions into tiles of `block_kv`, and of a tile into copies.
 
-    A copy lies in one page: with tiles of 64 and pages of 24 positions it brings 8.
+    A copy stays within one page: with tiles of 64 and pages of 24 positions, it has 8 positions.
     """
 
     block_kv: int
@@ -45,33 +45,32 @@ class PageTiles:
     num_pages: int
     page_size: int
     num_slots: int
-    table_width: int  # pages of a row in the page table
+    table_width: int  # pages per row of the page table
 
     @classmethod
     def of(cls, kv, page_tables, block_kv: int) -> "PageTiles":
-        """The tiles of rows with these page tables."""
         num_pages, page_size, _, head_dim = kv.shape[2:]
         num_slots, table_width = page_tables.shape
         return cls(block_kv, head_dim, num_pages, page_size, num_slots, table_width)
 
     @property
     def context(self) -> int:
-        """The positions that a row has at most."""
+        """Maximum number of positions of a row."""
         return self.table_width * self.page_size
 
     @property
     def copy_size(self) -> int:
-        """Positions that one copy brings."""
+        """Positions per copy."""
         return math.gcd(self.block_kv, self.page_size)
 
     def barriers(self, stages: int):
-        """One barrier for each stage of a ring, completed when all copies of its tile are."""
+        """Return one barrier per stage of a ring, which completes with all copies of its tile."""
         return plgpu.Barrier(num_arrivals=self.block_kv // self.copy_size, num_barriers=stages)
 
     def find_pages(self, page_tables, slot, tile) -> tuple:
-        """The page of each copy of a tile.
+        """Return the page of each copy of a tile.
 
-        Indices are clamped: the host's are not trusted to stay inside the table and the pool.
+        Indices are clamped, because the host's may be outside the page table and the pool.
         """
         positions = [tile * self.block_kv + i for i in range(0, self.block_kv, self.copy_size)]
         entries = [jnp.minimum(lax.div(x, self.page_size), self.table_width - 1) for x in positions]
@@ -81,7 +80,7 @@ class PageTiles:
     def fetch(self, source: PoolHead, kind: int, tile, pages, target, produced):
         """Start copying a tile of KEYS or VALUES to `target` `[block_kv, head_dim]`.
 
-        `pages` comes from `find_pages`; the barrier `produced` tells when the copies are complete.
+        `pages` is the result of `find_pages`; the barrier `produced` completes with the copies.
         """
         for i, page in enumerate(pages):
             start = ((source.layer * 2 + kind) * self.num_pages + page) * self.page_size

@@ -1,4 +1,4 @@
-"""Slot mapping: the place in the paged KV cache where each token of the step is written."""
+"""Slot mapping: the slot of the paged KV cache where each token of the step is written."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -15,16 +15,16 @@ def slot_mapping(
     *,
     page_size: int,
 ) -> Int[Array, " tokens"]:
-    """The KV slot of each token, `page * page_size + offset`; -1 for a token that has none.
+    """Return the KV slot of each token, `page * page_size + offset`, or -1 if it has none.
 
-    `slots[t]` is the request slot that owns token `t`, its row in `page_tables`. A token has no KV
-    slot when it is not `live`, its request slot is null or out of range, its position lies outside
-    the page table, or the page there is the null page. All indices are int32.
+    `slots[t]` is the state slot that owns token `t`: its row in `page_tables`. A token has no KV
+    slot if it is not `live`, its state slot is null or out of range, its position is outside the
+    page table, or its page is the null page. All indices are int32.
 
-    The device computes this because only it knows the true positions: the host planned the step
-    assuming that every draft in flight is accepted.
+    This runs on the device because the true positions exist only there: the host plans the step as
+    if every draft in flight were accepted.
     """
-    # One number a token, as vLLM has it, which the writers divide by the constant page size. A pair
+    # One number per token, as in vLLM, which the writers divide by the constant page size. A pair
     # (page, offset) would cost a second store here and a second load in every block that writes.
     if dispatch.runs_kernel("slot_mapping", None, rows=positions.shape[0]):
         from jaxspec.pallas.paging.slot_mapping_kernel import slot_mapping_kernel
@@ -41,10 +41,10 @@ def slot_mapping_reference(
     *,
     page_size: int,
 ) -> Int[Array, " tokens"]:
-    """The specification of `slot_mapping`, in plain JAX.
+    """Reference for `slot_mapping`.
 
-    A token at position 37 with pages of 16 sits in its request's page 2 at offset 5. If
-    the page table says that page is number 7, its slot is `7 * 16 + 5 = 117`.
+    With pages of 16, position 37 is offset 5 of its request's page 2. If entry 2 of the page table
+    is page 7, the KV slot is `7 * 16 + 5 = 117`.
     """
     num_slots, num_pages = page_tables.shape
     index, offset = positions // page_size, positions % page_size

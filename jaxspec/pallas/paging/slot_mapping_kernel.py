@@ -1,4 +1,4 @@
-"""`slot_mapping` on a Hopper GPU."""
+"""Pallas (Mosaic GPU) kernel of `slot_mapping` for Hopper GPUs."""
 
 import functools
 
@@ -15,17 +15,17 @@ _BLOCK_TOKENS = 4  # 2 and 8 are as fast
 
 @functools.partial(jax.jit, static_argnames=("page_size", "interpret"))
 def slot_mapping_kernel(page_tables, slots, positions, live, *, page_size, interpret=None):
-    """`slot_mapping` on a Hopper GPU; measured in benchmarks/results/kernels_h200.json.
+    """Run `slot_mapping`; measurements are in benchmarks/results/kernels_h200.json.
 
-    Mosaic GPU has no gather, so a block reads the entries of a few tokens one by one. `interpret`:
-    parameters of Mosaic's interpreter.
+    Mosaic GPU has no gather, so each block reads the page table entries of a few tokens one by one.
+    `interpret`: parameters of Mosaic's interpreter.
     """
     num_slots, num_pages = page_tables.shape
     (num_tokens,) = slots.shape
 
     def body(page_tables, slots, positions, live, out):
         first = lax.axis_index("block") * _BLOCK_TOKENS
-        # The last block may have fewer tokens: it repeats the last one.
+        # The last block may have fewer tokens; it repeats the last one.
         tokens = [jnp.minimum(first + i, num_tokens - 1) for i in range(_BLOCK_TOKENS)]
         loaded = [(slots[token], positions[token], live[token]) for token in tokens]
         # All pages are read before the first store, so that the loads overlap.

@@ -1,8 +1,8 @@
-"""The chunk walk of recurrent prefills in Mosaic: what the kernels share; XLA's is in `chunks`.
+"""Chunk walk of recurrent prefills for Mosaic kernels; `chunks` has the XLA version.
 
-Matrices `[t, i]` over a chunk's tokens have the layout of wgmma's accumulator; elements with `i` at
-or before `t` count. Chunks start at multiples of `ALIGN`, which tiled copies need. So a chunk may
-hold tokens of other sequences in front of its own and behind them.
+Matrices `[t, i]` over a chunk's tokens have the layout of wgmma's accumulator; only elements with
+`i <= t` count. Chunks start at multiples of `ALIGN`, as tiled copies require, so a chunk may hold
+tokens of other sequences before and after its own.
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ from jaxspec.pallas.recurrent.chunks import CHUNK
 from jaxspec.regions import PrefillRegion
 
 ALIGN = 8
-VALUES = 64  # rows of a state in one block: the M of one wgmma
-_MIN_LOG_DECAY = -120.0  # exp of less is 0 in float32 as well
+VALUES = 64  # rows of a state per block: the M of one wgmma
+_MIN_LOG_DECAY = -120.0  # exp of anything lower is 0 in float32
 
 
 def sequences(chunks: PrefillRegion, num_tokens: int, num_slots: int) -> PrefillRegion:
-    """The sequences, between two null ones for the tokens in front of them and behind them.
+    """Return the sequences between two null ones, for the tokens before and after them.
 
-    So every token has an owner, and the kernels fill those of null sequences with zeros. Sequences
-    that are not live have slot 0 here.
+    Every token then has an owner, and the kernels write zeros for those of null sequences.
+    Sequences that are not live get slot 0.
     """
     first, last = jnp.zeros(1, jnp.int32), jnp.full(1, num_tokens, jnp.int32)
     start = jnp.clip(jnp.concatenate([first, chunks.query_start, last]), 0, num_tokens)
@@ -40,19 +40,19 @@ def sequences(chunks: PrefillRegion, num_tokens: int, num_slots: int) -> Prefill
 
 
 def iota(dimension):
-    """`t` (`dimension` 0) or `i` (1) of every element."""
+    """Return `t` (`dimension` 0) or `i` (1) of every element."""
     shape = (CHUNK, CHUNK)
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
 
 
 def along(x, axis):
-    """A vector over `axis`, broadcast to a matrix of `CHUNK` rows and columns."""
+    """Broadcast a vector over `axis` to a matrix `[CHUNK, CHUNK]`."""
     x = lax.broadcast_in_dim(x, (CHUNK, CHUNK), (axis,))
     return plgpu.layout_cast(x, plgpu.Layout.WGMMA)
 
 
 def limited(logs):
-    """Log decays, raised to at least `_MIN_LOG_DECAY`.
+    """Raise log decays to at least `_MIN_LOG_DECAY`.
 
     Differences of sums lose digits after a strong decay; the limit keeps that error below 1e-3.
     """
@@ -60,17 +60,17 @@ def limited(logs):
 
 
 def sums(logs, t, i):
-    """The sums up to each token of log decays along `i`."""
+    """Return the sum of the log decays (along `i`) up to each token `t`."""
     return jnp.sum(jnp.where(i <= t, logs, 0.0), axis=1)
 
 
 def store(ref, start, low, high, out):
-    """Store the outputs `[values, tokens]` of a chunk's tokens from `low` to `high` alone."""
+    """Store the outputs `[values, tokens]` of a chunk for tokens `low` to `high` only."""
     whole = high - low == CHUNK
 
     @pl.when(whole)
     def _():
-        # Values are neighbours in memory, and in this layout a thread has two.
+        # Values are contiguous in memory, and in this layout a thread holds two of them.
         turned = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
         access.store(ref.at[pl.ds(start, CHUNK)].transpose((1, 0)), turned)
 

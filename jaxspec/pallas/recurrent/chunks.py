@@ -1,9 +1,8 @@
-"""The chunk walk of recurrent prefills in XLA; that of the Mosaic kernels is in `chunk_blocks`.
+"""Chunk walk of recurrent prefills in XLA; `chunk_blocks` has that of the Mosaic kernels.
 
-Tokens are flat, a pytree of arrays `[tokens, ...]`. Sequence `s` has the tokens from
-`query_start[s]` to `query_start[s + 1]`, and is computed in chunks of `CHUNK` tokens. The pool is
-`[layers, slots, candidates, heads, values, keys]`, and an output has the heads and values of a
-state.
+Tokens are flat: a pytree of arrays `[tokens, ...]`. Sequence `s` is
+`query_start[s]:query_start[s + 1]`, and is computed in chunks of `CHUNK` tokens. The pool is
+`[layers, slots, candidates, heads, values, keys]`; outputs are `[tokens, heads, values]`.
 """
 
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from jaxtyping import Array, Float
 from jaxspec.pallas.recurrent.state_select import state_select
 from jaxspec.regions import PrefillRegion
 
-CHUNK = 64  # tokens taken at once; a chunk never spans two sequences
+CHUNK = 64  # tokens per chunk; a chunk never spans two sequences
 
 _States = Float[Array, "layers slots candidates heads values keys"]
 _Outputs = Float[Array, "tokens heads values"]
@@ -25,10 +24,10 @@ _Outputs = Float[Array, "tokens heads values"]
 def chunk_by_chunk(
     step: Callable, tokens: Any, states: _States, layer: int, chunks: PrefillRegion
 ) -> tuple[_Outputs, _States]:
-    """Outputs and the new pool, from `step(state, chunk)`: the state after it, and its outputs.
+    """Run `step` over the chunks of every sequence; return the outputs and the new pool.
 
-    `chunk` has the structure of `tokens` and `CHUNK` tokens of one sequence, with zeros behind the
-    sequence's last.
+    `step(state, chunk)` returns the state after a chunk, and its outputs. `chunk` has the structure
+    of `tokens`, with `CHUNK` tokens of one sequence; those after the sequence's end are zeros.
     """
     num_slots, seqs = states.shape[1], chunks.slots.shape[0]
     num_tokens = jax.tree.leaves(tokens)[0].shape[0]
@@ -38,7 +37,7 @@ def chunk_by_chunk(
     chunks_end = jnp.cumsum((length + CHUNK - 1) // CHUNK, dtype=jnp.int32)
     initial = _initial_states(states, layer, chunks)
 
-    def padded(x):  # the last chunk may reach beyond the tokens
+    def padded(x):  # the last chunk may extend past the tokens
         return jnp.pad(x, ((0, CHUNK),) + ((0, 0),) * (x.ndim - 1))
 
     tokens = jax.tree.map(padded, tokens)
@@ -74,7 +73,7 @@ def chunk_by_chunk(
 def token_by_token(
     step: Callable, tokens: Any, states: _States, layer: int, chunks: PrefillRegion
 ) -> tuple[_Outputs, _States]:
-    """The specification of `chunk_by_chunk`, with `step(state, token)` for one token."""
+    """Reference for `chunk_by_chunk`, with `step(state, token)` for one token."""
     num_slots, seqs = states.shape[1], chunks.slots.shape[0]
     num_tokens, start = jax.tree.leaves(tokens)[0].shape[0], chunks.query_start
     if not seqs:
@@ -99,7 +98,7 @@ def token_by_token(
 
 
 def _without_chunks(num_tokens, states):
-    """Every token is padding."""
+    """Return the outputs and the pool where every token is padding."""
     return jnp.zeros((num_tokens, *states.shape[3:5]), jnp.float32), states
 
 
@@ -110,5 +109,5 @@ def _initial_states(states, layer, chunks):
 
 
 def product(equation: str, *operands: Array) -> Array:
-    """`einsum` in full float32, where a GPU would by default use TF32."""
+    """`einsum` in full float32; a GPU would use TF32 by default."""
     return jnp.einsum(equation, *operands, precision="highest")

@@ -1,8 +1,9 @@
-"""The convolution inside a block of a replay's kernel, from a projection on.
+"""Convolution inside a block of a replay kernel, starting from the projection.
 
-A thread has some channels. It reads the inputs before the row's tokens from the convolution's ring,
-then the tokens, and stores these in the ring, in rows that no block reads. So several blocks may
-compute the same channels, and one of them stores those. The numbers are those of `conv_update`.
+Each thread handles some channels. It reads the inputs before the row's tokens from the
+convolution's ring, then the tokens, and stores the tokens in ring rows that no block reads. Several
+blocks may hence compute the same channels without a race, and one of them stores the inputs. The
+numbers are those of `conv_update`.
 """
 
 from typing import Any, NamedTuple
@@ -18,28 +19,29 @@ from jaxspec.pallas.recurrent.replay_block import RingBlock
 
 
 class ConvInputs(NamedTuple):
-    """Inputs of the convolution in some channels, in registers."""
+    """Inputs of the convolution for some channels, in registers."""
 
     channels: Any  # slice of all channels
     taps: list[Any]
-    bias: Any  # None: there is none
-    past: list[Any]  # the inputs before the step's tokens, the oldest first
-    new: list[Any]  # those of the tokens
+    bias: Any  # None means no bias
+    past: list[Any]  # inputs before the step's tokens, the oldest first
+    new: list[Any]  # inputs of the step's tokens
 
 
 class ConvBlock:
-    """The convolution of one row: where its inputs lie, and what becomes of them."""
+    """Convolution of one row: loads its inputs, computes its outputs, and updates its ring."""
 
     def __init__(self, ring: RingBlock, conv_rows: int, bias: Any = None):
-        """`conv_rows`: rows of the convolution's ring. `bias`: a reference to all channels'.
+        """Take the references `x`, `taps` and `conv` from `ring.gmem`.
 
-        The references `x`, `taps` and `conv` are those of `ring.gmem`.
+        `conv_rows`: rows of the convolution's ring. `bias`: a reference to the bias of all
+        channels, or None.
         """
         self.ring, self.gmem, self.conv_rows, self.bias = ring, ring.gmem, conv_rows, bias
         self.history, self.width = ring.gmem.taps.shape[0] - 1, ring.sizes.width
 
     def load(self, channels: Any, layout: Any) -> ConvInputs:
-        """The inputs in these channels, and their taps."""
+        """Load the inputs, taps and bias of these channels."""
         gmem, history = self.gmem, self.history
         new = [gmem.x.at[self.ring.table.row, t, channels] for t in range(self.width)]
         taps = [gmem.taps.at[i, channels] for i in range(history + 1)]
@@ -49,13 +51,13 @@ class ConvBlock:
         return ConvInputs(channels, taps, bias, past, new)
 
     def _in_ring(self, offset, channels):
-        """The input `offset` tokens after this step's first, in the convolution's ring."""
+        """Return the reference in the ring to the input `offset` tokens after this step's first."""
         row = self.ring.table.conv_start + offset % self.conv_rows
         row = jnp.where(row >= self.conv_rows, row - self.conv_rows, row)
         return self.gmem.conv.at[self.ring.pool_index * self.conv_rows + row, channels]
 
     def convolve(self, inputs: ConvInputs) -> list[Any]:
-        """The convolution's output for each token, rounded as `conv_update` gives it."""
+        """Return the convolution's output for each token, rounded as in `conv_update`."""
         dtype = inputs.new[0].dtype
         taps, tokens = (
             [x.astype(jnp.float32) for x in xs] for xs in (inputs.taps, inputs.past + inputs.new)
@@ -65,7 +67,7 @@ class ConvBlock:
         return [out.astype(dtype) for out in outs]
 
     def append(self, inputs: list[ConvInputs], condition: Any = True) -> None:
-        """Store these inputs of the tokens in the convolution's ring, under a condition."""
+        """Store the tokens' inputs in the convolution's ring if `condition` holds."""
 
         def append_token(t):
             for part in inputs:
@@ -74,7 +76,7 @@ class ConvBlock:
         self.ring.for_real_tokens(append_token, condition)
 
     def load_column(self, column: Any) -> list[Any]:
-        """One column of the projection, a lane for each token, in `pieces_of` the tokens."""
+        """Load a column of the projection, one lane per token, in the `pieces_of` the tokens."""
         x = self.gmem.x.at[self.ring.table.row]
         return [
             load(x.at[pl.ds(start, count), pl.ds(column, 1)], _a_lane_each(count))
@@ -84,7 +86,7 @@ class ConvBlock:
         ]
 
     def store_column(self, target: Any, first: int, pieces: list[Any]) -> None:
-        """Store what was made of a `load_column` in shared memory, from element `first` on."""
+        """Store pieces, as of `load_column`, in shared memory from element `first` on."""
         for (start, count), piece in zip(layouts.pieces_of(self.width), pieces, strict=True):
             if count > 1:
                 store(target.at[pl.ds(first + start, count)], jnp.sum(piece, axis=1))
@@ -93,7 +95,7 @@ class ConvBlock:
 
 
 def _a_lane_each(count):
-    """Register layout of a column of `count` elements, more than one: the same in every warp."""
+    """Return the register layout of a column of `count > 1` elements, copied in every warp."""
     return plgpu.Layout.TILED(
         plgpu.Tiling(((count, 1),)),
         warp_dims=(plgpu.Replicated(4),),

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution over a ring of inputs that survives between steps."""
+"""Causal depthwise convolution over a ring of inputs that persists between steps."""
 
 from typing import Any
 
@@ -31,19 +31,21 @@ def conv_update(
     bias: _Bias = None,
     activation: Activation = "silu",
 ) -> tuple[Float[Array, "rows width channels"], _Conv]:
-    """The causal convolution of each row's tokens, in the dtype of `x`, and the new pool.
+    """Convolve each row's tokens causally; return outputs in the dtype of `x`, and the new pool.
 
-    Mamba2 adds a `bias` to it, and then comes SiLU; LFM2's convolution has no activation.
+    Mamba2 adds a `bias` before the activation, SiLU; LFM2's convolution has no activation.
 
-    A slot keeps its last inputs in a ring: the input at position `p` lies in row `p % window`. A
-    row's tokens stand at `num_computed` and after it, and the `kernel - 1` inputs before them are
-    read. To roll back, the caller counts fewer tokens: rejected inputs are then beyond the
-    position, where no step reads, and later inputs overwrite them. `weight[-1]` multiplies the
+    A slot keeps its last inputs in a ring: the input at position `p` is in row `p % window`. A
+    row's tokens start at position `num_computed`, and the `kernel - 1` inputs before them are read
+    from the ring. To roll back, the caller counts fewer tokens: rejected inputs are then past the
+    position, where no step reads them, and later inputs overwrite them. `weight[-1]` multiplies the
     current token; products and sums are float32.
 
-    Needs `window >= kernel - 1 + width` (ValueError), so that no step writes a row that it reads.
-    Rows that are not live leave the pool untouched, and inputs of tokens beyond `query_len` are
+    Rows that are not live leave the pool unchanged, and the inputs of tokens `t >= query_len` are
     never stored.
+
+    Raises:
+        ValueError: `window < kernel - 1 + width`: a step might write a row that it reads.
     """
     check_window(x, weight, conv)
     why = why_not_convolve(x, weight, conv)
@@ -58,7 +60,7 @@ def conv_update(
 
 
 def check_window(x: Float[Array, "rows width columns"], weight: _Taps, conv: _Conv) -> None:
-    """Raise the ValueError of `conv_update`."""
+    """Raise the ValueError of `conv_update` if the window is too small."""
     width, needed = x.shape[1], weight.shape[0] - 1 + x.shape[1]
     if conv.shape[2] < needed:
         raise ValueError(
@@ -78,7 +80,7 @@ def conv_update_reference(
     bias: _Bias = None,
     activation: Activation = "silu",
 ) -> tuple[Float[Array, "rows width channels"], _Conv]:
-    """The specification of `conv_update`. With kernel 4 and 3 drafts, of which 1 is accepted:
+    """Reference for `conv_update`. With kernel 4 and 3 drafts, of which 1 is accepted:
 
     row           0   1   2   3   4   5   6
     before        b   c   .   .   .   .   a   9 computed: a b c are read
@@ -90,8 +92,8 @@ def conv_update_reference(
     slot = jnp.clip(rows.slots, 0, num_slots - 1)
     past = conv[layer, slot[:, None], past_rows(rows.num_computed, history, window)]
 
-    # The inputs that were read are written again: this orders the two accesses, without which XLA
-    # copies the pool.
+    # Write back the inputs that were read: this orders the two accesses; otherwise XLA copies the
+    # pool.
     token = jnp.arange(-history, width, dtype=jnp.int32)[None, :]
     ring_row = (ring_place(rows.num_computed, window)[:, None] + token) % window
     is_stored = rows.is_live(num_slots)[:, None] & (token < rows.query_len[:, None])
@@ -109,7 +111,7 @@ def conv_update_reference(
 
 
 def _activated(y: Any, bias: _Bias, activation: Activation) -> Any:
-    """A convolution's float32 sums with their bias, and through the activation."""
+    """Add the bias to a convolution's float32 sums, and apply the activation."""
     if bias is not None:
         y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
     return jax.nn.silu(y) if activation == "silu" else y
@@ -118,7 +120,10 @@ def _activated(y: Any, bias: _Bias, activation: Activation) -> Any:
 def why_not_convolve(
     x: Float[Array, "rows width columns"], weight: _Taps, conv: _Conv
 ) -> str | None:
-    """Why no convolving kernel takes these operands, or None; `x` may have more than channels."""
+    """Return why no convolving kernel supports these operands, or None.
+
+    `x` may be a projection, with more columns than the channels.
+    """
     if x.shape[1] > 9:
         return f"{x.shape[1]} tokens a row, more than 9"
     if not 2 <= weight.shape[0] <= 8:
@@ -138,12 +143,12 @@ def conv_prefill(
     bias: _Bias = None,
     activation: Activation = "silu",
 ) -> tuple[Float[Array, "tokens channels"], _Conv]:
-    """`conv_update` for chunks of prompts laid flat; XLA runs it on every device.
+    """`conv_update` for flat prompt chunks; runs in XLA on every device.
 
-    A chunk that begins its prompt (`num_computed` 0) is preceded by zeros, any other by what the
-    ring holds. The `kernel - 1` inputs that the next token will read are stored, with zeros for
-    those before the prompt. Chunks that are not live leave the pool untouched; tokens after
-    `query_start[-1]` are padding and come out as 0.
+    A chunk that starts its prompt (`num_computed` 0) is preceded by zeros, any other chunk by the
+    inputs in the ring. The `kernel - 1` inputs that the next token will read are stored, with zeros
+    for those before the prompt. Chunks that are not live leave the pool unchanged; tokens from
+    `query_start[-1]` on are padding, with output 0.
     """
     return conv_prefill_reference(x, weight, conv, layer, chunks, bias=bias, activation=activation)
 
@@ -158,7 +163,6 @@ def conv_prefill_reference(
     bias: _Bias = None,
     activation: Activation = "silu",
 ) -> tuple[Float[Array, "tokens channels"], _Conv]:
-    """The specification of `conv_prefill`, in plain JAX."""
     num_tokens, history = x.shape[0], weight.shape[0] - 1
     _, num_slots, window, _ = conv.shape
     start, seqs = chunks.query_start, chunks.slots.shape[0]
@@ -176,7 +180,7 @@ def conv_prefill_reference(
     is_real = (token >= start[0]) & (token < start[-1])
 
     def input_at(owner, offset):
-        """The input of chunk `owner` at `offset` in it; negative offsets are its past."""
+        """Return the input at `offset` in chunk `owner`; negative offsets are before the chunk."""
         new = x[jnp.clip(start[owner] + offset, 0, num_tokens - 1)]
         old = past[owner, jnp.clip(history + offset, 0, history - 1)]
         return jnp.where((offset >= 0)[..., None], new, old)

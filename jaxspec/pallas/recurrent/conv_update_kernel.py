@@ -1,4 +1,4 @@
-"""`conv_update` on a Hopper GPU, and the convolution for kernels that go on with its outputs."""
+"""Pallas (Mosaic GPU) kernel of `conv_update`, and its convolution for use in other kernels."""
 
 import functools
 from typing import Any, NamedTuple
@@ -15,9 +15,9 @@ from jaxspec.regions import DecodeRegion
 
 
 class ConvOperands(NamedTuple):
-    """What `convolve` reads beside the tokens: arrays for `launch`, references in a kernel."""
+    """Operands of `convolve` besides the tokens: arrays for `launch`, references in a kernel."""
 
-    taps: Any  # [kernel, *channels]; the channels may be cut into heads
+    taps: Any  # [kernel, *channels]; the channels may be split into heads
     layer: Any  # [1]
     slots: Any  # [rows]
     num_computed: Any  # [rows]
@@ -28,7 +28,7 @@ class ConvOperands(NamedTuple):
     def of(
         cls, taps: jax.Array, layer: jax.Array, rows: DecodeRegion, bias: jax.Array | None = None
     ) -> "ConvOperands":
-        """The operands for one layer, whose index is a scalar on the device."""
+        """Return the operands for one layer, whose index is a scalar on the device."""
         return cls(taps, layer[None], rows.slots, rows.num_computed, rows.query_len, bias)
 
 
@@ -36,11 +36,11 @@ class ConvOperands(NamedTuple):
 def conv_update_kernel(
     x, taps, pool, layer, rows, bias=None, *, activation: Activation = "silu", interpret=None
 ):
-    """`conv_update` on a Hopper GPU, with `layer` on the device.
+    """Run `conv_update` with `layer` on the device.
 
-    A block computes a stretch of one row's channels, and each thread its own. Padding rows are
-    computed from clamped indices, and not stored. `interpret`: parameters of Mosaic's
-    interpreter.
+    Each block computes a range of one row's channels, `CHANNELS_PER_THREAD` in each thread. Padding
+    rows are computed from clamped indices, and their inputs are not stored. `interpret`: parameters
+    of Mosaic's interpreter.
     """
 
     num_rows, width, channels = x.shape
@@ -61,12 +61,12 @@ def conv_update_kernel(
 
 
 def convolve(new, conv, pool, block, layout, put, activation: Activation = "silu"):
-    """A block's part of a kernel: `put(t, y)` gets the float32 outputs of its row's token `t`.
+    """Convolve a block's channels of one row; call `put(t, y)` with token `t`'s float32 outputs.
 
-    `new` has the registers of the row's tokens, which the caller loads first because their
-    addresses wait for no index. `conv` is `ConvOperands` of references, and `pool` a reference
-    `[layers, slots, window, *channels]`. `block` slices the first axis of channels, and `layout` is
-    that of its registers.
+    `new` holds the row's tokens in registers; the caller loads them first, because their addresses
+    do not wait for the load of an index. `conv` is a `ConvOperands` of references, and `pool` a
+    reference `[layers, slots, window, *channels]`. `block` slices the first axis of the channels,
+    and `layout` is the register layout of such a slice.
     """
 
     load, store = access.load, access.store
@@ -83,7 +83,7 @@ def convolve(new, conv, pool, block, layout, put, activation: Activation = "silu
 
     past = [load(input_ref(history - i), layout) for i in range(history)]
 
-    # A live row also has tokens, which the comparison with `count` tests.
+    # A live row also has tokens: the comparison with `count` tests that.
     @pl.when((slot > 0) & (slot < num_slots))
     def _():
         for t in range(width):
@@ -100,7 +100,7 @@ def convolve(new, conv, pool, block, layout, put, activation: Activation = "silu
 def convolved(
     inputs: list[Any], weights: list[Any], bias: Any = None, activation: Activation = "silu"
 ) -> Any:
-    """A token's float32 output: its inputs, the oldest first, times the taps; bias, activation."""
+    """Return a token's float32 output: inputs (oldest first) times taps, bias, activation."""
     products = [x * tap for x, tap in zip(inputs, weights, strict=True)]
     if bias is not None:
         products.append(bias)
@@ -109,18 +109,18 @@ def convolved(
 
 
 def launch(body, operands, pool, out, *, grid, interpret):
-    """The outputs of `body` on a grid of parts and rows, and the pool, which it writes in place.
+    """Run `body` on a grid of parts and rows; return its outputs, and the pool, written in place.
 
-    `body` gets a reference for every array of `operands`, then the pool's, then those of `out`, a
-    pytree of shapes. `interpret`: parameters of Mosaic's interpreter, or None.
+    `body` gets `operands`, the pool and the outputs as references; `out` is a pytree of shapes.
+    `interpret`: parameters of Mosaic's interpreter, or None.
     """
     kernel = plgpu.kernel(
         body,
         kernel_name="conv_update",
         out_type=[out],
         grid=grid,
-        grid_names=("part", "row"),  # the last part of all rows begins last
-        # Safe without barriers: a row's tokens read other rows of the ring than they write.
+        grid_names=("part", "row"),  # the last part of all rows starts last
+        # Safe without automatic barriers: a row reads other rows of the ring than it writes.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
@@ -130,6 +130,6 @@ def launch(body, operands, pool, out, *, grid, interpret):
 
 
 def _silu(x):
-    """`x / (1 + exp(-x))`; a square root's reciprocal, squared, is cheaper than a division."""
+    """`x / (1 + exp(-x))`; the square of a reciprocal square root is cheaper than a division."""
     root = lax.rsqrt(1.0 + jnp.exp(-x))
     return x * (root * root)

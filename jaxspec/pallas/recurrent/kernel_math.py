@@ -1,7 +1,7 @@
-"""Exponentials for kernels under `approx_math`, on float32 registers.
+"""Exponentials for kernels compiled with `approx_math`, on float32 registers.
 
-There a kernel's exp(x) is 2^(x log2 e), whose error grows with x, and its log(1 + u) loses a small
-u. The functions below are right to a few units in the last place.
+With `approx_math`, a kernel computes exp(x) as 2^(x log2 e), whose error grows with x, and its
+log(1 + u) loses a small u. The functions below are accurate to a few units in the last place.
 """
 
 from typing import Any
@@ -11,10 +11,10 @@ from jax import lax
 
 
 def exp(x: Any) -> Any:
-    """`exp(x)`, at least 2^-126 (Cody and Waite 1980): 2^whole is made from bits."""
+    """Return `exp(max(x, -87))` (Cody and Waite 1980); the bits of 2^whole are set directly."""
     x = jnp.maximum(x, -87.0)
     whole = jnp.round(x * 1.4426950408889634)
-    # log 2 comes in two parts, the first so short that its product with `whole` is exact.
+    # log 2 is split into two parts, the first so short that its product with `whole` is exact.
     rest = (x - whole * 0.693359375) - whole * -2.12194440e-4
     power = lax.bitcast_convert_type((whole.astype(jnp.int32) + 127) << 23, jnp.float32)
     return power * jnp.exp(rest)
@@ -23,7 +23,7 @@ def exp(x: Any) -> Any:
 def softplus(x: Any) -> Any:
     """`log(1 + exp(x)) = max(x, 0) + log1p(u)`, u = exp(-|x|), log1p(u) = 2 artanh(u / (2 + u))."""
     u = exp(-jnp.abs(x))
-    s = u / (2.0 + u)  # at most 1/3, so terms after s^15 are below a rounding
+    s = u / (2.0 + u)  # at most 1/3, so terms after s^15 are below rounding
     square, series = s * s, 1 / 15
     for power in range(13, 0, -2):
         series = series * square + 1 / power

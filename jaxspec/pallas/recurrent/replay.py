@@ -1,16 +1,17 @@
-"""Replay of recurrent states: where a token's factors lie in the ring, and when the ring is folded.
+"""Replay ring of recurrent states: the row of each token, and when a step folds the ring.
 
-Instead of a state after every token, a slot keeps one checkpoint and, in a ring, what each token
-since then added to it. The token at position `p` of its request lies in row `p % ring_rows`. The
-last `ring_length` tokens before `num_computed` are not in the checkpoint yet. To accept drafts is
-to count them in. What was rejected is not counted, hence never read, and later tokens overwrite it.
+Instead of a state after every token, a slot stores one replay base (an older state) and, in a ring,
+the factors that each token since then added to it. The token at position `p` of its request is in
+row `p % ring_rows`. The last `ring_length` tokens before `num_computed` are not part of the replay
+base yet. Accepting drafts means counting them in both numbers. Rejected drafts are not counted, so
+they are never read, and later tokens overwrite them.
 
-A ring keeps at most `window` tokens between steps. A step whose tokens might not fit into the
-window folds first: it adds the ring's tokens to the checkpoint. Every row decides that for itself
-on the device, so the host need not know. The window belongs to the ring and not to a step, because
-programs of several widths share a ring. A ring has `window` rows, and one more for each token of
-the widest step, so that no step writes a row that it reads. An example is a window of 5, in 8 rows,
-and steps of 3 tokens or 1:
+A ring keeps at most `window` tokens between steps. If the tokens of a step might not fit into the
+window, the step first folds: it adds the ring's tokens to the replay base. Each row decides this on
+the device, so the host need not keep the counts. The window is a property of the ring and not of a
+step, because programs of several widths share a ring. A ring has `window` rows plus one for each
+token of the widest step, so that no step writes a row that it reads. For example, with a window of
+5 in 8 rows, and steps of 3 tokens or 1:
 
     num_computed  ring_length  tokens  folds       writes rows  kept
     10            0            3       no          2, 3, 4      2
@@ -20,7 +21,7 @@ and steps of 3 tokens or 1:
     19            4            1       no          3            1
     20            5            1       15 .. 19    4            …
 
-"ReplaySSM" (Dao AI Lab and NVIDIA, 2026) replays Mamba2 so, but its host knows the counts.
+"ReplaySSM" (Dao AI Lab and NVIDIA, 2026) replays Mamba2 like this, with the counts on the host.
 """
 
 from typing import Any, NamedTuple
@@ -31,25 +32,25 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.regions import DecodeRegion
 
-_DEFAULT_WINDOWS = {4: 32, 2: 16}  # by bytes of a state's element
-# Rows that fold start within the first 3/5 of a launch. An H200 takes as long with any share from
-# .3 to .75, or up to 6% longer.
+_DEFAULT_WINDOWS = {4: 32, 2: 16}  # by bytes per element of a state
+# Rows that fold start within the first 3/5 of a launch. On an H200, any share from .3 to .75 takes
+# the same time or up to 6% longer.
 _FOLD_SHARE = 3, 5
 
 
 def default_window(itemsize: int) -> int:
-    """Tokens that a ring keeps between steps, for states whose elements have `itemsize` bytes.
+    """Return the default window of a ring, in tokens, for states with `itemsize` bytes per element.
 
-    It balances what every step reads of the ring against how often a step writes the state.
+    It balances the bytes of the ring that each step reads against how often a step folds.
     """
     return _DEFAULT_WINDOWS[itemsize]
 
 
 def check_ring(width: int, window: int, rows: int) -> None:
-    """Check that a ring of so many rows fits steps of `width` tokens.
+    """Check that a ring with this window and number of rows fits steps of `width` tokens.
 
     Raises:
-        ValueError: the window is narrower than a step, or the rows behind it are too few.
+        ValueError: The window is narrower than a step, or the ring lacks rows for window and step.
     """
     if window < width:
         raise ValueError(
@@ -64,30 +65,30 @@ def check_ring(width: int, window: int, rows: int) -> None:
 
 
 def must_fold(ring_length: Int[Array, "..."], width: int, window: int) -> Bool[Array, "..."]:
-    """Whether a step of `width` tokens folds: behind the ring's they might not fit its window."""
+    """Return whether a step of `width` tokens folds: ring and step might exceed the window."""
     return ring_length > window - width  # a sum could overflow: padding has any `ring_length`
 
 
 def next_ring_length(
     ring_length: Int[Array, "..."], kept: Int[Array, "..."], width: int, window: int
 ) -> Int[Array, "..."]:
-    """`ring_length` after a step of `width` tokens of which `kept` stand."""
+    """Return `ring_length` after a step of `width` tokens, of which `kept` count."""
     return jnp.where(must_fold(ring_length, width, window), 0, ring_length) + kept
 
 
 class RowTable(NamedTuple):
-    """What a block reads about its row. As an array, the table has these fields as its rows."""
+    """Scalars that a block reads about its row. As an array, the table has one row per field."""
 
-    row: Any  # index in the decode rectangle
-    slot: Any  # request slot; 0: the row is padding
-    ring_start: Any  # row of the ring for the step's first token
-    ring_length: Any  # tokens of the ring that count, 0 .. window
-    num_tokens: Any  # real tokens of the step, 0 .. width
-    conv_start: Any  # row of the convolution's ring for the step's first input
+    row: Any  # index in the decode region
+    slot: Any  # state slot; 0 means that the row is padding
+    ring_start: Any  # ring row of the step's first token
+    ring_length: Any  # number of ring tokens that count, 0 .. window
+    num_tokens: Any  # number of real tokens in the step, 0 .. width
+    conv_start: Any  # row in the convolution's ring of the step's first input
 
     @staticmethod
     def read(table: Any, block: Any) -> "RowTable":
-        """The scalars of block `block`, from a table in memory."""
+        """Load the scalars of block `block` from a table in memory."""
         return RowTable(*(table[i, block] for i in range(len(RowTable._fields))))
 
 
@@ -101,11 +102,11 @@ def row_table(
     in_one_wave: bool,
     conv_rows: int = 1,
 ) -> Int[Array, "6 rows"]:
-    """The `RowTable` of a launch as an array: every entry in bounds, a column for each block.
+    """Return the `RowTable` of a launch as an array: one column per row, all entries in range.
 
-    Columns are in the order in which blocks start, or `in_one_wave`, where all start together, in
-    the order of the rows. A convolution's ring has `conv_rows` rows. The layers of a step have the
-    same table, and XLA makes it once.
+    Columns are in launch order (`launch_order`); with `in_one_wave`, where all blocks start
+    together, they are in the order of the rows. `conv_rows` is the number of rows of the
+    convolution's ring. All layers of a step have the same table, so XLA computes it once.
     """
     live = rows.is_live(num_slots)
     index = jnp.arange(rows.slots.shape[0], dtype=jnp.int32)
@@ -122,21 +123,21 @@ def row_table(
     if in_one_wave:
         return columns
     order = launch_order(live, must_fold(table.ring_length, width, window))
-    # This is a sum with one term, because XLA would make a gather of each field a kernel.
+    # A sum with a single term: XLA would turn a gather of each field into a separate kernel.
     chosen = order[None, :] == index[:, None]
     return jnp.sum(jnp.where(chosen[None], columns[:, None, :], 0), axis=2, dtype=jnp.int32)
 
 
 def launch_order(live: Bool[Array, " rows"], folds: Bool[Array, " rows"]) -> Int[Array, " rows"]:
-    """Each row's position in an order that keeps both a GPU's memory and its arithmetic busy.
+    """Return each row's position in a launch order that keeps memory and arithmetic units busy.
 
-    A fold is mostly arithmetic, any other row mostly memory. So live rows that fold are spaced
-    evenly among the plain ones, but for a last part, where nothing would be left to run beside a
-    fold. Rows that are not live come last.
+    A fold is mostly arithmetic, any other row mostly memory traffic. Live rows that fold are hence
+    spaced evenly among the plain ones, except in the last part of the launch, where no plain rows
+    would be left to overlap with a fold. Rows that are not live are last.
 
-    Fold `i` of `f` comes at `(2 i + 1) / (2 f)` of the first part, plain row `j` of `n` at
-    `(2 j + 1) / (2 n)` of the whole. No row is sorted, which would take XLA many kernels: these
-    fractions, compared as whole numbers, say how many rows of the other kind come before.
+    Fold `i` of `f` is placed at `(2 i + 1) / (2 f)` of the first part, plain row `j` of `n` at
+    `(2 j + 1) / (2 n)` of the whole. Sorting the rows would take XLA many kernels; comparing these
+    fractions as integers gives the number of rows of the other kind before each row.
     """
     index = jnp.arange(live.shape[0], dtype=jnp.int32)
     folds = live & folds
@@ -150,8 +151,8 @@ def launch_order(live: Bool[Array, " rows"], folds: Bool[Array, " rows"]) -> Int
     num_live = row[-1] + live[-1].astype(jnp.int32)
     plain = row - fold
     fold_unit, plain_unit = part * (num_live - num_folds), jnp.maximum(whole * num_folds, 1)
-    # `2 j + 1 < x` for as many `j` as half of `x` rounded up, and `2 i + 1 <= x` for half of one
-    # more than `x` rounded down.
+    # `2 j + 1 < x` holds for `ceil(x) // 2` values of `j`, and `2 i + 1 <= x` for
+    # `(floor(x) + 1) // 2` values of `i`.
     plain_before = ((2 * fold + 1) * fold_unit + plain_unit - 1) // plain_unit // 2
     folds_before = ((2 * plain + 1) * plain_unit // jnp.maximum(fold_unit, 1) + 1) // 2
     order = jnp.where(folds, fold + plain_before, plain + jnp.minimum(folds_before, num_folds))
@@ -159,10 +160,10 @@ def launch_order(live: Bool[Array, " rows"], folds: Bool[Array, " rows"]) -> Int
 
 
 def rounded_to(x: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
-    """`x` in float32, rounded to the `dtype` of a ring.
+    """Round `x` to the `dtype` of a ring, and return it as float32.
 
-    A step must compute with the numbers that are replayed later. On a GPU XLA drops a cast there
-    and back (`xla_allow_excess_precision`), unless a barrier stands between the two.
+    A step must compute with the numbers that are replayed later. On a GPU, XLA removes a cast there
+    and back (`xla_allow_excess_precision`) unless an optimization barrier separates the two.
     """
     if x.dtype == dtype:
         return x.astype(jnp.float32)
@@ -170,9 +171,9 @@ def rounded_to(x: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
 
 
 def sums_after(x: Float[Array, "rows tokens heads"]) -> Float[Array, "rows tokens heads"]:
-    """For each token, the sum over the tokens after it.
+    """Return for each token the sum over the tokens after it.
 
-    A difference of running sums would lose what follows a strong decay.
+    A difference of running sums would lose the digits of the terms after a strong decay.
     """
     after = jnp.pad(x[:, 1:], ((0, 0), (0, 1), (0, 0)))
     return jnp.cumsum(after[:, ::-1], axis=1)[:, ::-1]

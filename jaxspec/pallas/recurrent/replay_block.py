@@ -1,9 +1,9 @@
-"""The ring inside a kernel: what the blocks of `gdn_replay` and `mamba2_replay` do with it.
+"""Replay ring inside a kernel: the code that blocks of `gdn_replay` and `mamba2_replay` share.
 
-In both families a head has a state `[values, key_dim]`, and each token adds an update times a key
-to it: `u k^T` in Gated DeltaNet, `dt x B^T` in Mamba2. Some heads share their keys. A step
-multiplies the state with its factors: its queries and keys in Gated DeltaNet, its C in Mamba2. The
-ring's tokens take part in that through the products of their keys with the factors.
+In both families a head has a state `[values, key_dim]`, to which each token adds an update times a
+key: `u k^T` in Gated DeltaNet, `dt x B^T` in Mamba2. Several heads may share their keys. A step
+multiplies the state with its factors: queries and keys in Gated DeltaNet, C in Mamba2. The ring's
+tokens contribute through the products of their keys with the factors.
 """
 
 import dataclasses
@@ -21,25 +21,25 @@ from jaxspec.pallas.gpu.access import load, store
 from jaxspec.pallas.gpu.device import THREADS
 from jaxspec.pallas.recurrent.replay import RowTable, must_fold
 
-# Tokens of the ring that are copied and added together, one for each warp. Where the last group has
-# more tokens than the ring, it repeats the newest, with a weight of 0.
+# Ring tokens that are copied and added together, one per warp. If the last group is not full, it
+# repeats the newest token with a weight of 0.
 RING_GROUP = 4
 
 COMPILER_PARAMS = plgpu.CompilerParams(
-    # Barriers stand where one thread reads what another wrote.
+    # Barriers are explicit wherever one thread reads what another wrote.
     unsafe_no_auto_barriers=True,
     approx_math=True,
-    reduction_scratch_bytes=0,  # no sum crosses warps
-    # Every layout is named; to have them inferred takes three to ten times as long, or fails.
+    reduction_scratch_bytes=0,  # no reduction crosses warps
+    # All layouts are explicit; inferring them takes three to ten times as long, or fails.
     lowering_semantics=plgpu.LoweringSemantics.Lane,
 )
 
 
 def in_place(kernel, operands, pools):
-    """The output of `kernel`, and the pytree `pools` after the kernel wrote into its arrays.
+    """Run `kernel`, which writes the pytree `pools` in place; return its output and the pools.
 
-    Pools follow the operands, each with its first four axes flattened into one: a checkpoint's
-    layers, slots, candidates and heads; a ring's layers, slots, rows and heads.
+    The pools are the last arguments, each with its first four axes flattened into one: layers,
+    slots, candidates and heads of replay bases; layers, slots, rows and heads of a ring.
     """
     arrays, tree = jax.tree.flatten(pools)
     flat = [x.reshape(math.prod(x.shape[:4]), *x.shape[4:]) for x in arrays]
@@ -51,9 +51,9 @@ def in_place(kernel, operands, pools):
 
 @dataclasses.dataclass(frozen=True)
 class ReplaySizes:
-    """The sizes of a launch from which both families find their shared memory and layouts."""
+    """Sizes of a launch that determine shared memory and layouts in both families."""
 
-    values: int  # rows of a head's state that one warpgroup has
+    values: int  # rows of a head's state per warpgroup
     key_dim: int
     width: int
     factors: int  # vectors that the state and the keys are multiplied with
@@ -62,22 +62,22 @@ class ReplaySizes:
     heads: int
     key_heads: int
     slots: int
-    dtype: Any  # of checkpoints and ring
+    dtype: Any  # dtype of replay bases and ring
     min_columns: int = 4
 
     @property
     def copied_tokens(self) -> int:
-        """Ring tokens that shared memory has room for: the window in full groups of 16."""
+        """Ring tokens that fit in shared memory: the window, rounded up to a multiple of 16."""
         return -(-self.window // 16) * 16
 
     @property
     def square(self) -> int:
-        """Side of the square of ring tokens that are summed: a power of two."""
+        """Side of the square matrix in `RingBlock.sums_after`: a power of two."""
         return 1 << (self.copied_tokens - 1).bit_length()
 
     @property
     def keys(self) -> int:
-        """Keys of the step and of the ring, in full groups of 8."""
+        """Keys of the step and of the ring, rounded up to a multiple of 8."""
         return -(-(self.width + self.copied_tokens) // 8) * 8
 
     @property
@@ -92,23 +92,23 @@ class ReplaySizes:
 
 
 class RingTiles(NamedTuple):
-    """Shared memory of one head, from which the ring is replayed; tokens by age, the oldest first.
+    """Shared memory from which one head's ring is replayed; tokens by age, the oldest first.
 
     `keys` and `key_products` have the step's tokens first, then the ring's.
     """
 
     keys: Any
-    updates: Any  # the ring's
-    ring_decay: Any  # float32, what each of the ring's updates is multiplied with by now
-    key_products: Any  # float32, a row for each key, a column for each factor
-    barrier: Any  # all threads that read and write these arrive there
+    updates: Any  # updates of the ring
+    ring_decay: Any  # float32, current factor of each update of the ring
+    key_products: Any  # float32, one row per key, one column per factor
+    barrier: Any  # all threads that read or write these arrive at it
 
 
 class RingBlock:
-    """One head of one row: where the tokens of its ring lie, and what they add to the products."""
+    """Ring of one head of one row: indices of its tokens, and their part of the products."""
 
     def __init__(self, sizes: ReplaySizes, gmem: Any, tiles: RingTiles, head: Any, block: Any):
-        """`gmem`: references to operands and pools, by name. `block`: index in the row table."""
+        """Read the row table at column `block`; `gmem` has references to operands and pools."""
         self.sizes, self.gmem, self.tiles, self.head = sizes, gmem, tiles, head
         self.table = RowTable.read(gmem.row_table, block)
         self.layer = gmem.layer[0]
@@ -119,17 +119,17 @@ class RingBlock:
         self.num_replayed_groups = jnp.where(self.folds, 0, self.num_groups)
         self.by_product = product_layout(sizes)
         self.by_value = self.by_product.reduce(1)
-        # Vectors as matrices of one column, since Mosaic loads no vector that has a stride.
+        # Vectors as matrices of one column, because Mosaic loads no strided vectors.
         self.by_column = _rows_layout(sizes.values, THREADS // sizes.values, 1, columns=1)
         self.by_key = _rows_layout(sizes.key_dim, THREADS // sizes.key_dim, 1).reduce(1)
         lanes = THREADS // sizes.square
         self.by_token = _rows_layout(sizes.square, lanes, min(4, sizes.square // lanes))
 
     def run(self, step, output) -> None:
-        """Run `step()` for a live row; for padding, write zeros to `output(t)` of each token."""
+        """Call `step()` for a live row; for padding, write zeros to `output(t)` of each token."""
         table = self.table
         live = table.slot > 0
-        # Always true. Without it the compiler loads some of these only after it knows the slot.
+        # Always true. Without it, the compiler delays some of these loads until it has the slot.
         for scalar in (table.row, self.layer, *table[2:]):
             live &= scalar >= 0
 
@@ -142,18 +142,18 @@ class RingBlock:
                 store(output(t), zeros.astype(self.gmem.out.dtype))
 
     def sync(self) -> None:
-        """Wait until all threads at the barrier have written what others read."""
+        """Wait at the barrier for all threads, so that each sees the writes of the others."""
         plgpu.barrier_arrive(self.tiles.barrier)
         plgpu.barrier_wait(self.tiles.barrier)
 
     def leads_group(self) -> Any:
-        """Whether this head is the first of those that share a key, which writes that key."""
+        """Return whether this head is the first of those that share a key: it writes that key."""
         return lax.rem(self.head, self.sizes.group) == 0
 
     def for_real_tokens(self, act: Any, condition: Any = True) -> None:
-        """Call `act(t)` for the step's real tokens, under a condition.
+        """Call `act(t)` for each real token of the step if `condition` holds.
 
-        A row without padding, as most are, has all its tokens in one piece of code.
+        A row without padding, the common case, runs all tokens without a branch for each.
         """
         width, num_tokens = self.sizes.width, self.table.num_tokens
 
@@ -168,33 +168,33 @@ class RingBlock:
                 pl.when(t < num_tokens)(functools.partial(act, t))
 
     def row_by_age(self, j: Any) -> Any:
-        """The ring's row of token `j`, 0 the oldest; the newest's for all beyond it."""
+        """Return the ring row of token `j`, 0 being the oldest; the newest's for any larger `j`."""
         row = self.table.ring_start - jnp.maximum(self.table.ring_length - j, 1)
         return jnp.where(row < 0, row + self.sizes.ring_rows, row)
 
     def row_of_new(self, t: Any) -> Any:
-        """The ring's row for token `t` of this step."""
+        """Return the ring row of token `t` of this step."""
         row = self.table.ring_start + t
         return jnp.where(row >= self.sizes.ring_rows, row - self.sizes.ring_rows, row)
 
     def key_index(self, row: Any) -> Any:
-        """Index of a row's key among the keys of the pool."""
+        """Return the index of a row's key in the flattened pool of keys."""
         row = self.pool_index * self.sizes.ring_rows + row
         return row * self.sizes.key_heads + self.key_head
 
     def update_index(self, row: Any) -> Any:
-        """Index of a row's update among the updates of the pool; its decay has the same."""
+        """Return the index of a row's update, and of its decay, in their flattened pools."""
         row = self.pool_index * self.sizes.ring_rows + row
         return row * self.sizes.heads + self.head
 
     def sums_after(self, steps: Any) -> tuple[Any, Any]:
-        """For each of the ring's tokens, the sum of `steps` after it; and whether the token counts.
+        """Return for each ring token the sum of `steps` after it, and whether the token counts.
 
-        `steps` are float32 in shared memory, as many as `sizes.square`. The sums are those of
+        `steps` are `sizes.square` float32 numbers in shared memory. The sums are those of
         `replay.sums_after`.
         """
         shape, layout = (self.sizes.square,) * 2, self.by_token
-        # A row has the steps after its token: a sum, and no difference of sums.
+        # Each row holds the steps after its token: sums, because differences of sums lose digits.
         token, later = (
             plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) for axis in range(2)
         )
@@ -205,10 +205,10 @@ class RingBlock:
         return after, index < self.table.ring_length
 
     def multiply_keys(self, factors: Any, warpgroup: Any = 0, warpgroups: int = 1) -> None:
-        """Multiply the step's keys and the ring's with each factor, into `key_products`.
+        """Multiply the keys of the step and of the ring with each factor, into `key_products`.
 
-        `factors`: in shared memory, a row each. Several warpgroups take every `warpgroups`-th 8
-        keys each.
+        `factors`: in shared memory, one per row. Of several warpgroups, each takes every
+        `warpgroups`-th group of 8 keys.
         """
         tiles, layout = self.tiles, _factor_layout(self.sizes.dtype.itemsize)
         shape = (8, 4, self.sizes.key_dim)
@@ -223,18 +223,18 @@ class RingBlock:
             for four, factor in zip(fours, factors, strict=True):
                 store(tiles.key_products.at[rows, four], jnp.sum(keys * factor, axis=2))
 
-        # A full group of the ring, even where it has fewer tokens: `replay` reads all of its rows,
-        # and rows that no thread wrote may be NaN.
+        # Rounded up to a full group of the ring: `replay` reads all rows of a group, and rows that
+        # no thread wrote may be NaN.
         eights = lax.div(self.sizes.width + self.num_replayed_groups * RING_GROUP + 7, 8)
         steps = lax.div(eights + warpgroups - 1 - warpgroup, warpgroups)
         lax.fori_loop(0, steps, multiply_eight, None)
 
     def replay(self, decay: Any, sums: Any, products: Any, layout: Any, sync) -> list[Any]:
-        """The state before this step times each factor: a vector of values for each.
+        """Return the state before this step times each factor: one vector of values per factor.
 
-        `sums`: the checkpoint's products `[values, columns]`, in registers of this layout, which
-        `decay` multiplies. `products`: shared memory for them. `sync()` waits until the threads of
-        the warpgroup have written.
+        `sums`: products of the replay base `[values, columns]`, in registers of `layout`; they are
+        multiplied by `decay`. `products`: shared memory for the results. `sync()` waits until the
+        threads of the warpgroup have written.
         """
         width, tiles = self.sizes.width, self.tiles
 
@@ -254,22 +254,22 @@ class RingBlock:
 
 
 def broadcast(x: Any, shape: tuple[int, ...], axes: int | tuple[int, ...], layout: Any) -> Any:
-    """`x` along these axes of an array, and the same along the others, in registers."""
+    """Broadcast `x`, which has these axes of `shape`, to `shape`, in registers of `layout`."""
     axes = (axes,) if isinstance(axes, int) else axes
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, axes), layout)
 
 
 def product_layout(sizes: ReplaySizes) -> Any:
-    """Register layout of a state's products `[values, columns]`."""
+    """Return the register layout of a state's products `[values, columns]`."""
     lanes = THREADS // sizes.values
     return _rows_layout(sizes.values, lanes, min(4, sizes.columns // lanes))
 
 
 def _rows_layout(rows, lanes, vector, columns=None):
-    """Register layout of a matrix: a row is spread over `lanes`, `vector` neighbours each.
+    """Register layout of a matrix: each row is spread over `lanes`, `vector` neighbours per lane.
 
-    Neighbouring lanes have neighbouring rows. `columns=1`: the matrix is one column, which all
-    `lanes` of a row have.
+    Neighbouring lanes hold neighbouring rows. With `columns=1` the matrix is one column, replicated
+    in all `lanes` of a row.
     """
     width = columns or lanes * vector
     lane_dim = plgpu.Replicated(lanes) if columns == 1 else -3
@@ -282,7 +282,7 @@ def _rows_layout(rows, lanes, vector, columns=None):
 
 
 def _factor_layout(itemsize):
-    """Register layout of `[8 keys, 4 factors, key_dim]`: a factor for each warp.
+    """Register layout of `[8 keys, 4 factors, key_dim]`: one factor per warp.
 
     8 lanes share a key, 128 bytes of it at a time.
     """

@@ -1,4 +1,4 @@
-"""State select: the recurrent state as of the last accepted token."""
+"""State selection: the recurrent state after the last accepted token."""
 
 import math
 
@@ -14,11 +14,11 @@ _States = Float[Array, "layers slots candidates ..."]
 def state_select(
     states: _States, layer: int, rows: DecodeRegion | PrefillRegion
 ) -> Float[Array, "rows ..."]:
-    """Each row's true recurrent state of one layer, in the pool's dtype.
+    """Return each row's current recurrent state of one layer, in the pool's dtype.
 
-    A verify step writes the state after its token `t` as candidate `t`; `state_offset` says which
-    candidate is true. Slots and offsets out of range are clamped: a padding row reads another
-    slot's state, and must not use it.
+    A verify step writes the state after its token `t` as candidate `t`; `state_offset` is the
+    candidate after the last accepted token. Slots and offsets out of range are clamped: a padding
+    row reads another slot's state, and must not use it.
     """
     why, num_rows = _why_not_kernel(states), rows.slots.shape[0]
     by_choice = states.dtype == jnp.float32
@@ -32,18 +32,18 @@ def state_select(
 def state_select_reference(
     states: _States, layer: int, rows: DecodeRegion | PrefillRegion
 ) -> Float[Array, "rows ..."]:
-    """The specification of `state_select`, in plain JAX.
+    """Reference for `state_select`.
 
     Candidate 0 is the state after the token that was already certain; candidate `i` is the state
-    after draft `i`. So three drafts with two accepted picks candidate 2:
+    after draft `i`. With two of three drafts accepted, candidate 2 is selected:
 
         token      t0   d1   d2   d3
         accepted   .    yes  yes  no
         candidate  0    1   [2]   3
     """
     _, num_slots, candidates = states.shape[:3]
-    # One row more than asked for, of the null slot: XLA turns a gather of a single row into a
-    # slice, which its CPU backend fuses into every use, and then it copies the whole pool.
+    # Gather one extra row, of the null slot: XLA turns a gather of a single row into a slice, which
+    # its CPU backend fuses into every use, and then copies the whole pool.
     slot = jnp.pad(jnp.clip(rows.slots, 0, num_slots - 1), (0, 1))
     candidate = jnp.pad(jnp.clip(rows.state_offset, 0, candidates - 1), (0, 1))
     return states[layer, slot, candidate][:-1]
@@ -52,7 +52,7 @@ def state_select_reference(
 def state_write_reference(
     states: _States, layer: int, rows: DecodeRegion, after: Float[Array, "rows width ..."]
 ) -> _States:
-    """The pool in which a live row's candidate `t` is `after[row, t]`, for `t < query_len`."""
+    """Return the pool with `after[row, t]` as candidate `t` of live rows, for `t < query_len`."""
     _, num_slots = states.shape[:2]
     token = jnp.arange(after.shape[1], dtype=jnp.int32)[None, :]
     is_stored = rows.is_live(num_slots)[:, None] & (token < rows.query_len[:, None])
@@ -61,7 +61,6 @@ def state_write_reference(
 
 
 def _why_not_kernel(states):
-    """Why `state_select_kernel` does not take these operands, or should not; otherwise None."""
     if states.dtype == jnp.float32:
         return "its gather is as fast in float32"
     if states.dtype not in (jnp.bfloat16, jnp.float16):

@@ -1,4 +1,4 @@
-"""`state_select` on a Hopper GPU."""
+"""Pallas (Mosaic GPU) kernel of `state_select` for Hopper GPUs."""
 
 import functools
 import math
@@ -11,16 +11,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, layouts
 
-_PIECES = 2  # of 16 bytes a thread; 1 to 16 of them are as fast, and so are copies by the TMA
+_PIECES = 2  # pieces of 16 bytes per thread; 1 to 16 are as fast, and so are TMA copies
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def state_select_kernel(states, layer, rows, *, interpret=None):
-    """`state_select` on a Hopper GPU: a block copies a piece of one row's state.
+    """Run `state_select`: each block copies a part of one row's state.
 
-    A state's size must be a multiple of 4 KiB. XLA's gather is as fast in float32, where it can
-    also be fused into what follows, and slower in 16 bits (benchmarks/results/kernels_h200.json, op
-    state_select). `interpret`: parameters of Mosaic's interpreter.
+    The size of a state must be a multiple of 4 KiB. XLA's gather is as fast in float32, where it
+    can also be fused with its consumer, and slower in 16 bits (op state_select in
+    benchmarks/results/kernels_h200.json). `interpret`: parameters of Mosaic's interpreter.
     """
 
     layers, num_slots, candidates, *state = states.shape

@@ -1,8 +1,8 @@
-"""What the kernels of `gdn_step` and `mamba2_step` share: all but the recurrence itself.
+"""Kernel code shared by `gdn_step` and `mamba2_step`: everything except the recurrence.
 
 A block advances `BLOCK_VALUES` rows of one head's state, for one row of the batch. They stay in
-registers from the candidate they are read from to the last one written: these bytes bound the
-kernels' time.
+registers from the candidate that is read to the last one written, because the kernels are bound by
+the bytes of the candidates.
 """
 
 import functools
@@ -18,25 +18,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas.gpu import access, layouts
 from jaxspec.regions import is_live
 
-BLOCK_VALUES = 32  # rows of a state in one block of 4 warps; 16 and 64 are as fast
+BLOCK_VALUES = 32  # rows of a state per block of 4 warps; 16 and 64 are as fast
 
 
 class StepBlock(NamedTuple):
-    """Which part of the tokens and of the pool one block handles."""
+    """Part of the tokens and of the pool that one block handles."""
 
-    row: jax.Array  # of the batch
+    row: jax.Array  # row of the batch
     head: jax.Array
     values: Any  # slice of the head's values
     value_layout: Any  # register layout of those values
 
 
 class Recurrence(NamedTuple):
-    """One kind of recurrence, given `tokens`, a pytree of arrays `[rows, width, ...]`.
+    """Functions of one kind of recurrence; `tokens` is a pytree of arrays `[rows, width, ...]`.
 
-    `shared(tokens)`: the two arrays `[rows, width, groups, state_dim]` of which a block reads one
-    group, through shared memory. `load(tokens, block)`: for each token, its further operands, in
-    registers. `advance(state, first, second, operands)`: the state after a token, and the token's
-    outputs; `first` and `second` are the token's shared vectors.
+    `shared(tokens)` returns the two arrays `[rows, width, groups, state_dim]` of which a block
+    reads one group, through shared memory. `load(tokens, block)` returns the other operands of each
+    token, in registers. `advance(state, first, second, operands)` returns the state after a token,
+    and its outputs; `first` and `second` are the token's shared vectors.
     """
 
     shared: Callable
@@ -45,7 +45,7 @@ class Recurrence(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The layer and the rows' indices, as references in the kernel."""
+    """Layer and row indices, as references in the kernel."""
 
     layer: Any  # [1]
     slots: Any
@@ -54,10 +54,10 @@ class _Rows(NamedTuple):
 
 
 def launch(name, recurrence, tokens, states, layer, rows, interpret):
-    """Float32 outputs `[rows, width, heads, values]`, and the pool, which is written in place.
+    """Return float32 outputs `[rows, width, heads, values]`, and the pool, written in place.
 
-    `name`: of the kernel in profiles. `layer` is on the device. `interpret`: parameters of Mosaic's
-    interpreter, or None.
+    `name`: name of the kernel in profiles. `layer` is on the device. `interpret`: parameters of
+    Mosaic's interpreter, or None.
     """
     layers, num_slots, candidates, heads, value_dim, state_dim = states.shape
     first, _ = recurrence.shared(tokens)
@@ -72,8 +72,8 @@ def launch(name, recurrence, tokens, states, layer, rows, interpret):
         },
         grid=(num_rows, heads, value_dim // BLOCK_VALUES),
         grid_names=("row", "head", "part"),
-        # Safe without barriers: one thread alone touches an element of the pool, and the shared
-        # vectors are written once.
+        # Safe without automatic barriers: only one thread accesses an element of the pool, and the
+        # shared vectors are written once.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
@@ -85,7 +85,7 @@ def launch(name, recurrence, tokens, states, layer, rows, interpret):
 
 
 def _run_block(recurrence, states_shape, tokens, rows, pool, out, *, arrived, shared):
-    """One block's work; all array operands are references, and `shared` is in shared memory."""
+    """Run one block; all array operands are references, and `shared` is in shared memory."""
     _, num_slots, candidates, heads, value_dim, state_dim = states_shape
     row, head, part = (lax.axis_index(axis) for axis in ("row", "head", "part"))
     first, _ = recurrence.shared(tokens)
@@ -109,7 +109,7 @@ def _run_block(recurrence, states_shape, tokens, rows, pool, out, *, arrived, sh
     def _():
         source = candidate_0 + jnp.clip(rows.state_offset[row], 0, candidates - 1)
         state = access.load(pool.at[source, own], tile).astype(jnp.float32)
-        # All loads come before the first store, which they could not overtake.
+        # All loads precede the first store, because the compiler moves no load above a store.
         operands = recurrence.load(tokens, block)
         plgpu.barrier_wait(arrived)
         for t in range(width):
@@ -120,7 +120,7 @@ def _run_block(recurrence, states_shape, tokens, rows, pool, out, *, arrived, sh
 
     @pl.when(jnp.logical_not(live))
     def _():
-        plgpu.barrier_wait(arrived)  # a block must not end while a copy into it is under way
+        plgpu.barrier_wait(arrived)  # a block must not exit while a copy into it is in flight
         zeros = plgpu.layout_cast(jnp.zeros(BLOCK_VALUES, jnp.float32), block.value_layout)
         for t in range(width):
             access.store(out.at[row, t, head, block.values], zeros)

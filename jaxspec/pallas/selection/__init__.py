@@ -1,4 +1,4 @@
-"""Ops that search a row of logits."""
+"""Ops over rows of logits: the Gumbel-max draw, and the sums that top-k and top-p search with."""
 
 from jaxspec.pallas.selection.best_noisy import best_noisy, best_noisy_reference
 from jaxspec.pallas.selection.last_kept import LastKept

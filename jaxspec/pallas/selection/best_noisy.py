@@ -1,4 +1,4 @@
-"""The Gumbel-max draw from rows of scores, each up to its last kept id."""
+"""Gumbel-max draw from rows of scores, each row truncated at its last kept id."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -16,16 +16,16 @@ def best_noisy(
     last: LastKept,
     wanted: Bool[Array, " n"],
 ) -> Int[Array, " n"]:
-    """Return the column (int32) of the largest score plus noise, the lowest of equals.
+    """Return the column (int32) of the largest score plus noise, the lowest on ties.
 
-    Rows that are not `wanted` get 0, and the kernel does not read them. So does a row without a
-    finite score; a row with a NaN gets any column.
+    Rows that are not `wanted` return 0, and the kernel does not read them. A row without a finite
+    score returns 0 too; a row with a NaN returns an arbitrary column.
 
     Args:
         scores: float32.
-        keys: of each row's noise.
-        is_noisy: rows whose scores get Gumbel noise added.
-        last: the last kept id of each row; no id after it is chosen.
+        keys: key of each row's noise.
+        is_noisy: rows whose scores get Gumbel noise.
+        last: last kept id of each row; no id after it is chosen.
         wanted: rows to compute.
     """
     if dispatch.runs_kernel("best_noisy", why_not_kernel(scores), rows=len(scores)):
@@ -36,7 +36,6 @@ def best_noisy(
 
 
 def best_noisy_reference(scores, keys, is_noisy, last, wanted):
-    """The specification of `best_noisy`."""
     ids = jnp.arange(scores.shape[1], dtype=jnp.uint32)[None, :]
     noise = gumbel(random_bits(RowKeys(*(key[:, None] for key in keys)), ids))
     noisy = last.mask(scores) + jnp.where(is_noisy[:, None], noise, 0.0)

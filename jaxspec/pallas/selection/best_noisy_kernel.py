@@ -1,7 +1,7 @@
-"""The kernel of `best_noisy` (Pallas, Mosaic GPU): a block finds the best of some parts of a row.
+"""Kernel of `best_noisy` (Pallas, Mosaic GPU): a block reduces some parts of a row.
 
-A row that is not wanted costs the start of its blocks. A thread keeps the best score that it has
-seen in each of its places, and the block compares them once at its end.
+Blocks of a row that is not wanted exit at once. Each thread keeps the best score seen at each of
+its positions, and the block compares them once at its end.
 """
 
 import functools
@@ -18,13 +18,13 @@ from jaxspec.pallas.selection.last_kept import LastKept
 from jaxspec.pallas.selection.noise import RowKeys, gumbel, random_bits
 from jaxspec.pallas.selection.parts import PART, TILE
 
-_TOGETHER = 2  # tiles whose loads are under way at the same time
-_BLOCKS = 16 * device.MULTIPROCESSORS  # that are enough, also where few rows are wanted
+_TOGETHER = 2  # tiles whose loads are in flight at the same time
+_BLOCKS = 16 * device.MULTIPROCESSORS  # enough blocks even when few rows are wanted
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def best_noisy_kernel(scores, keys, is_noisy, last, wanted, *, interpret=None):
-    """`best_noisy`; `interpret` has parameters of Mosaic's interpreter."""
+    """Run `best_noisy`; `interpret` holds parameters of Mosaic's interpreter."""
     rows, vocab = scores.shape
     parts = pl.cdiv(vocab, PART)
     of_block = min(parts, max(1, rows * parts // _BLOCKS))
@@ -57,14 +57,14 @@ def best_noisy_kernel(scores, keys, is_noisy, last, wanted, *, interpret=None):
     )
     flags = is_noisy.astype(jnp.float32), *last, wanted.astype(jnp.int32)
     best, column = kernel(scores, *keys, *flags)
-    # The first block that has the largest score has the lowest id. Without one: column 0.
+    # The first block with the largest score has the lowest id. Without a kept score: column 0.
     block = jnp.argmax(best, axis=1)[:, None]
     found = jnp.take_along_axis(column, block, axis=1)[:, 0]
     return jnp.where(wanted & (found < vocab), found, 0)
 
 
 class _Part(NamedTuple):
-    """A row's scores from `begin` to `end`."""
+    """Scores of a row from column `begin` to `end`."""
 
     scores: Any
     row: Any
@@ -72,9 +72,10 @@ class _Part(NamedTuple):
     end: Any
 
     def best(self, keys, share, last):
-        """Return in registers the best score of each of `TILE` places, and its column.
+        """Return, in registers, the best score at each of `TILE` positions, and its column.
 
-        Noise is added `share` times: once, or not at all. No kept score: the column is `vocab`.
+        `share` is the factor of the noise: 1, or 0 for none. Without a kept score, the column is
+        `vocab`.
         """
         vocab, layout = self.scores.shape[1], layouts.vectors(TILE // device.THREADS)
         places = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout)
@@ -90,7 +91,7 @@ class _Part(NamedTuple):
             return jnp.where(is_better, noisy, score), jnp.where(is_better, ids, chosen)
 
         def add_tiles(i, so_far):
-            # In the order of the ids: of equal scores the first stays.
+            # In id order, so that the first of equal scores is kept.
             for tile in range(_TOGETHER):
                 so_far = better(self.begin + (i * _TOGETHER + tile) * TILE, so_far)
             return so_far

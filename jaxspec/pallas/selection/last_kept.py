@@ -1,4 +1,4 @@
-"""LastKept: the last id that each row of logits keeps."""
+"""Truncation of rows of logits after a last kept id, as in top-k and top-p."""
 
 from typing import NamedTuple
 
@@ -8,9 +8,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class LastKept(NamedTuple):
-    """The last id that each row keeps, in the order of its logits; of equal ones the lower first.
+    """Last id that each row keeps, in descending order of logits; ties in ascending order of ids.
 
-    A comparison with it decides for every other id, so no mask is scattered back.
+    Comparing every other id with it replaces a mask that would have to be scattered back.
     """
 
     logit: Float[Array, " n"]
@@ -18,16 +18,16 @@ class LastKept(NamedTuple):
 
     @staticmethod
     def none(n: int) -> "LastKept":
-        """Keep every id."""
+        """Return an instance that keeps every id."""
         return LastKept(jnp.full(n, -jnp.inf), jnp.full(n, jnp.iinfo(jnp.int32).max, jnp.int32))
 
     def where(self, chosen: Bool[Array, " n"], other: "LastKept") -> "LastKept":
-        """Return this one in the rows that are `chosen`, and `other` elsewhere."""
+        """Select `self` in the rows that are `chosen`, `other` elsewhere."""
         return LastKept(*(jnp.where(chosen, a, b) for a, b in zip(self, other, strict=True)))
 
     def mask(self, logits: Float[Array, "n vocab"]) -> Float[Array, "n vocab"]:
-        """Return `logits` with -inf after each row's last kept id."""
+        """Set the logits of ids after each row's last kept id to -inf."""
         ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         logit, last_id = self.logit[:, None], self.id[:, None]
-        is_behind = (logits < logit) | ((logits == logit) & (ids > last_id))  # no NaN is
+        is_behind = (logits < logit) | ((logits == logit) & (ids > last_id))  # False for NaN
         return jnp.where(is_behind, -jnp.inf, logits)

@@ -1,4 +1,4 @@
-"""How many logits of a row are at least some limits, or which mass they have."""
+"""Number of a row's logits that reach a limit, or their probability mass, for several limits."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -14,12 +14,18 @@ def sums_above(
     counts: Bool[Array, " n"],
     wanted: Bool[Array, " n"],
 ) -> Float[Array, "n parts limits"]:
-    """The sums (float32) over the logits of each part of a row that are at least each limit.
+    """Return, for each part of a row, sums (float32) over its logits that are at least each limit.
 
-    A part has `PART` neighbouring logits, the last one of a row what is left. In rows that `counts`
-    a logit adds 1. In the others it adds its mass, `exp(logit - largest)`, where `largest` is the
-    row's largest logit, which itself adds 1. A NaN is below every limit. Rows that are not `wanted`
-    get zeros, and the kernel does not read them. All but the bools are float32.
+    A part has `PART` adjacent logits; a row's last part has the remainder. A NaN is below every
+    limit.
+
+    Args:
+        logits: float32.
+        largest: largest logit of each row (float32).
+        limits: float32.
+        counts: rows in which each logit adds 1. In the other rows it adds its mass, `exp(logit -
+            largest)`, which is 1 for the largest.
+        wanted: rows to compute. The others return zeros, and the kernel does not read them.
     """
     if dispatch.runs_kernel("sums_above", why_not_kernel(logits), rows=logits.shape[0]):
         from jaxspec.pallas.selection.sums_above_kernel import sums_above_kernel
@@ -29,11 +35,10 @@ def sums_above(
 
 
 def sums_above_reference(logits, largest, limits, counts, wanted):
-    """The specification of `sums_above`."""
     n, vocab = logits.shape
     padded = jnp.pad(logits, ((0, 0), (0, -vocab % PART)), constant_values=jnp.nan)
     x, top = padded.reshape(n, padded.shape[1] // PART, PART), largest[:, None, None]
-    mass = jnp.where(x == top, 1.0, jnp.exp(x - top))  # not exp(inf - inf)
+    mass = jnp.where(x == top, 1.0, jnp.exp(x - top))  # avoids exp(inf - inf)
     added = jnp.where(counts[:, None, None], 1.0, mass)
     sums = [
         jnp.sum(jnp.where(x >= limit[:, None, None], added, 0.0), axis=2)

@@ -1,8 +1,8 @@
-"""The kernel of `sums_above` (Pallas, Mosaic GPU): a block sums some neighbouring parts of a row.
+"""Kernel of `sums_above` (Pallas, Mosaic GPU): a block sums some adjacent parts of a row.
 
-A search calls it many times for few of the rows. So a block of a row that is not wanted ends at
-once, and there are no more blocks than keep the GPU busy. Sums are made part by part, so they do
-not depend on how many parts a block has.
+A search calls it many times for few of the rows. So blocks of rows that are not wanted exit at
+once, and there are no more blocks than keep the GPU busy. Each part is summed separately, so
+results do not depend on the number of parts per block.
 """
 
 import functools
@@ -16,13 +16,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas.gpu import access, device, layouts
 from jaxspec.pallas.selection.parts import PART, TILE
 
-_TOGETHER = 2  # tiles whose loads are under way at the same time
-_BLOCKS = 16 * device.MULTIPROCESSORS  # that are enough, also where few rows are wanted
+_TOGETHER = 2  # tiles whose loads are in flight at the same time
+_BLOCKS = 16 * device.MULTIPROCESSORS  # enough blocks even when few rows are wanted
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def sums_above_kernel(logits, largest, limits, counts, wanted, *, interpret=None):
-    """`sums_above`; `interpret` has parameters of Mosaic's interpreter."""
+    """Run `sums_above`; `interpret` holds parameters of Mosaic's interpreter."""
     (rows, vocab), num_limits = logits.shape, limits.shape[1]
     parts = pl.cdiv(vocab, PART)
     of_block = min(parts, max(1, rows * parts // _BLOCKS))
@@ -41,7 +41,7 @@ def sums_above_kernel(logits, largest, limits, counts, wanted, *, interpret=None
             def load(start):
                 begin = jnp.minimum(start, vocab - TILE)
                 x = access.load(logits.at[row, pl.ds(begin, TILE)], layout)
-                # What lies in the tile before is below every limit.
+                # Logits of the previous tile become NaN, which is below every limit.
                 return jnp.where(columns + begin >= start, x, jnp.nan)
 
             def add_tiles(start, sums):

@@ -1,1 +1,1 @@
-"""Proposers that only tests use. They are in no table: a test builds them."""
+"""Proposers for tests. They are not in `PROPOSERS`: a test builds them itself."""

@@ -1,4 +1,4 @@
-"""Drafts a known continuation, wrong at given rates: forces any pattern of accepts, losslessly."""
+"""Drafts of a known continuation with errors at given rates, to force any acceptance pattern."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,24 +15,22 @@ from jaxspec.sampling import Use, uniform_noise
 
 @dataclasses.dataclass(frozen=True)
 class OracleProposer(Proposer):
-    """Reads drafts from a device table of whole sequences (prompt and continuation), -1 padded.
+    """Read drafts from a device table of whole sequences (prompt and continuation), padded with -1.
 
-    Draft j is right with rate `accuracy[j]`, by noise keyed by (request, position). With
+    Draft j is right with rate `accuracy[j]`, by noise with the key (request, position). With
     `vary_num_drafts` a row gets 0..K drafts at random, and sometimes a placeholder among them. A
-    request is matched to the first sequence that begins with its prompt; one without a match gets
-    no drafts.
+    request uses a sequence that begins with its prompt; without such a sequence, it gets no drafts.
     """
 
     num_drafts: int
     vocab_size: int
     vary_num_drafts: bool = False
-    # These lie in the tables, so that oracles which differ in them share a program.
+    # Stored in the tables, so that oracles which differ in them share a program.
     sequences: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), compare=False)
     accuracy: tuple[float, ...] | None = dataclasses.field(default=None, compare=False)
     seed: int = dataclasses.field(default=0, compare=False)
 
     def __post_init__(self) -> None:
-        """Check that there is something to draft, and a rate for each draft."""
         if not self.sequences:
             raise ValueError("The oracle drafts from known continuations: pass `sequences`.")
         if self.accuracy is not None and len(self.accuracy) != self.num_drafts:
@@ -42,7 +40,7 @@ class OracleProposer(Proposer):
             )
 
     def init_tables(self, model: Model, drafter: Model | None = None) -> tuple[Array, Array, Array]:
-        """Sequences, accuracy and seed. Sequence 0 is empty, for requests without a match."""
+        """Return sequences, accuracy and seed. Sequence 0 is empty: requests without a match."""
         longest = max(map(len, self.sequences)) + self.num_drafts
         table = np.full((1 + len(self.sequences), longest), -1, np.int32)
         for entry, sequence in enumerate(self.sequences, 1):
@@ -51,7 +49,7 @@ class OracleProposer(Proposer):
         return jnp.asarray(table), accuracy, jnp.int32(self.seed)
 
     def request_key(self, prompt: Sequence[int], seed: int) -> int:
-        """The entry that begins with `prompt`; samples of one prompt take turns by their seed."""
+        """Return the entry that begins with `prompt`; with several, the seed selects one."""
         prompt = tuple(prompt)
         matches = [
             entry
@@ -67,7 +65,6 @@ class OracleProposer(Proposer):
         pools: Pools,
         tables: tuple[Array, Array, Array],
     ) -> tuple[Drafts, Pools]:
-        """See `Proposer.propose`."""
         sequences, accuracy, seed = tables
         if not inputs.num_drafts:
             return Drafts.none(inputs.slots.shape[0]), pools
@@ -75,7 +72,7 @@ class OracleProposer(Proposer):
         index = inputs.num_computed[:, None] + 1 + draft
         known = sequences.at[inputs.proposer_key[:, None], index].get(mode="fill", fill_value=-1)
         key = jnp.broadcast_to(inputs.proposer_key[:, None] + seed * 1000003, index.shape)
-        # One stream a position and draft: the same token may be guessed well early and ill late.
+        # One stream per position and draft: a token may be drafted right early and wrong late.
         noise = uniform_noise(key.ravel(), (index * 16 + draft).ravel(), Use.CORRUPT)
         noise = noise.reshape(index.shape)
         wrong = (known + 1) % self.vocab_size

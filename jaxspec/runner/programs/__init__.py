@@ -1,1 +1,1 @@
-"""The caches on disk that make a start quick: compiled programs, and those JAX would trace."""
+"""Caches on disk of traced and compiled programs, parallel tracing, and compile options."""

@@ -1,4 +1,4 @@
-"""Keeps compiled programs on disk, so that the second start is quick."""
+"""JAX's persistent compilation cache, in a folder that only the user can write."""
 
 import math
 import tempfile
@@ -9,18 +9,21 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxspec.files import cache_folder
 from jaxspec.runner.programs.own_files import check_files, own_folder
-from jaxspec.user_folders import cache_folder
 
 
 def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
-    """Turn JAX's persistent compilation cache on and return its folder.
+    """Enable JAX's persistent compilation cache.
 
-    A cache the user has set up (`JAX_COMPILATION_CACHE_DIR` or `jax.config`) is kept unless
-    `folder` is given; otherwise it lies in the user's cache folder. Whoever named it, a folder that
-    another user can write is refused (`own_files`); a URL is left to JAX.
+    Args:
+        folder: Folder or URL; None means the cache configured by the user
+            (`JAX_COMPILATION_CACHE_DIR` or `jax.config`) or else one in the user's cache folder.
 
-    None: no program is kept. A warning says why, unless the user has turned JAX's cache off.
+    Returns:
+        The folder, or None if no program is cached: the user has disabled JAX's cache, or, with a
+        warning, the folder can't be used. A folder that another user can write is refused
+        (`own_files`); URLs are not checked.
     """
     config: Any = jax.config
     if not config.jax_enable_compilation_cache:
@@ -58,24 +61,24 @@ def _checked(folder: Path) -> Path:
 
 def _use(folder: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", folder)
-    compilation_cache.reset_cache()  # JAX opens a cache once
+    compilation_cache.reset_cache()  # JAX would otherwise keep the open cache
 
 
 def _try_to_write(folder: str) -> None:
-    """Where nothing can be written, programs are read all the same, and no new ones kept."""
+    """Make the cache read-only, with a warning, if its folder can't be written."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(4096))  # a full disk may still have room for names
+            file.write(bytes(4096))  # a full disk may still allow empty files
     except OSError as error:
         _warn("Compiled programs are read, but no new ones are kept", error)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
-        # XLA compiles no program whose tuning it can't write there.
+        # XLA fails to compile programs if it can't write their autotuning results.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 def _warn(what: str, why: Exception) -> None:
     reason = f"{why!s:.500}".rstrip(".")
-    # Python shows it once, because it always comes from the same line: not from the caller's.
+    # Python shows it only once, since the warning's line is always in this file.
     warnings.warn(
         f"{what}: {reason}. Name another folder in the option compilation_cache, or set "
         "JAX_ENABLE_COMPILATION_CACHE=0 to keep none.",

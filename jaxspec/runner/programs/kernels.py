@@ -1,7 +1,7 @@
-"""Compiles the Mosaic kernels of a program side by side, before XLA meets them one by one.
+"""Parallel compilation of the Mosaic kernels of a program.
 
-While XLA emits a program it compiles each kernel where it comes to it, half a second apiece, and
-keeps it for this process by its hash. A kernel that was compiled by itself before is found there.
+XLA compiles the kernels of a program one after another, half a second each, and caches them by hash
+for the process. Compiling each kernel separately beforehand, in parallel, fills that cache.
 """
 
 import functools
@@ -21,15 +21,15 @@ from jaxspec import device
 from jaxspec.runner.programs.trace_processes import num_cores
 
 _log = logging.getLogger(__name__)
-_TARGET = "mosaic_gpu_v2"  # of JAX 0.11's custom calls
-_asked: dict[str, Future[None]] = {}  # by hash, in this process
+_TARGET = "mosaic_gpu_v2"  # target of JAX 0.11's custom calls
+_asked: dict[str, Future[None]] = {}  # compilations of this process, by kernel hash
 _lock = threading.Lock()
 
 
 def compile_kernels(lowered: jax.stages.Lowered) -> None:
     """Compile the kernels of a program that this process has not compiled, and wait for them.
 
-    Nothing depends on it but time: an error is logged, and XLA compiles the kernel itself.
+    This only saves time: after an error, which is logged, XLA compiles the kernel itself.
     """
     if device.default_device().platform != "gpu":
         return
@@ -40,7 +40,7 @@ def compile_kernels(lowered: jax.stages.Lowered) -> None:
                 if name not in _asked:
                     _asked[name] = _pool().submit(_compile, module)
             awaited = [_asked[name] for name in found]
-    except Exception as error:  # another JAX may lower kernels in other ways; Python may end
+    except Exception as error:  # another JAX version, or the interpreter exits
         _log.info("kernels are compiled with their program: %r", error)
         return
     wait(awaited)
@@ -52,7 +52,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def kernels_of(module: Any) -> dict[str, bytes]:
-    """Return a module in MLIR's bytecode for each kernel of `module`, by the kernel's hash."""
+    """Return an MLIR bytecode module for each kernel of `module`, by kernel hash."""
     calls = {_hash(call): call for call in _calls(module)}
     return {name: _alone(call) for name, call in calls.items()}
 
@@ -75,7 +75,7 @@ def _calls(module: Any) -> list[Any]:
 
 
 def _alone(call: Any) -> bytes:
-    """Return a module whose function does the call, in memory of its own for each result."""
+    """Return a module that consists of the call, without aliased outputs."""
     with call.context, ir.Location.unknown():
         module = ir.Module.create()
         operands, results = [x.type for x in call.operands], [x.type for x in call.results]

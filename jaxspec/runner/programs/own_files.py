@@ -1,9 +1,9 @@
-"""Folders and files that nobody but their user can write; a compiled program is code.
+"""Access to folders and files that no other user can write, for compiled programs.
 
-Whoever can write a program chooses every token, and more. A digest inside a file guards against
-damage alone. So a file is used only if its owner and mode, and those of every folder above it, let
-no other user change it: the rules by which OpenSSH reads the keys of a user (`StrictModes`). Root
-is trusted. Windows has no such modes, and nothing is checked there.
+A compiled program is code, so a user who can write the file controls the process; a digest inside
+the file only detects damage. A file is used only if its owner and mode, and those of every folder
+above it, rule out changes by other users: the rules of OpenSSH's `StrictModes`. Root is trusted.
+Windows has no such modes, and nothing is checked there.
 """
 
 import contextlib
@@ -13,18 +13,18 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-_WRITABLE = stat.S_IWGRP | stat.S_IWOTH  # by others than the owner
-_OPEN = stat.S_IXGRP | stat.S_IXOTH  # others get at what is in a folder
+_WRITABLE = stat.S_IWGRP | stat.S_IWOTH  # other users can write
+_OPEN = stat.S_IXGRP | stat.S_IXOTH  # other users can enter the folder
 _NEVER_WAIT = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def own_folder(folder: Path) -> Path:
-    """The folder with links resolved; it is made where it is missing, for its user alone (0700).
+    """Return the folder with links resolved, creating it for the user alone (0700) if missing.
 
     Raises:
-        PermissionError: another user could put files there. The message says what to do.
-        OSError: it can't be made.
-        ValueError: its name holds a NUL.
+        PermissionError: another user could add files; the message has a remedy.
+        OSError: the folder can't be created.
+        ValueError: its name contains a NUL.
     """
     for part in (*reversed(folder.parents), folder):
         if not part.is_dir():
@@ -37,13 +37,13 @@ def own_folder(folder: Path) -> Path:
 
 
 def check_files(folder: Path) -> None:
-    """Refuse an own folder if another user wrote what is in it, or can.
+    """Check that no other user wrote or can write the contents of an own folder.
 
-    Modes do not matter in a folder that others can't enter. A folder in it is looked through too,
-    but not what is deeper: nothing is kept there.
+    The modes of files are ignored if other users can't enter their folder. Direct subfolders are
+    checked, too; deeper ones are not used.
 
     Raises:
-        PermissionError: there is such a file, or a link. The message says what to do.
+        PermissionError: there is such a file, or a link; the message has a remedy.
     """
     is_open = folder.stat().st_mode & _OPEN
     for entry, status in _entries(folder):
@@ -55,13 +55,13 @@ def check_files(folder: Path) -> None:
 
 
 def read_own(file: Path) -> bytes:
-    """The content of a file in an own folder.
+    """Return the content of a file in an own folder.
 
     Raises:
-        PermissionError: another user wrote it, or can.
-        OSError: there is none, it is a link or no regular file, or it can't be read.
+        PermissionError: another user wrote the file, or can write it.
+        OSError: the file does not exist, is a link or not a regular file, or can't be read.
     """
-    # What is checked is what is read, whatever the name means by then.
+    # Check the open file, not its name, which may refer to another file by then.
     with open(file, "rb", opener=lambda name, flags: os.open(name, flags | _NEVER_WAIT)) as opened:
         status = os.fstat(opened.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -71,10 +71,10 @@ def read_own(file: Path) -> bytes:
 
 
 def write_own(file: Path, content: bytes) -> None:
-    """Put a file into an own folder in one piece, for its user alone (0600) whatever the umask.
+    """Write a file in an own folder atomically, for the user alone (0600).
 
     Raises:
-        OSError: it can't be written.
+        OSError: the file can't be written.
     """
     handle, name = tempfile.mkstemp(prefix=file.name + ".", dir=file.parent)
     new = Path(name)
@@ -90,14 +90,14 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
-        if not folder.is_dir():  # another process may have made it since
+        if not folder.is_dir():  # another process may have created it meanwhile
             raise
 
 
 def _entries(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
     with os.scandir(folder) as entries:
         for entry in entries:
-            with contextlib.suppress(FileNotFoundError):  # another process makes room
+            with contextlib.suppress(FileNotFoundError):  # another process deleted it
                 yield Path(entry.path), entry.stat(follow_symlinks=False)
 
 
@@ -121,7 +121,7 @@ def _check_parent(folder: Path, status: os.stat_result) -> None:
             f"{_quoted(folder)}, above the folder of compiled programs, belongs to another user "
             f"({status.st_uid}), who could replace what is in it."
         )
-    # In a sticky folder, such as /tmp, nobody can rename or delete what others own.
+    # In a sticky folder, such as /tmp, users can't rename or delete the files of others.
     if _is_writable(status) and not status.st_mode & stat.S_ISVTX:
         raise PermissionError(
             f"Other users can write {_quoted(folder)} (mode {stat.S_IMODE(status.st_mode):o}), "

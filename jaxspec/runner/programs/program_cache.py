@@ -1,12 +1,12 @@
-"""Keeps programs on disk as JAX writes them for XLA, so a later process neither traces nor lowers.
+"""Program cache: exported programs on disk, so that later processes neither trace nor lower them.
 
-XLA's own cache, beside which they lie, spares XLA's work alone. The process that first runs a
-program lowers it from the kept bytes, as every later one does: XLA then finds what it compiled of
-them. So another process may trace it before; `place` says where `kept` looks for it.
+It complements JAX's compilation cache, which only saves XLA's work, and is in the same folder. All
+processes, including the first, lower a program from the exported bytes, so that the compilation
+cache has the result for all of them. So another process may trace a program in advance.
 
-A file is a digest of the rest; a line with the choices that `pallas.dispatch` made when the program
-was traced; and what `jax.export` makes of it. Its name holds the program's key (`program_key.py`).
-The digest tells damage alone: anybody can make one, so `own_files` says whose files are read.
+A file has a SHA-256 digest of the rest; a line with the choices of `pallas.dispatch` during
+tracing; and the output of `jax.export`. Its name contains the program's key (`program_key.py`). The
+digest only detects damage; `own_files` rejects files that another user could have written.
 """
 
 import contextlib
@@ -28,19 +28,26 @@ from jaxspec.runner.programs.own_files import own_folder, read_own, write_own
 from jaxspec.runner.programs.xla_options import XLA_OPTIONS
 
 _log = logging.getLogger(__name__)
-_MAX_BYTES = 2**28  # of all files; a program of Qwen3.5-9B has 1.5 MB
-_MAX_CALLS = 128  # that this process keeps, as many as `jitted_step`
-_calls: dict[str, jax.stages.Wrapped] = {}  # by file name: engines of equal shape share them
-_handed: dict[str, bytes] = {}  # by file name: what other processes traced, until it is called
+_MAX_BYTES = 2**28  # limit for all files; a program of Qwen3.5-9B has 1.5 MB
+_MAX_CALLS = 128  # limit of functions in this process, as in `jitted_step`
+_calls: dict[str, jax.stages.Wrapped] = {}  # by file name; engines with equal programs share them
+_handed: dict[str, bytes] = {}  # unused programs from other processes, by file name
 
 
 def kept(
     file: Path | None, function: Any, args: tuple[Any, ...], results: Any, *, donated: int
 ) -> jax.stages.Wrapped:
-    """What does to such `args` what the jitted `function` does, from disk if it is there.
+    """Return a function equivalent to `function`, from the cache if possible.
 
-    `file`: its `place`. `results`: the PyTreeDef of what it returns. `donated`: the number of its
-    donated argument. It is `function` itself where it has no place, or JAX does not export it.
+    Args:
+        file: File of the program, from `place`.
+        function: The jitted function, traced and cached if the file does not exist.
+        args: Arguments, of which only shapes, dtypes and placement are used.
+        results: PyTreeDef of the function's results.
+        donated: Number of the donated argument.
+
+    Returns:
+        The function, which is `function` itself if `file` is None or the export fails.
     """
     if file is None:
         return function
@@ -51,7 +58,7 @@ def kept(
                 content = traced(function, args, platform())
                 keep(file, content)
                 call = _jitted(content, function, args, results, donated)
-        except Exception as error:  # JAX exports less than it compiles: no `jax.debug.print`
+        except Exception as error:  # JAX can't export everything, such as `jax.debug.print`
             _log.info("a program is not kept: %r", error)
             return function
         if len(_calls) == _MAX_CALLS:
@@ -61,9 +68,10 @@ def kept(
 
 
 def place(function: Any, args: tuple[Any, ...], closed_over: Any) -> Path | None:
-    """The file of a program; None: programs are not kept, or no key would tell it from others.
+    """Return the file of a program, or None without a cache folder or a key.
 
-    `closed_over`: all that `function` depends on, but for `args` and this package's sources.
+    `closed_over` is everything that `function` depends on, besides `args` and this package's
+    sources.
     """
     folder = _folder()
     key = program_key.key(args, closed_over) if folder else None
@@ -74,9 +82,9 @@ def place(function: Any, args: tuple[Any, ...], closed_over: Any) -> Path | None
 
 
 def lacks(fingerprint: str) -> bool:
-    """True if programs are kept, and none with this `program_key.fingerprint` is there.
+    """Return True if the cache is enabled and has no program with this `program_key.fingerprint`.
 
-    It needs no arrays, so it can be asked before weights are read.
+    It needs no arrays, so it works before the weights are read.
     """
     folder = _folder()
     return folder is not None and not any(folder.glob(f"*-{_of_name(fingerprint)}-*"))
@@ -87,7 +95,7 @@ def _of_name(fingerprint: str | None) -> str:
 
 
 def is_there(file: Path) -> bool:
-    """Whether `kept` would find the program, and need not trace it."""
+    """Return whether `kept` would find the program without tracing it."""
     try:
         return file.name in _calls or _read(own_folder(file.parent) / file.name) is not None
     except (OSError, ValueError):
@@ -95,7 +103,7 @@ def is_there(file: Path) -> bool:
 
 
 def hand_over(file: Path, content: bytes) -> None:
-    """Have `kept` find what another process traced, whether or not it can be written."""
+    """Store a program traced by another process for `kept`, in memory and, if possible, on disk."""
     _handed[file.name] = content
     keep(file, content)
 
@@ -103,7 +111,7 @@ def hand_over(file: Path, content: bytes) -> None:
 def _found(
     file: Path, function: Any, args: tuple[Any, ...], results: Any, donated: int
 ) -> jax.stages.Wrapped | None:
-    """The program that another process traced; None: there is none, or none that can be used."""
+    """Load a program from another process or the cache; None if there is none that works."""
     content = _handed.pop(file.name, None) or _read(own_folder(file.parent) / file.name)
     if content is None:
         return None
@@ -115,7 +123,7 @@ def _found(
 
 
 def _folder() -> Path | None:
-    """In JAX's folder; None: it keeps nothing, or not in a file system."""
+    """Return the folder inside JAX's cache folder; None if that is disabled or not local."""
     config: Any = jax.config
     folder = config.jax_compilation_cache_dir
     if not folder or "://" in folder or not config.jax_enable_compilation_cache:
@@ -123,15 +131,18 @@ def _folder() -> Path | None:
     return Path(folder) / "jaxspec-programs"
 
 
-# What is kept.
+# Content of files
 
 
 def traced(function: Any, args: tuple[Any, ...], platform: str) -> bytes:
-    """What is kept of the jitted `function`. Only the shapes and dtypes of `args` are looked at."""
+    """Trace and export the jitted `function`, and return the file's content without the digest.
+
+    Only the shapes and dtypes of `args` are used.
+    """
     leaves, tree = jax.tree.flatten(jax.tree.map(program_key.described, args))
 
     def flat(*leaves: Any) -> list[Any]:
-        # Not the jitted function: what JAX remembers of it, nobody would hear `dispatch` choose.
+        # Not the jitted function: if JAX has its trace cached, `dispatch` records no choices.
         return jax.tree.leaves(function.__wrapped__(*jax.tree.unflatten(tree, leaves)))
 
     with dispatch.choices() as chosen:
@@ -140,7 +151,7 @@ def traced(function: Any, args: tuple[Any, ...], platform: str) -> bytes:
 
 
 def platform() -> str:
-    """The default device's, as lowering calls it: "cuda" is among several that are a "gpu"."""
+    """Return the default device's platform name for lowering, such as "cuda" for a "gpu"."""
     name = device.default_device().platform
     return export.default_export_platform() if name == jax.default_backend() else name
 
@@ -152,7 +163,8 @@ def _jitted(
     for op, what, level in json.loads(chosen):
         dispatch.note(op, what, level)
         if what == "kernel":
-            # Which tracing it imports: it tells XLA, in the environment, where Mosaic's runtime is.
+            # Tracing a kernel imports this module, which sets the path of Mosaic's runtime in the
+            # environment for XLA.
             import_module("jax.experimental.pallas.mosaic_gpu")
     exported = export.deserialize(bytearray(program))
     expected = [
@@ -164,11 +176,11 @@ def _jitted(
     def call(*args: Any) -> Any:
         return jax.tree.unflatten(results, exported.call(*jax.tree.leaves(args)))
 
-    call.__name__ = function.__name__  # which profiles and compilation logs show
+    call.__name__ = function.__name__  # for profiles and compilation logs
     return jax.jit(call, donate_argnums=donated, compiler_options=XLA_OPTIONS)
 
 
-# Files: whatever is wrong with one, the program is traced.
+# Files; after any error the program is traced again
 
 
 def _read(path: Path) -> bytes | None:
@@ -179,15 +191,15 @@ def _read(path: Path) -> bytes | None:
             _log.info("a program is traced anew: %s", error)
         return None
     with contextlib.suppress(OSError):
-        os.utime(path)  # used last, removed last
+        os.utime(path)  # the least recently used files are deleted first
     digest, content = data[:32], data[32:]
     return content if hashlib.sha256(content).digest() == digest else None
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Write what `traced` gave, in one piece.
+    """Write the result of `traced` atomically.
 
-    Not if the sources have changed meanwhile: who knows which were traced.
+    Nothing is written if the sources have changed since import, because they may have been traced.
     """
     if program_key.sources() != program_key.SOURCES:
         return

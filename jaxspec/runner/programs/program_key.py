@@ -1,7 +1,7 @@
-"""What tells a program from all others, in this process and in later ones.
+"""Keys of programs in the program cache, the same in every process.
 
-A key holds all that tracing reads: the sources of this package, versions, devices, JAX's settings,
-the arguments, and what the program's function closes over.
+A key is a hash of all inputs of tracing: the sources of this package, versions, devices, JAX's
+settings, the arguments, and the constants that the program's function closes over.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def sources() -> str:
-    """A digest of this package's code, as it lies on disk now."""
+    """Return a digest of this package's source files on disk."""
     digest = hashlib.sha256()
     package = Path(__file__).parents[2]
     for file in sorted(package.rglob("*.py")):
@@ -33,9 +33,9 @@ def sources() -> str:
     return digest.hexdigest()
 
 
-SOURCES = sources()  # at import: those that this process runs
+SOURCES = sources()  # at import: the sources that this process runs
 _VERSIONS = {module.__name__: module.__version__ for module in (flax, jax, jaxlib, np)}
-_COVERED = {"builtins", "jaxspec", *_VERSIONS}  # modules whose code sources and versions tell
+_COVERED = {"builtins", "jaxspec", *_VERSIONS}  # modules identified by sources and versions
 _PLACES = (
     "jax_backend_target",
     "jax_default_device",
@@ -46,7 +46,7 @@ _PLACES = (
 
 
 def settings() -> dict[str, Any]:
-    """JAX's settings in plain values, but for those that say where programs run."""
+    """Return JAX's settings with plain values, except those that select the device."""
     return {
         name: value
         for name, value in _all_settings().items()
@@ -55,7 +55,7 @@ def settings() -> dict[str, Any]:
 
 
 def _all_settings() -> dict[str, Any]:
-    """As a `with` around this may have set them, but for where and when XLA's programs are kept."""
+    """Return JAX's settings in the current context, except those of the compilation cache."""
     return {
         name: getattr(jax.config, name, value)
         for name, value in jax.config.values.items()
@@ -64,13 +64,13 @@ def _all_settings() -> dict[str, Any]:
 
 
 def described(leaf: Any) -> jax.ShapeDtypeStruct:
-    """An array without its values and its place."""
+    """Return the shape, dtype and weak type of an array."""
     kind = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
 
 
 def words(x: Any) -> str | None:
-    """`x` as the same text in every process; None: another process could not tell what it is."""
+    """Return a text of `x` that is equal in all processes, or None if there is none."""
     try:
         return repr(_plain(x))
     except _UnknownError as unknown:
@@ -79,7 +79,7 @@ def words(x: Any) -> str | None:
 
 
 def fingerprint(args: tuple[Any, ...], closed_over: Any) -> str | None:
-    """As the key, but the same for a process with other devices; None: who knows."""
+    """Return a hash like `key`, but independent of devices; None if `words` has no text."""
     leaves, tree = jax.tree.flatten(jax.tree.map(described, args))
     operands = tree, [(str(leaf.shape), str(leaf.dtype), leaf.weak_type) for leaf in leaves]
     mesh = repr(jax.sharding.get_abstract_mesh())
@@ -88,9 +88,14 @@ def fingerprint(args: tuple[Any, ...], closed_over: Any) -> str | None:
 
 
 def key(args: tuple[Any, ...], closed_over: Any) -> str | None:
-    """The same in every process that would trace the same program; None: who knows.
+    """Return a hash that is equal in all processes that would trace the same program.
 
-    `closed_over`: all that the function depends on, but for `args` and this package's sources.
+    Args:
+        args: Arguments of the program.
+        closed_over: Everything else that its function depends on, besides this package's sources.
+
+    Returns:
+        The hash, or None if `words` has no text for the inputs.
     """
     here = device.default_device()
     leaves, tree = jax.tree.flatten(args)
@@ -109,11 +114,11 @@ def _operand(leaf: Any) -> tuple[str, ...]:
 
 
 class _UnknownError(Exception):
-    """Something whose meaning another process could not tell from its words."""
+    """A value that has no text with the same meaning in all processes."""
 
 
 def _plain(x: Any) -> Any:
-    """`x` in numbers, words and tuples: no address, and no more than a program depends on."""
+    """Convert `x` to numbers, strings and tuples, without addresses and unused parts."""
     if x is None or isinstance(x, bool | int | float | str):
         return x
     if isinstance(x, enum.Enum):
@@ -129,7 +134,7 @@ def _plain(x: Any) -> Any:
     if isinstance(x, functools.partial):
         return "partial", _plain(x.func), _plain(x.args), _plain(x.keywords)
     if dataclasses.is_dataclass(x):
-        # What is not compared is no part of a program.
+        # Programs do not depend on fields with compare=False.
         fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.compare}
         return _plain((type(x), fields))
     if isinstance(x, Mapping):

@@ -1,7 +1,8 @@
-"""Traces programs in processes of their own, side by side.
+"""Parallel tracing of programs in worker processes.
 
-To trace and lower a program with kernels is some ten seconds of Python, which runs one thread at a
-time. A process gets a request on standard input and answers on standard output; it needs no GPU.
+Tracing and lowering a program with kernels takes some ten seconds of Python, which runs one thread
+at a time. A worker reads a request from standard input and answers on standard output; it needs no
+GPU.
 """
 
 import atexit
@@ -17,10 +18,10 @@ from jaxspec.pallas import dispatch
 
 _log = logging.getLogger(__name__)
 
-MAX_PROCESSES = 8  # each takes about 0.5 GB
+MAX_PROCESSES = 8  # each needs about 0.5 GB
 TIME_LIMIT = 300.0
-"""Seconds that a process may take."""
-# What libraries print must not get into the answer, so its descriptor is another one.
+"""Time limit of a process, in seconds."""
+# The answer has a separate descriptor, so that text printed by libraries does not mix with it.
 _WORKER = (
     "import os, sys; answer = os.dup(1); os.dup2(2, 1); sys.path[:] = sys.argv[1:]; "
     "from jaxspec.runner.trace_worker import main; main(answer)"
@@ -28,10 +29,10 @@ _WORKER = (
 
 
 def num_processes(num_programs: int) -> int:
-    """How many processes are worth their start, beside this one.
+    """Return the number of processes to start; 0 if this process alone would be faster.
 
-    None where no kernel runs: there, tracing a program takes less than starting a process. None in
-    a frozen application either, which is no Python that could be started.
+    Without kernels, tracing a program takes less time than starting a process. A frozen application
+    has no Python interpreter to start.
     """
     if dispatch.kernels_here()[1] is not None or not sys.executable or hasattr(sys, "frozen"):
         return 0
@@ -40,40 +41,39 @@ def num_processes(num_programs: int) -> int:
 
 
 def num_cores() -> int:
-    """Return how many cores this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class TraceProcesses:
-    """Processes that trace programs, one for each; all of them end with `close` or with Python."""
+    """Worker processes, one per program; killed by `close` and at interpreter exit."""
 
     def __init__(self, count: int):
-        """Start none yet; `count` of them may run at a time."""
+        """Allow `count` processes at a time; none is started yet."""
         self._free = threading.Semaphore(max(1, count))
         self._lock = threading.Lock()
         self._processes: list[subprocess.Popen[bytes]] = []
         self.is_closed = False
 
     def ask(self, request: bytes) -> Future[bytes | None]:
-        """Return the answer to a pickled `TraceRequest`, to come.
+        """Return a future for the answer to a pickled `TraceRequest`.
 
-        It is None where the process failed, and the log has the error.
+        Its result is None if the process failed; the error is logged.
         """
         answer = Future[bytes | None]()
-        # A daemon thread, because Python must not wait for the answer when it exits.
+        # A daemon thread, so that the interpreter does not wait for the answer at exit.
         threading.Thread(
             target=self._answer, args=(request, answer), name="jaxspec-trace", daemon=True
         ).start()
         return answer
 
     def close(self) -> None:
-        """End the processes; what they were asked is answered with None."""
-        self.is_closed = True  # first: an interrupt may come while the lock is waited for
+        """Kill the processes; pending requests are answered with None."""
+        self.is_closed = True  # first, since an interrupt may come while waiting for the lock
         with self._lock:
             for process in self._processes:
-                process.kill()  # does nothing to one that has ended
+                process.kill()  # no effect on a finished process
                 process.wait()
         atexit.unregister(self.close)
 
@@ -82,7 +82,7 @@ class TraceProcesses:
             with self._free:
                 process = self._start()
                 content = process and _answer(process, request)
-        except Exception as error:  # whatever it is, the program can be traced elsewhere
+        except Exception as error:  # the program will be traced in this process
             _log.info("no process traces a program: %r", error)
             content = None
         answer.set_result(content)
@@ -106,21 +106,19 @@ class EarlyTraces:
         self._answers = {key: self._processes.ask(each) for key, each in requests.items()}
 
     def get(self, fingerprint: str | None) -> Future[bytes | None] | None:
-        """Return the answer for a program, to come, or None if it was not asked."""
+        """Return the future of a program's answer, or None if it was not requested."""
         return self._answers.get(fingerprint) if fingerprint else None
 
     @property
     def is_closed(self) -> bool:
-        """True once what was not answered has ended."""
         return self._processes.is_closed
 
     def close(self) -> None:
-        """End what is not answered yet."""
         self._processes.close()
 
 
 def _started() -> "subprocess.Popen[bytes]":
-    """A process that imports from where this one does."""
+    """Start a worker with the import path of this process."""
     folders = [os.path.abspath(folder) for folder in sys.path if isinstance(folder, str)]
     return subprocess.Popen(
         [sys.executable, "-P", "-c", _WORKER, *folders],

@@ -1,1 +1,1 @@
-"""The routes, a file for each family. Each has a `router`; `app.make_app` joins them."""
+"""Routes of the server, one module per family. `app.make_app` includes each `router`."""

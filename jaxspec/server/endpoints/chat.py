@@ -7,21 +7,21 @@ from typing import Any
 
 from starlette.responses import Response
 
-from jaxspec.server.chat_pieces import first_choice
-from jaxspec.server.conversation import Conversation
-from jaxspec.server.errors import ApiError, json_response
-from jaxspec.server.ids import new_id
-from jaxspec.server.protocol.chat import ChatCompletionRequest
-from jaxspec.server.routing import make_router
-from jaxspec.server.service import ServiceOf
-from jaxspec.server.sse import DONE, Chunks, event
+from jaxspec.server.generation.chat_pieces import first_choice
+from jaxspec.server.generation.conversation import Conversation
+from jaxspec.server.generation.service import ServiceOf
+from jaxspec.server.http.errors import ApiError, json_response
+from jaxspec.server.http.request_ids import new_id
+from jaxspec.server.http.routing import make_router
+from jaxspec.server.http.sse import DONE, Chunks, event
+from jaxspec.server.protocol import ChatCompletionRequest
 
 router = make_router()
 
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(body: ChatCompletionRequest, service: ServiceOf) -> Response:
-    """Go on with a conversation."""
+    """Generate the next message of a conversation."""
     model = service.check_model(body.model)
     shared = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": model}
     conversation = await Conversation.begin(service, body, shared["id"])
@@ -34,7 +34,7 @@ async def create_chat_completion(body: ChatCompletionRequest, service: ServiceOf
 async def _events(
     body: ChatCompletionRequest, shared: dict[str, Any], conversation: Conversation
 ) -> AsyncGenerator[bytes, None]:
-    """The answer as it comes; an error is the last event but one."""
+    """Yield the chunks of the answer; an error is sent as the last event before [DONE]."""
     chunks, told = Chunks(**shared, object="chat.completion.chunk"), body.stream_options
     is_continuous = told is not None and told.continuous_usage_stats
     try:

@@ -1,4 +1,4 @@
-"""POST /v1/completions: texts that go on with prompts."""
+"""POST /v1/completions: completions of one prompt or several."""
 
 import contextlib
 import dataclasses
@@ -9,22 +9,22 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from jaxspec.sampling_params import SamplingParams
-from jaxspec.server.completion_pieces import Piece, Pieces, is_for_prompt_alone, joined
-from jaxspec.server.errors import ApiError, json_response
-from jaxspec.server.generation import Generation
-from jaxspec.server.ids import new_id
-from jaxspec.server.protocol.completions import CompletionRequest
-from jaxspec.server.routing import make_router
-from jaxspec.server.service import Service, ServiceOf
-from jaxspec.server.sse import DONE, Chunks, event
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.server.generation.completion_pieces import Piece, Pieces, is_for_prompt_alone, joined
+from jaxspec.server.generation.generation import Generation
+from jaxspec.server.generation.service import Service, ServiceOf
+from jaxspec.server.http.errors import ApiError, json_response
+from jaxspec.server.http.request_ids import new_id
+from jaxspec.server.http.routing import make_router
+from jaxspec.server.http.sse import DONE, Chunks, event
+from jaxspec.server.protocol import CompletionRequest
 
 router = make_router()
 
 
 @router.post("/v1/completions")
 async def create_completion(body: CompletionRequest, service: ServiceOf) -> Response:
-    """Complete one prompt or several."""
+    """Complete one or several prompts."""
     model = service.check_model(body.model)
     body.refuse_absent()
     params = _params(service, body)
@@ -53,7 +53,7 @@ def _params(service: Service, body: CompletionRequest) -> SamplingParams:
 
 
 async def _pieces(generation: Generation, pieces: Pieces) -> _Numbered:
-    """The pieces of all choices, with their numbers."""
+    """Yield `(choice, piece)` for all choices."""
     async with contextlib.aclosing(generation.deltas()) as deltas:
         async for number, delta in deltas:
             yield number, pieces.of(number, delta, generation.stream_of(number))
@@ -69,7 +69,7 @@ def _usage(body: CompletionRequest, generation: Generation) -> dict[str, Any]:
 async def _whole(
     body: CompletionRequest, shared: dict[str, Any], generation: Generation, pieces: _Numbered
 ) -> dict[str, Any]:
-    """The answer in one piece."""
+    """Return the complete answer."""
     found: list[list[Piece]] = [[] for _ in range(generation.num_choices)]
     async with contextlib.aclosing(pieces):
         async for number, piece in pieces:
@@ -81,7 +81,7 @@ async def _whole(
 async def _events(
     body: CompletionRequest, shared: dict[str, Any], generation: Generation, pieces: _Numbered
 ) -> AsyncGenerator[bytes, None]:
-    """The answer as it comes; an error is the last event but one."""
+    """Yield the chunks of the answer; an error is sent as the last event before [DONE]."""
     chunks, told = Chunks(**shared), body.stream_options
     is_continuous = told is not None and told.continuous_usage_stats
     try:

@@ -1,4 +1,4 @@
-"""POST /v1/messages and its count_tokens: Anthropic's API, as a chat in other words."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, converted to chats."""
 
 import asyncio
 import contextlib
@@ -6,14 +6,13 @@ from collections.abc import AsyncGenerator
 
 from starlette.responses import Response
 
-from jaxspec.server.conversation import Conversation, prompt_tokens
-from jaxspec.server.errors import ApiError, json_response
-from jaxspec.server.ids import new_id
-from jaxspec.server.protocol.chat import ChatCompletionRequest
-from jaxspec.server.protocol.messages import CountTokensRequest, MessagesRequest
-from jaxspec.server.routing import make_router
-from jaxspec.server.service import ServiceOf
-from jaxspec.server.sse import event
+from jaxspec.server.generation.conversation import Conversation, prompt_tokens
+from jaxspec.server.generation.service import ServiceOf
+from jaxspec.server.http.errors import ApiError, json_response
+from jaxspec.server.http.request_ids import new_id
+from jaxspec.server.http.routing import make_router
+from jaxspec.server.http.sse import event
+from jaxspec.server.protocol import ChatCompletionRequest, CountTokensRequest, MessagesRequest
 from jaxspec.server.translate import anthropic
 from jaxspec.server.translate.anthropic_events import MessageEvents, failed
 
@@ -22,7 +21,7 @@ router = make_router()
 
 @router.post("/v1/messages")
 async def create_message(body: MessagesRequest, service: ServiceOf) -> Response:
-    """Go on with a conversation in Anthropic's form."""
+    """Generate the next message of a conversation in Anthropic's form."""
     model = service.check_model(body.model)
     with service.refusing(body):
         request = anthropic.chat_request(body.given()) | {"stream": body.stream}
@@ -35,7 +34,7 @@ async def create_message(body: MessagesRequest, service: ServiceOf) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountTokensRequest, service: ServiceOf) -> Response:
-    """How many tokens a conversation's prompt has."""
+    """Count the prompt tokens of a conversation in Anthropic's form."""
     service.check_model(body.model)
     with service.refusing(body):
         chat = ChatCompletionRequest.model_validate(anthropic.chat_request(body.given()))
@@ -44,7 +43,7 @@ async def count_tokens(body: CountTokensRequest, service: ServiceOf) -> Response
 
 
 async def _events(conversation: Conversation, model: str) -> AsyncGenerator[bytes, None]:
-    """The message as it comes; an error is the last event."""
+    """Yield the events of the message; an error is sent as the last event."""
     events, last = MessageEvents(model), None
     try:
         async with contextlib.aclosing(conversation.pieces()) as pieces:

@@ -1,18 +1,17 @@
-"""POST /v1/responses: OpenAI's newer API, without anything that is stored, as a chat."""
+"""POST /v1/responses: OpenAI's Responses API without stored responses, converted to chats."""
 
 import contextlib
 from collections.abc import AsyncGenerator
 
 from starlette.responses import Response
 
-from jaxspec.server.conversation import Conversation
-from jaxspec.server.errors import ApiError, json_response
-from jaxspec.server.ids import new_id
-from jaxspec.server.protocol.chat import ChatCompletionRequest
-from jaxspec.server.protocol.responses import ResponsesRequest
-from jaxspec.server.routing import make_router
-from jaxspec.server.service import ServiceOf
-from jaxspec.server.sse import event
+from jaxspec.server.generation.conversation import Conversation
+from jaxspec.server.generation.service import ServiceOf
+from jaxspec.server.http.errors import ApiError, json_response
+from jaxspec.server.http.request_ids import new_id
+from jaxspec.server.http.routing import make_router
+from jaxspec.server.http.sse import event
+from jaxspec.server.protocol import ChatCompletionRequest, ResponsesRequest
 from jaxspec.server.translate import responses
 from jaxspec.server.translate.responses_events import ResponseEvents
 
@@ -21,7 +20,7 @@ router = make_router()
 
 @router.post("/v1/responses")
 async def create_response(body: ResponsesRequest, service: ServiceOf) -> Response:
-    """Answer an input."""
+    """Generate a response to an input."""
     model, given = service.check_model(body.model), body.given()
     with service.refusing(body):
         request = responses.chat_request(given) | {"stream": body.stream}
@@ -35,7 +34,7 @@ async def create_response(body: ResponsesRequest, service: ServiceOf) -> Respons
 async def _events(
     conversation: Conversation, events: ResponseEvents
 ) -> AsyncGenerator[bytes, None]:
-    """The response as it comes; an error is the last event."""
+    """Yield the events of the response; an error is sent as the last event."""
     last = None
     try:
         async with contextlib.aclosing(conversation.pieces()) as pieces:

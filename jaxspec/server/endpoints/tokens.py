@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: the server's tokenizer for its clients."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info: access to the model's tokenizer."""
 
 import asyncio
 from typing import Any
@@ -6,13 +6,16 @@ from typing import Any
 from starlette.responses import Response
 
 from jaxspec.checks import integer
-from jaxspec.server.conversation import prompt_tokens
-from jaxspec.server.errors import ApiError, json_response
-from jaxspec.server.protocol.chat import ChatCompletionRequest
-from jaxspec.server.protocol.sampling import refused
-from jaxspec.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
-from jaxspec.server.routing import make_router
-from jaxspec.server.service import Service, ServiceOf
+from jaxspec.server.generation.conversation import prompt_tokens
+from jaxspec.server.generation.service import Service, ServiceOf
+from jaxspec.server.http.errors import ApiError, json_response
+from jaxspec.server.http.routing import make_router
+from jaxspec.server.protocol import (
+    ChatCompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    refused,
+)
 
 router = make_router()
 _MAX_ID = 2**32 - 1
@@ -24,7 +27,7 @@ _OF_CHATS = {
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, service: ServiceOf) -> Response:
-    """The token ids of a text, or of a conversation as its template writes it."""
+    """Return the token ids of a text, or of a conversation rendered by the chat template."""
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(
@@ -44,7 +47,7 @@ async def tokenize(body: TokenizeRequest, service: ServiceOf) -> Response:
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, service: ServiceOf) -> Response:
-    """The text of token ids, special tokens included."""
+    """Return the text of token ids, including special tokens."""
     service.check_model(body.model)
     with service.refusing(body):
         text = await asyncio.to_thread(_text, body.tokens, service)
@@ -53,7 +56,7 @@ async def detokenize(body: DetokenizeRequest, service: ServiceOf) -> Response:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(service: ServiceOf) -> Response:
-    """What the tokenizer is."""
+    """Return the tokenizer's class, end-of-sequence ids and the context length."""
     return json_response(
         {
             "tokenizer_class": type(service.tokenizer).__name__,

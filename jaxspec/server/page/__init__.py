@@ -1,1 +1,1 @@
-"""The page at `/`: a chat whose text shows who gave each token, and what the engine does."""
+"""The page at `/`: a chat with tokens colored by draft position, and engine activity."""

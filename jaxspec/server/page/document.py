@@ -1,7 +1,7 @@
-"""The page as it is sent: `index.html` with the words and colours of their owners, and its policy.
+"""The page as served: `index.html` with constants of other modules filled in, and its headers.
 
-The page needs nothing but itself, and what a model writes is put in as text. The policy makes sure:
-a browser runs no script but this one, whatever the page should come to hold.
+The page loads no other resources and inserts model output as text. Its content security policy
+lets a browser run only the page's own script, whatever else ends up in the page.
 """
 
 import base64
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import orjson
 
-from jaxspec.painted_text import GROUNDS, html_ground
 from jaxspec.runner.memory import HOLDER_WORDS
-from jaxspec.timeline import STAGES
+from jaxspec.viz.colored_tokens import GROUNDS, html_ground
+from jaxspec.viz.timeline import STAGES
 
 _WORDS = {
     "drafts": [html_ground(position) for position in range(1, len(GROUNDS) + 1)],
@@ -24,11 +24,11 @@ _WORDS = {
 }
 _SOURCE = (Path(__file__).parent / "index.html").read_text(encoding="utf-8")
 DOCUMENT = _SOURCE.replace("WORDS_OF_JAXSPEC", orjson.dumps(_WORDS).decode())
-"""The page."""
+"""HTML of the page."""
 
 
 def _allowed(element: str) -> str:
-    """The hashes of such elements, by which a browser knows them."""
+    """Return the hashes of all elements with this name, as CSP sources."""
     found = re.findall(rf"<{element}>(.*?)</{element}>", DOCUMENT, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()) for text in found]
     return " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
@@ -44,4 +44,4 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-"""What is sent with it."""
+"""Response headers of the page."""

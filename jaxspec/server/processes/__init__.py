@@ -1,8 +1,9 @@
-"""API processes: HTTP, templates, tokens and texts in processes beside the engine's.
+"""API processes: HTTP, chat templates and tokenization in processes beside the engine's.
 
-    clients   API process 1    RemoteLLM  \
-    clients   API process 2    RemoteLLM  --  Channel  --  Desk of each  --  AsyncLLM, the engine
-    clients   API process 3    RemoteLLM  /
+    clients -- API process 1: RemoteLLM -- Channel -- RemoteEngineServer 1 --+
+    clients -- API process 2: RemoteLLM -- Channel -- RemoteEngineServer 2 --+-- AsyncLLM
+    clients -- API process 3: RemoteLLM -- Channel -- RemoteEngineServer 3 --+
 
-Requests cross as checked samples, and what comes for them as tokens, once a step.
+Requests are sent as validated samples. Tokens are sent back once per step and decoded to text in
+the API process.
 """

@@ -1,7 +1,7 @@
-"""An API process: the server's app around a `RemoteLLM`; the engine's process starts and ends it.
+"""API process: the server's app around a `RemoteLLM`, started and ended by the engine's process.
 
-`python -m jaxspec.server.processes.api_process CHANNEL PORT`: the file descriptors of a socket to
-the engine's process, and of one that is bound to the port.
+`python -m jaxspec.server.processes.api_process CHANNEL PORT`: file descriptors of a socket to the
+engine's process and of a socket bound to the port.
 """
 
 import asyncio
@@ -9,44 +9,54 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 
-from jaxspec.async_errors import EngineGoneError
+from jaxspec.api.async_llm import WorkerSpec
+from jaxspec.engine.errors import EngineGoneError
 from jaxspec.server.app import app_of
-from jaxspec.server.figures import Figures
-from jaxspec.server.http_server import HttpServer, event_loop
-from jaxspec.server.processes.brief import Brief
+from jaxspec.server.generation.service import Service
+from jaxspec.server.http.http_server import HttpServer, event_loop
+from jaxspec.server.metrics.figures import Figures
+from jaxspec.server.metrics.snapshot import loop_lag
+from jaxspec.server.options import ServerOptions
 from jaxspec.server.processes.channel import Channel
 from jaxspec.server.processes.remote_llm import RemoteLLM
-from jaxspec.server.service import Service
-from jaxspec.server.snapshot import loop_lag
+
+
+class WorkerConfig(NamedTuple):
+    """Configuration of an API process; picklable."""
+
+    options: ServerOptions
+    engine: WorkerSpec
+    created: int  # `Service.created`, the same in all processes
 
 
 def main(words: Sequence[str]) -> int:
-    """Serve until the engine's process says that it ends, or is gone; the exit status."""
+    """Serve until the engine's process sends `end` or exits; return the exit status."""
     for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_IGN)  # they are the engine's process's to hear
-    jax.config.update("jax_platforms", "cpu")  # the device is the engine's alone
+        signal.signal(each, signal.SIG_IGN)  # the engine's process handles signals
+    jax.config.update("jax_platforms", "cpu")  # only the engine's process uses the device
     end, port = (socket.socket(fileno=int(word)) for word in words)
     with asyncio.Runner(loop_factory=event_loop) as runner:
         return runner.run(serve(end, port))
 
 
 async def serve(end: socket.socket, port: socket.socket) -> int:
-    """Serve at the bound socket `port`; `end` leads to the engine's process.
+    """Serve at the bound socket `port`; `end` is the socket to the engine's process.
 
     Returns:
-        The exit status: 0; 1 if the engine's process was gone before it said anything.
+        The exit status: 0; 1 if the engine's process exited before it sent the configuration.
     """
     channel = await Channel.of(end)
     try:
-        brief: Brief = await channel.hear_first()
+        worker_config: WorkerConfig = await channel.hear_first()
     except (EOFError, ConnectionError):
         return 1
-    llm, figures = RemoteLLM(brief.engine, channel), Figures()
-    service = Service(llm, brief.options, figures, llm, created=brief.created)
-    server = HttpServer(app_of(service), brief.options)
+    llm, figures = RemoteLLM(worker_config.engine, channel), Figures()
+    service = Service(llm, worker_config.options, figures, llm, created=worker_config.created)
+    server = HttpServer(app_of(service), worker_config.options)
 
     async def count() -> tuple[Figures, float]:
         return figures, await loop_lag()
@@ -66,7 +76,7 @@ async def serve(end: socket.socket, port: socket.socket) -> int:
     }
 
     def gone(hearing: asyncio.Task[None]) -> None:
-        """The engine's process ended, however that came."""
+        """Shut down: the engine's process has exited, or the channel failed."""
         if not hearing.cancelled():
             hearing.exception()
         llm.end(EngineGoneError())

@@ -1,4 +1,4 @@
-"""Channel: what two of the server's own processes tell and ask each other, over one socket."""
+"""Channel: messages and remote calls between two processes of the server, over one socket."""
 
 import asyncio
 import contextlib
@@ -9,45 +9,44 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 _LENGTH = struct.Struct("<Q")
-_ANSWER = ""  # the name of an answer's frame
-_MAX_BUFFERED = 2**28  # bytes that wait for the other side; one that reads nothing is given up
+_ANSWER = ""  # name of frames with an answer
+_MAX_BUFFERED = 2**28  # unsent bytes above which the connection is aborted
 _Frame = tuple[int | None, str, tuple[Any, ...]]
 
 
 class Channel:
-    """Frames both ways, in order: a length, and a pickle of (number, name, arguments).
+    """Ordered frames in both directions: a length and a pickle of (number, name, arguments).
 
-    Pickles are safe here as they are in `multiprocessing`: the socket has no name, so nobody but
-    the two processes can write into it.
+    Pickles are safe here, as in `multiprocessing`: the socket has no name, so only the two
+    processes can write to it.
 
-    What comes calls the function of its name in `handlers`. It is a coroutine function where an
-    answer is asked for.
+    A received frame calls the handler of its name in `handlers`, with its arguments. Handlers for
+    `ask` are coroutine functions, and handlers for `tell` are plain ones.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        """Speak over an open connection."""
         self.handlers: Mapping[str, Callable[..., Any]] = {}
         self._reader, self._writer = reader, writer
         self._asked = dict[int, asyncio.Future[Any]]()
         self._num_asked = 0
         self._is_gone = False
-        self._tasks = set[asyncio.Task[None]]()  # that make answers
+        self._tasks = set[asyncio.Task[None]]()  # running handlers of `ask`
 
     @classmethod
     async def of(cls, end: socket.socket) -> Self:
-        """The channel over one end of a pair of sockets."""
+        """Create a channel over one end of a socket pair."""
         return cls(*await asyncio.open_connection(sock=end))
 
     def tell(self, name: str, *args: Any) -> None:
-        """Have the other side call its handler of this name; a side that is gone hears nothing."""
+        """Call a handler of the other side without an answer; does nothing if that side is gone."""
         self._write(None, name, args)
 
     async def ask(self, name: str, *args: Any) -> Any:
-        """What the other side's handler returns.
+        """Call a handler of the other side and return its result.
 
         Raises:
             ConnectionError: the other side is gone.
-            Exception: what the handler raised.
+            Exception: raised by the handler.
         """
         if self._is_gone or self._writer.is_closing():
             raise ConnectionResetError("The other process of the server is gone.")
@@ -60,7 +59,7 @@ class Channel:
             del self._asked[number]
 
     async def hear_first(self) -> Any:
-        """The argument of the first thing told. No handler is called; `run` hears what follows.
+        """Return the argument of the first message, without calling a handler; use it before `run`.
 
         Raises:
             EOFError: the other side is gone.
@@ -69,10 +68,10 @@ class Channel:
         return argument
 
     async def run(self) -> None:
-        """Hear the other side until it is gone.
+        """Handle messages until the other side is gone.
 
         Raises:
-            Exception: what a handler of something told raised.
+            Exception: raised by a handler of `tell`.
         """
         try:
             with contextlib.suppress(EOFError, ConnectionError):
@@ -86,7 +85,7 @@ class Channel:
                     each.set_exception(ConnectionResetError("The other process is gone."))
 
     def hang_up(self) -> None:
-        """Close the connection: both sides' `run` ends."""
+        """Close the connection, which ends `run` on both sides."""
         self._writer.close()
 
     async def _read(self) -> bytes:
@@ -124,7 +123,7 @@ class Channel:
 
 
 def _portable(error: Exception) -> Exception:
-    """An error that comes through; one that can't be pickled gives its words."""
+    """Return the error, or a RuntimeError with its message if it can't be pickled."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:

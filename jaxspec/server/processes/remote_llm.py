@@ -1,4 +1,4 @@
-"""RemoteLLM: what the routes of an API process take for the engine, which is in another one."""
+"""RemoteLLM: proxy of the engine for the routes of an API process."""
 
 import asyncio
 import contextlib
@@ -7,25 +7,24 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from jaxspec.arrivals import Arrival, Tap
-from jaxspec.async_calls import AsyncCalls, Prepared
-from jaxspec.async_errors import EngineDeadError, EngineGoneError, ServiceError
-from jaxspec.async_llm import Elsewhere
-from jaxspec.async_stream import AsyncStream, Inbox
-from jaxspec.conversations import TemplateOptions
-from jaxspec.inputs import InputProcessor
-from jaxspec.outputs import Sample
-from jaxspec.per_prompt import for_one
-from jaxspec.prompts import Prompt, TokensPrompt, only_prompt
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.api.async_llm import WorkerSpec
+from jaxspec.api.inputs import InputProcessor
+from jaxspec.engine.async_calls import AsyncCalls, Prepared
+from jaxspec.engine.async_stream import AsyncStream, OutputQueue
+from jaxspec.engine.errors import EngineDeadError, EngineGoneError, ServiceError
+from jaxspec.engine.sample_stream import SampleStream, TokenDelta
+from jaxspec.requests.outputs import Sample
+from jaxspec.requests.prompts import Prompt, TokensPrompt, for_one, only_prompt
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.server.metrics.snapshot import Snapshot
 from jaxspec.server.processes.channel import Channel
-from jaxspec.server.snapshot import Snapshot
-from jaxspec.timeline import StepRow
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.conversations import TemplateOptions
+from jaxspec.text.tokenizer import Tokenizer
+from jaxspec.viz.timeline import StepRow
 
 
 class _Maker:
-    """Makes samples; whether the engine has room for them is for its own process to say."""
+    """Prepares samples; the engine's process decides on their admission."""
 
     def __init__(self, inputs: InputProcessor, default_params: SamplingParams):
         self._inputs, self._default_params = inputs, default_params
@@ -44,137 +43,141 @@ class _Maker:
         return self._inputs.chat(messages, template)
 
 
-class _Inbox(Inbox):
-    """An inbox whose request has a number, by which both processes know it."""
+class _RemoteOutputQueue(OutputQueue):
+    """An `OutputQueue` whose request has a number that identifies it in both processes."""
 
     def __init__(self, number: int, samples: list[Sample], channel: Channel):
-        def settle(tap: Tap, num_tokens: int | None) -> None:
-            channel.tell("settle", number, tap.index, num_tokens)
+        def settle(sample_stream: SampleStream, num_tokens: int | None) -> None:
+            channel.tell("settle", number, sample_stream.index, num_tokens)
 
-        super().__init__(asyncio.get_running_loop(), samples, _tap_of, settle)
+        super().__init__(asyncio.get_running_loop(), samples, _sample_stream_of, settle)
         self.number = number
 
 
-def _tap_of(sample: Sample) -> Tap:
-    """A tap that hands nothing on: the engine's process has another one."""
-    return Tap(sample, lambda tap, arrival: None)
+def _sample_stream_of(sample: Sample) -> SampleStream:
+    """Return a stream without a receiver; the engine's process has the one that is read."""
+    return SampleStream(sample, lambda sample_stream, token_delta: None)
 
 
 class RemoteLLM(AsyncCalls):
-    """An engine behind a channel. Prompts become tokens and tokens text here, in this process.
+    """An engine in another process; tokenization and decoding to text run in this one.
 
-    It looks to the routes as an `AsyncLLM` does. It is a `Watch`, too.
+    It has the interface of `AsyncLLM` that the routes use, and that of `Watch`.
     """
 
-    def __init__(self, engine: Elsewhere, channel: Channel):
-        """Speak to the engine's process over `channel`, which somebody runs."""
+    def __init__(self, engine: WorkerSpec, channel: Channel):
+        """Use the engine at the other end of `channel`; the caller runs `channel.run`."""
         inputs = engine.make_inputs()
         self._begin_calls(_Maker(inputs, engine.default_params))
         self.tokenizer: Tokenizer | None = inputs.tokenizer
         self.model_name, self.shapes = engine.model_name, engine.shapes
         self.max_model_len = engine.shapes.max_model_len
-        self.error: ServiceError | None = None  # why nothing is served any more
+        self.error: ServiceError | None = None  # error of all further requests; None while serving
         self._default_params, self._channel = engine.default_params, channel
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
-        self._inboxes = dict[int, _Inbox]()  # of requests that the engine has
-        self._queueing = set[asyncio.Task[tuple[str | None, _Inbox]]]()
+        self._output_queues = dict[int, _RemoteOutputQueue]()  # submitted requests, by number
+        self._queueing = set[asyncio.Task[tuple[str | None, _RemoteOutputQueue]]]()
         channel.handlers = {**channel.handlers, "came": self._came, "failed": self._failed}
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it serves requests, as far as is known here."""
+        """True until this process is informed of a failure."""
         return self.error is None
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """A copy of what a request without parameters uses."""
+        """Return a copy of the default parameters of requests."""
         return self._default_params.clone()
 
     async def snapshot(self) -> Snapshot:
-        """The figures of the engine and of all API processes."""
         return await self._ask("snapshot")
 
     async def last_steps(self, count: int) -> list[StepRow]:
-        """As `StepWatch.last`."""
         return await self._ask("last_steps", count)
 
     def end(self, error: ServiceError) -> None:
-        """Nothing is served any more: every stream ends with `error`."""
+        """Stop serving: every stream ends with `error`."""
         self.error = self.error or error
-        inboxes, self._inboxes = self._inboxes, {}
-        for inbox in inboxes.values():
-            inbox.fail(copy.copy(error))
+        inboxes, self._output_queues = self._output_queues, {}
+        for output_queue in inboxes.values():
+            output_queue.fail(copy.copy(error))
 
     async def _submit(self, prepare: Callable[[], Prepared]) -> AsyncStream:
-        # Queueing goes on if the caller is cancelled: only what the engine has can be aborted.
+        # Queueing continues if the caller is cancelled: only queued requests can be aborted.
         queueing = asyncio.ensure_future(self._queue(prepare))
         self._queueing.add(queueing)
         queueing.add_done_callback(self._queueing.discard)
         try:
-            prompt, inbox = await asyncio.shield(queueing)
+            prompt, output_queue = await asyncio.shield(queueing)
         except asyncio.CancelledError:
             queueing.add_done_callback(self._drop)
             raise
-        return AsyncStream(inbox, prompt, self._abort, keeps=self)
+        return AsyncStream(output_queue, prompt, self._abort, keeps=self)
 
-    def _drop(self, queueing: asyncio.Task[tuple[str | None, _Inbox]]) -> None:
-        """Nobody waits for this request any more."""
+    def _drop(self, queueing: asyncio.Task[tuple[str | None, _RemoteOutputQueue]]) -> None:
+        """Abort a request whose caller was cancelled."""
         if not queueing.cancelled() and queueing.exception() is None:
-            _, inbox = queueing.result()
-            inbox.close()
-            self._end(inbox)
+            _, output_queue = queueing.result()
+            output_queue.close()
+            self._end(output_queue)
 
-    async def _queue(self, prepare: Callable[[], Prepared]) -> tuple[str | None, _Inbox]:
+    async def _queue(
+        self, prepare: Callable[[], Prepared]
+    ) -> tuple[str | None, _RemoteOutputQueue]:
         number = next(self._numbers)
         await self._ask("expect", number)
         try:
             prompt, samples = await self._loop.run_in_executor(self._pool, prepare)
-            inbox = self._inboxes[number] = _Inbox(number, samples, self._channel)
-            requests = [tap.request for tap in inbox.taps]
+            output_queue = self._output_queues[number] = _RemoteOutputQueue(
+                number, samples, self._channel
+            )
+            requests = [sample_stream.request for sample_stream in output_queue.sample_streams]
             for request in requests:
-                request.tokens = []  # the prompt's: once is enough on the way
+                request.tokens = []  # send the prompt once, as `request.prompt`
             await self._ask("take_over", number, requests)
         except BaseException:
-            self._inboxes.pop(number, None)
+            self._output_queues.pop(number, None)
             self._channel.tell("abort", number)
             raise
-        return prompt, inbox
+        return prompt, output_queue
 
     async def _ask(self, name: str, *args: Any) -> Any:
         if self.error is not None:
-            raise copy.copy(self.error)  # each with a traceback of its own
+            raise copy.copy(self.error)  # a copy, which gets its own traceback
         try:
             return await self._channel.ask(name, *args)
         except ConnectionError as error:
             raise EngineGoneError from error
 
-    def _came(self, arrivals: list[tuple[int, int, Arrival]]) -> None:
-        """What a step brought."""
-        for number, index, arrival in arrivals:
-            inbox = self._inboxes.get(number)
-            if inbox is None:
+    def _came(self, token_deltas: list[tuple[int, int, TokenDelta]]) -> None:
+        """Pass the deltas of a step to the output queues."""
+        for number, index, token_delta in token_deltas:
+            output_queue = self._output_queues.get(number)
+            if output_queue is None:
                 continue
-            tap = inbox.taps[index]
-            inbox.receive(tap, arrival)
-            tap.is_over = bool(arrival.finish or tap.reader.request.finish)  # by a stop string
-            if tap.is_over and all(each.is_over for each in inbox.taps):
-                self._end(inbox)
+            sample_stream = output_queue.sample_streams[index]
+            output_queue.receive(sample_stream, token_delta)
+            sample_stream.is_over = bool(
+                token_delta.finish or sample_stream.reader.request.finish
+            )  # the reader's finish is set by a stop string
+            if sample_stream.is_over and all(each.is_over for each in output_queue.sample_streams):
+                self._end(output_queue)
 
     def _failed(self, number: int, error: Exception) -> None:
-        """The engine gave a request up."""
+        """End a request with an error of the engine."""
         if isinstance(error, EngineDeadError):
             self.error = self.error or error
-        if (inbox := self._inboxes.pop(number, None)) is not None:
-            inbox.fail(copy.copy(error))
+        if (output_queue := self._output_queues.pop(number, None)) is not None:
+            output_queue.fail(copy.copy(error))
 
-    def _end(self, inbox: _Inbox) -> None:
-        """Nothing comes any more. What nobody read to its end is settled by an abort."""
-        if self._inboxes.pop(inbox.number, None) is not None:
-            was_read = not (inbox.is_closed or inbox.error)
-            self._channel.tell("let_go" if was_read else "abort", inbox.number)
+    def _end(self, output_queue: _RemoteOutputQueue) -> None:
+        """Remove a request; abort it in the engine unless it was read to its end."""
+        if self._output_queues.pop(output_queue.number, None) is not None:
+            was_read = not (output_queue.is_closed or output_queue.error)
+            self._channel.tell("let_go" if was_read else "abort", output_queue.number)
 
-    def _abort(self, inbox: Inbox) -> None:
-        """Any thread may call, as the garbage collector does."""
-        assert isinstance(inbox, _Inbox)
+    def _abort(self, output_queue: OutputQueue) -> None:
+        """Abort a request; may be called from any thread, such as by the garbage collector."""
+        assert isinstance(output_queue, _RemoteOutputQueue)
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._end, inbox)
+            self._loop.call_soon_threadsafe(self._end, output_queue)

@@ -1,4 +1,4 @@
-"""Other APIs' requests as chats, and chats' answers in their forms: plain data in and out."""
+"""Conversion between other APIs and OpenAI's chat completions, on plain data."""
 
 from jaxspec.server.translate.fields import FieldError
 

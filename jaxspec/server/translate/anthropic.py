@@ -1,6 +1,6 @@
-"""Anthropic's Messages API as a chat, and a chat's answer as its message.
+"""Conversion of Anthropic's Messages API to OpenAI's chat completions ("chats") and back.
 
-https://docs.anthropic.com/en/api/messages. Chats are in the form of OpenAI's chat completions.
+API: https://docs.anthropic.com/en/api/messages.
 """
 
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from jaxspec.server.ids import new_id
+from jaxspec.server.http.request_ids import new_id
 from jaxspec.server.translate.fields import (
     SAMPLING,
     FieldError,
@@ -38,19 +38,19 @@ _ERRORS = {
 
 
 def error(status: int, message: str) -> Json:
-    """The error object of an HTTP status."""
+    """Return Anthropic's error object for an HTTP status."""
     kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def chat_request(body: Mapping[str, Any]) -> Json:
-    """The chat request of a body of /v1/messages; also of /count_tokens, which has no max_tokens.
+    """Convert a body of /v1/messages, or of count_tokens (without max_tokens), to a chat request.
 
-    A last message of the assistant is continued. What a chat can't do either, such as an answer by
-    a schema, stays in the request, for the chat to refuse.
+    A final assistant message is continued. Fields that chats do not support either, such as a
+    schema of the answer, are converted too and refused by the chat.
 
     Raises:
-        FieldError: a field breaks a rule, or is none that a chat has.
+        FieldError: a field is invalid, or has no counterpart in chats.
     """
     messages = [
         message
@@ -110,7 +110,7 @@ def _assistant(given: Any, place: str) -> Json:
             thoughts.append(text(part.get("thinking"), f"{where}.thinking"))
         elif kind == "tool_use":
             calls.append(_call(part, where))
-        elif kind != "redacted_thinking":  # nobody here can read that
+        elif kind != "redacted_thinking":  # encrypted: skip it
             one_of(part, where, ("text", "thinking", "tool_use"))
     message: Json = {"role": "assistant", "content": content(texts, place, ("text",))}
     if thoughts:
@@ -155,7 +155,7 @@ def _tool_choice(choice: Any) -> Json:
 
 
 def _thinking(body: Mapping[str, Any]) -> Json:
-    """Whether the model thinks, how hard, and by which schema it answers."""
+    """Convert the thinking switch, the effort and the schema of the answer."""
     request: Json = {}
     if body.get("thinking") is not None:
         kind = mapping(body["thinking"], "thinking").get("type")
@@ -173,7 +173,7 @@ def _thinking(body: Mapping[str, Any]) -> Json:
 
 
 def message(chat: Mapping[str, Any]) -> Json:
-    """The message of a chat completion with one choice."""
+    """Convert a chat completion with one choice to a message."""
     choice = chat["choices"][0]
     told = choice["message"]
     blocks: list[Json] = []
@@ -183,7 +183,7 @@ def message(chat: Mapping[str, Any]) -> Json:
         blocks.append({"type": "text", "text": told["content"]})
     for call in told.get("tool_calls") or ():
         function = call["function"]
-        # The model's own JSON: Python's would refuse some of its numbers.
+        # Keep the model's JSON unparsed: Python would refuse some of its numbers.
         arguments = orjson.Fragment(function["arguments"])
         blocks.append(tool_block(function["name"], arguments, call["id"]))
     begun = empty_message(chat["model"], usage(chat["usage"]))
@@ -191,7 +191,7 @@ def message(chat: Mapping[str, Any]) -> Json:
 
 
 def empty_message(model: str, used: Json) -> Json:
-    """A message before its content."""
+    """Return a message without content."""
     return {
         "id": new_id("msg_"),
         "type": "message",
@@ -205,25 +205,24 @@ def empty_message(model: str, used: Json) -> Json:
 
 
 def thinking_block(thinking: str) -> Json:
-    """A block of reasoning, which nobody has signed."""
+    """Return a reasoning block with an empty signature."""
     return {"type": "thinking", "thinking": thinking, "signature": ""}
 
 
 def tool_block(name: str, arguments: Json | orjson.Fragment, call_id: str | None = None) -> Json:
-    """A block of a tool call."""
     call_id = call_id or new_id("toolu_")
     return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
 
 
 def stop(finish_reason: str, stop_reason: str | int | None) -> Json:
-    """Why a message ended, of a chat's `finish_reason` and vLLM's `stop_reason`."""
+    """Convert a chat's `finish_reason` and vLLM's `stop_reason` to the stop fields."""
     if finish_reason == "stop" and isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
     return {"stop_reason": _STOP_REASONS.get(finish_reason, "end_turn"), "stop_sequence": None}
 
 
 def usage(used: Mapping[str, Any]) -> Json:
-    """A chat's usage; `input_tokens` leaves out those that were found computed."""
+    """Convert a chat's usage; `input_tokens` excludes cached tokens."""
     cached = (used.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     return {
         "input_tokens": used["prompt_tokens"] - cached,

@@ -1,37 +1,37 @@
-"""The events of a streamed Anthropic message, of the pieces that parsers find.
+"""Events of a streamed Anthropic message, built from parsed pieces.
 
-https://docs.anthropic.com/en/api/messages-streaming. Each event is its name and its JSON.
+API: https://docs.anthropic.com/en/api/messages-streaming. An event is its name and its JSON object.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxspec.server.parsers import Piece
 from jaxspec.server.translate import anthropic
 from jaxspec.server.translate.fields import Json
+from jaxspec.text.parsers import Piece
 
 Event = tuple[str, Json]
 
 PING: Event = ("ping", {"type": "ping"})
-"""What may come at any time, to keep a connection open."""
+"""Event that may be sent at any time to keep a connection open."""
 
 
 class MessageEvents:
-    """Makes the events of one message: `begin`, then `add` any number of times, then `end`."""
+    """Builds the events of one message: call `begin`, `add` repeatedly, then `end`."""
 
     def __init__(self, model: str) -> None:
-        """`model`: the name that the message bears."""
+        """`model`: model name in the message."""
         self._model = model
-        self._index = -1  # of the block
-        self._open: tuple[str, int] | None = None  # what the block is made of: kind and call
+        self._index = -1  # index of the last block
+        self._open: tuple[str, int] | None = None  # kind and call index of the open block
 
     def begin(self, used: Mapping[str, Any]) -> list[Event]:
-        """The first events; `used`: the chat's usage so far."""
+        """Return the first events; `used` is the chat's usage so far."""
         message = anthropic.empty_message(self._model, anthropic.usage(used))
         return [("message_start", {"type": "message_start", "message": message}), PING]
 
     def add(self, pieces: Iterable[Piece]) -> list[Event]:
-        """The events of further pieces."""
+        """Return the events of further pieces."""
         events: list[Event] = []
         for piece in pieces:
             source = "tool" if piece.kind.startswith("tool") else piece.kind, piece.index
@@ -46,7 +46,7 @@ class MessageEvents:
     def end(
         self, finish_reason: str, stop_reason: str | int | None, used: Mapping[str, Any]
     ) -> list[Event]:
-        """The last events, of a chat's `finish_reason`, vLLM's `stop_reason` and the usage."""
+        """Return the last events, from a chat's `finish_reason`, vLLM's `stop_reason` and usage."""
         delta = anthropic.stop(finish_reason, stop_reason)
         told = {"type": "message_delta", "delta": delta, "usage": anthropic.usage(used)}
         return [*self._close(), ("message_delta", told), ("message_stop", {"type": "message_stop"})]
@@ -71,7 +71,7 @@ class MessageEvents:
 
 
 def failed(status: int, message: str) -> Event:
-    """The event of an error in a stream."""
+    """Return the event of an error in a stream."""
     return "error", anthropic.error(status, message)
 
 

@@ -1,4 +1,4 @@
-"""Fields of requests in other APIs' forms: kinds are checked, and errors name places."""
+"""Type checks for fields of other APIs' requests; errors name the path of the field."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,44 +9,45 @@ Json = dict[str, Any]
 
 
 class FieldError(ValueError):
-    """A field of a request breaks a rule; `param` is its place, as a dotted path."""
+    """Invalid field of a request; `param` is its dotted path."""
 
     def __init__(self, param: str, rule: str, value: Any) -> None:
-        """`rule` begins with a verb: "must be ..., got ...", and ends with the way out."""
+        """`rule`: "must be ..., got {}." and how to fix it; `{}` is replaced by `value`."""
         super().__init__(f"{param} {rule.replace('{}', shown(value), 1)}")
         self.param = param
 
 
 def text(value: Any, place: str) -> str:
-    """A text. FieldError for anything else."""
+    """Return `value` if it is a string; FieldError otherwise."""
     if not isinstance(value, str):
         raise FieldError(place, "must be a text, got {}. Write it as a JSON string.", value)
     return value
 
 
 def mapping(value: Any, place: str) -> Mapping[str, Any]:
-    """An object. FieldError for anything else."""
+    """Return `value` if it is an object; FieldError otherwise."""
     if not isinstance(value, Mapping):
         raise FieldError(place, "must be an object, got {}. Write it as {...}.", value)
     return value
 
 
 def items(value: Any, place: str) -> list[tuple[str, Any]]:
-    """The places and items of a list. FieldError for anything else."""
+    """Return the paths and items of a list; FieldError for other values."""
     if not isinstance(value, list | tuple):
         raise FieldError(place, "must be a list, got {}. Write it as [...].", value)
     return [(f"{place}.{number}", item) for number, item in enumerate(value)]
 
 
 def objects(value: Any, place: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """The places and objects of a list of objects. FieldError for anything else."""
+    """Return the paths and items of a list of objects; FieldError for other values."""
     return [(where, mapping(item, where)) for where, item in items(value, place)]
 
 
 def content(value: Any, place: str, kinds: Sequence[str]) -> str | list[Json]:
-    """A content in the form of OpenAI's chat: a text, or the parts of one.
+    """Convert content to OpenAI's chat form: a text, or a list of text parts.
 
-    `value` is a text, or a list of parts of one of the `kinds`, each with its `text`.
+    `value` is a text, or a list of parts whose `type` is one of `kinds`, each with its `text`. A
+    single part becomes a text; None becomes an empty one.
     """
     if value is None:
         return ""
@@ -60,7 +61,7 @@ def content(value: Any, place: str, kinds: Sequence[str]) -> str | list[Json]:
 
 
 def one_of(part: Mapping[str, Any], place: str, kinds: Sequence[str]) -> Mapping[str, Any]:
-    """A part whose `type` is one of the `kinds`. FieldError for another."""
+    """Return `part` if its `type` is one of `kinds`; FieldError otherwise."""
     if part.get("type") not in kinds:
         rule = f"must be one of {', '.join(kinds)}, got {{}}. jaxspec reads text alone: leave the "
         raise FieldError(f"{place}.type", f"{rule}part out, or describe it.", part.get("type"))
@@ -68,7 +69,7 @@ def one_of(part: Mapping[str, Any], place: str, kinds: Sequence[str]) -> Mapping
 
 
 def named(body: Mapping[str, Any], names: Sequence[str]) -> Json:
-    """Those fields of a body that both APIs have under the same name."""
+    """Return the fields of a body with these `names`, without nulls."""
     return {name: body[name] for name in names if body.get(name) is not None}
 
 
@@ -88,4 +89,4 @@ SAMPLING = (
     *("bad_words", "allowed_token_ids", "logit_bias", "chat_template_kwargs", "priority"),
     *("cache_salt", "num_speculative_tokens"),
 )
-"""Fields that a chat request has under the same name, vLLM's extras among them."""
+"""Fields with the same name in a chat request, including vLLM's extra fields."""

@@ -1,13 +1,13 @@
-"""OpenAI's Responses API as a chat, and a chat's answer as its response; nothing is stored.
+"""Conversion of OpenAI's Responses API to chat completions and back, without stored responses.
 
-https://platform.openai.com/docs/api-reference/responses.
+API: https://platform.openai.com/docs/api-reference/responses.
 """
 
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxspec.server.ids import new_id
+from jaxspec.server.http.request_ids import new_id
 from jaxspec.server.translate.fields import (
     SAMPLING,
     FieldError,
@@ -35,13 +35,13 @@ _ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_
 
 
 def chat_request(body: Mapping[str, Any]) -> Json:
-    """The chat request of a body of /v1/responses; `store` is passed over.
+    """Convert a body of /v1/responses to a chat request; `store` is ignored.
 
-    What a chat can't do either, such as an answer by a schema, stays in the request, for the chat
-    to refuse.
+    Fields that chats do not support either, such as a schema of the answer, are converted too and
+    refused by the chat.
 
     Raises:
-        FieldError: a field breaks a rule, or asks for what needs stored responses.
+        FieldError: a field is invalid, or needs stored responses.
     """
     for name, rule in _ABSENT.items():
         if body.get(name):
@@ -62,7 +62,7 @@ def chat_request(body: Mapping[str, Any]) -> Json:
     if isinstance(choice, Mapping) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     if choice is not None and not (choice == "auto" and not body.get("tools")):
-        request["tool_choice"] = choice  # "auto" without tools is what clients' defaults are
+        request["tool_choice"] = choice  # clients send "auto" by default, even without tools
     effort = mapping(body.get("reasoning") or {}, "reasoning").get("effort")
     if effort is not None:
         request["reasoning_effort"] = effort
@@ -73,7 +73,7 @@ def chat_request(body: Mapping[str, Any]) -> Json:
 
 
 def _response_format(answer: Mapping[str, Any]) -> Json:
-    """The form of an answer as chats have it: a schema with its name in an object of its own."""
+    """Convert `text.format` to a chat's `response_format`, which nests the schema."""
     if answer.get("type") != "json_schema":
         return dict(answer)
     schema = {name: value for name, value in answer.items() if name != "type"}
@@ -95,7 +95,7 @@ def _tool(tool: Mapping[str, Any], place: str) -> Json:
 
 
 def _messages(given: Any) -> list[Json]:
-    """The messages of an input. What the assistant did in a row becomes one message."""
+    """Convert an input to messages; adjacent assistant items with one content are merged."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages = list[Json]()
@@ -111,7 +111,7 @@ def _messages(given: Any) -> list[Json]:
 
 
 def _joined(first: Json, second: Json) -> Json:
-    """Two messages of the assistant, of which one at most has a content, as one."""
+    """Merge two assistant messages, of which at most one has content."""
     thoughts = [one["reasoning_content"] for one in (first, second) if "reasoning_content" in one]
     calls = first.get("tool_calls", []) + second.get("tool_calls", [])
     message: Json = {"role": "assistant", "content": first["content"] or second["content"]}
@@ -121,7 +121,7 @@ def _joined(first: Json, second: Json) -> Json:
 
 
 def _message(item: Mapping[str, Any], place: str) -> Json:
-    """One item as a message, or as a part of the assistant's."""
+    """Convert one item to a message, or to a part of the assistant's message."""
     kind = item.get("type", "message")
     if kind == "message":
         role = item.get("role")
@@ -151,7 +151,7 @@ def _message(item: Mapping[str, Any], place: str) -> Json:
 
 
 def begin(body: Mapping[str, Any], model: str) -> Json:
-    """The response of a request before its output."""
+    """Return the response to a request, before its output."""
     tools = [
         {"strict": None, "parameters": {}, **tool}
         for _, tool in objects(body.get("tools") or (), "tools")
@@ -183,7 +183,7 @@ def end(
     finish_reason: str,
     used: Mapping[str, Any],
 ) -> Json:
-    """A response with its output, of a chat's `finish_reason` and usage."""
+    """Return a finished response, from its output and a chat's `finish_reason` and usage."""
     told = dict(response) | {"output": list(output), "usage": usage(used)}
     if finish_reason == "length":
         return told | {
@@ -194,7 +194,7 @@ def end(
 
 
 def response(body: Mapping[str, Any], chat: Mapping[str, Any]) -> Json:
-    """The response of a request and of its chat completion with one choice."""
+    """Convert the chat completion of a request, with one choice, to a response."""
     choice = chat["choices"][0]
     told, reason = choice["message"], choice["finish_reason"]
     status = "incomplete" if reason == "length" else "completed"
@@ -212,31 +212,31 @@ def response(body: Mapping[str, Any], chat: Mapping[str, Any]) -> Json:
 
 
 def reasoning_item(thinking: str | None = None) -> Json:
-    """An item of reasoning; None: before its text."""
+    """Return a reasoning item; None means no text yet."""
     parts = [] if thinking is None else [{"type": "reasoning_text", "text": thinking}]
     return {"id": new_id("rs_"), "type": "reasoning", "summary": [], "content": parts}
 
 
 def message_item(told: str | None = None) -> Json:
-    """An item of content; None: before its text."""
+    """Return a message item; None means no text yet."""
     parts = [] if told is None else [text_part(told)]
     return {"id": new_id("msg_"), "type": "message", "role": "assistant", "content": parts}
 
 
 def text_part(told: str) -> Json:
-    """The part that a content is."""
+    """Return the content part of a message item."""
     return {"type": "output_text", "text": told, "annotations": [], "logprobs": []}
 
 
 def call_item(name: str, arguments: str = "", call_id: str | None = None) -> Json:
-    """An item of a tool call."""
+    """Return a function call item."""
     call_id = call_id or new_id("call_")
     told = {"call_id": call_id, "name": name, "arguments": arguments}
     return {"id": new_id("fc_"), "type": "function_call", **told}
 
 
 def usage(used: Mapping[str, Any]) -> Json:
-    """A chat's usage under its names here."""
+    """Convert a chat's usage to the names of this API."""
     cached = (used.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     thinking = (used.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
     made = used.get("completion_tokens") or 0

@@ -1,38 +1,38 @@
-"""The events of a streamed response, of the pieces that parsers find.
+"""Events of a streamed response, built from parsed pieces.
 
-https://platform.openai.com/docs/api-reference/responses-streaming. Each event is its name and its
-JSON, with numbers from 0 in their order.
+API: https://platform.openai.com/docs/api-reference/responses-streaming. An event is its name and
+its JSON object, with sequence numbers from 0.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxspec.server.parsers import Piece
-from jaxspec.server.parsers.json_reader import is_json
 from jaxspec.server.translate import responses
 from jaxspec.server.translate.fields import Json
+from jaxspec.text.parsers import Piece
+from jaxspec.text.parsers.json_reader import is_json
 
 Event = tuple[str, Json]
 
 
 class ResponseEvents:
-    """Makes the events of one response: `begin`, `add` as often as needed, then `end` or `fail`."""
+    """Builds the events of one response: call `begin`, `add` repeatedly, then `end` or `fail`."""
 
     def __init__(self, body: Mapping[str, Any], model: str) -> None:
-        """`body`: of the request, as `responses.chat_request` takes it; `model`: a name."""
+        """`body`: the request, as in `responses.chat_request`; `model`: model name to report."""
         self._response = responses.begin(body, model)
-        self._number = 0  # of the next event
-        self._output: list[Json] = []  # items that are done
-        self._item: Json | None = None  # the one that is written
-        self._source = ("", 0)  # what it is made of: kind and call
+        self._number = 0  # sequence number of the next event
+        self._output: list[Json] = []  # completed items
+        self._item: Json | None = None  # item in progress
+        self._source = ("", 0)  # kind and call index of the item in progress
         self._texts: list[str] = []
 
     def begin(self) -> list[Event]:
-        """The first events."""
+        """Return the first events."""
         return [self._event(name, response=self._response) for name in ("created", "in_progress")]
 
     def add(self, pieces: Iterable[Piece]) -> list[Event]:
-        """The events of further pieces."""
+        """Return the events of further pieces."""
         events: list[Event] = []
         for piece in pieces:
             source = "tool" if piece.kind.startswith("tool") else piece.kind, piece.index
@@ -46,13 +46,13 @@ class ResponseEvents:
         return events
 
     def end(self, finish_reason: str, used: Mapping[str, Any]) -> list[Event]:
-        """The last events, of a chat's `finish_reason` and usage."""
+        """Return the last events, from a chat's `finish_reason` and usage."""
         events = self._end_item("incomplete" if finish_reason == "length" else "completed")
         told = responses.end(self._response, self._output, finish_reason, used)
         return [*events, self._event(told["status"], response=told)]
 
     def fail(self, message: str) -> list[Event]:
-        """The last event, of an error; `message` is for people."""
+        """Return the last event of a failed response."""
         error = {"code": "server_error", "message": message}
         told = {**self._response, "status": "failed", "error": error, "output": self._output}
         return [self._event("failed", response=told)]
@@ -77,7 +77,7 @@ class ResponseEvents:
         if item["type"] == "function_call":
             events = [self._text_event("done", arguments=told, name=item["name"])]
             item["arguments"] = told
-            if not is_json(told):  # what parsers leave of a call that is not whole
+            if not is_json(told):  # parsers may leave an incomplete call
                 status = "incomplete"
         else:
             part = responses.text_part(told)

@@ -22,7 +22,7 @@ from jaxspec.gguf.tokenizer import MAX_SPLITS
 from jaxspec.models import load_model, unread
 from jaxspec.models.gguf.fields import read_fields
 from jaxspec.models.gguf.places import MAX_NAMES, places_in
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 FLOAT32 = jnp.dtype("float32")
 MAX_CHARACTERS = 2000

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gated_delta import assert_rounding_does_not_add_up, int32, operands
+from gated_delta import int32
 from gdn_replays import (
     COMPILED_CASES,
     abstract_pools,
@@ -12,38 +12,35 @@ from gdn_replays import (
     assert_bits_are_the_same,
     assert_one_row_table,
     compare,
-    empty_pools,
     norm_of,
-    pools,
+    pools_and_rows,
     real_tokens,
-    walk,
     window_of,
 )
+from recurrences import GDN, spoil
 from regions import decode_region
+from replays import assert_rounding_does_not_add_up, nan, pools, walk
 from sm90 import array, assert_lean, compile_for
 
-from benchmarks.measure.shapes import GDN, GdnShape
+from benchmarks.measure.shapes import GdnShape
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gated_delta.heads import GdnTokens
-from jaxspec.pallas.gated_delta.replay import gdn_replay, gdn_replay_reference
+from jaxspec.pallas.gated_delta.replay import gdn_replay
 from jaxspec.pallas.gated_delta.ring import GdnRing
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.recurrent.replay import next_ring_length
 
 OPTIMIZED = True  # as for a user: one test looks at what the compiler makes
 
-op = jax.jit(gdn_replay, static_argnums=3)
-reference = jax.jit(gdn_replay_reference, static_argnums=3)
+op, reference = GDN.replay.run, GDN.replay.reference
 
 
 def interpreted(interpret, splits=None):
     """The kernel in Mosaic's interpreter, as the op."""
-    from jaxspec.pallas.gated_delta.replay_kernel import gdn_replay_kernel
 
     def run(tokens, states, ring, layer, rows, norm=None):
-        return gdn_replay_kernel(
-            tokens, states, ring, jnp.int32(layer), rows, norm, interpret=interpret, splits=splits
-        )
+        operands = tokens, states, ring, jnp.int32(layer), rows, norm
+        return GDN.replay.kernel(*operands, interpret=interpret, splits=splits)
 
     return run
 
@@ -55,14 +52,12 @@ def check(run, shape, dtype, width, window=None, seed=0, normed=None):
     out is normed, in this dtype.
     """
     rng, real = np.random.default_rng(seed), real_tokens(width)
-    states, ring, rows = pools(rng, shape, dtype, width, window)
-    tokens = operands(rng, len(real), width, shape=shape)
-    tokens[3] *= 0.1  # so that the ring's oldest tokens still count
-    for x in tokens:
-        for row, count in enumerate(real):
-            x[row, count:] = np.nan
-    tokens[1][2] = np.nan
-    tokens = GdnTokens(*tokens)
+    states, ring, rows = pools_and_rows(rng, shape, dtype, width, window)
+    # Slowed, so that the ring's oldest tokens still count.
+    tokens = GDN.slowed(GDN.draw(rng, len(real), width, shape=shape), 0.1)
+    for row, count in enumerate(real):
+        spoil(tokens, np.s_[row, count:])
+    tokens.k[2] = np.nan
     want = reference(tokens, states, ring, 1, rows)
     norm = normed and norm_of(shape, len(real), width, normed)
     got = run(tokens, states, ring, 1, rows, norm)
@@ -105,10 +100,10 @@ def test_steps_of_several_widths_share_a_ring():
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     shape = GdnShape(1, 1, 64, 64)
-    pools = empty_pools(shape, width=4, window=8, fill=np.nan)
+    empty = pools(GDN, nan, shape, width=4, window=8)
     widths = [1] * 8 + [4] + [1] * 5 + [4]
     run, rng = interpreted(plgpu.InterpretGPUParams()), np.random.default_rng(0)
-    _, _, folds = walk(run, rng, pools, widths, lambda real: real, shape=shape, decay=0.05)
+    _, _, folds = walk(GDN, run, rng, empty, widths, lambda real: real, shape=shape, slowed=0.05)
     assert folds >= 3
 
 
@@ -116,7 +111,7 @@ def check_lengths(run, shape, dtype, width, lengths):
     """A row for each of these lengths of the ring; the pools are NaN where no token counts."""
     rng, count, window = np.random.default_rng(width), len(lengths), window_of(dtype)
     num_rows = window + width
-    tokens = GdnTokens(*operands(rng, count, width, shape=shape))
+    tokens = GDN.draw(rng, count, width, shape=shape)
     computed = np.asarray([num_rows + 3 * length for length in lengths])
     ring_row = (computed[:, None] - 1 - np.arange(num_rows)) % num_rows
     counts = np.zeros((count, num_rows), bool)
@@ -157,13 +152,12 @@ def test_a_ring_of_any_length_is_read_as_far_as_it_counts(width):
 @pytest.mark.parametrize(("shape", "dtype", "width", "rows"), COMPILED_CASES, ids=str)
 def test_it_compiles_for_an_h200(h200, monkeypatch, capfd, shape, dtype, width, rows):
     """In one layer with its output norm, where a head is one block's."""
-    from jaxspec.pallas.gated_delta.replay_kernel import gdn_replay_kernel
 
     def step(tokens, states, ring, gates, weight, region):
         norm = GatedNorm(gates, weight, first=shape.conv_dim, eps=1e-6)
         for layer, norm_of_layer in enumerate((None, norm)):
             on_device = jnp.int32(layer)
-            out, states, ring = gdn_replay_kernel(
+            out, states, ring = GDN.replay.kernel(
                 tokens, states, ring, on_device, region, norm_of_layer
             )
             tokens = tokens._replace(v=out)
@@ -173,12 +167,12 @@ def test_it_compiles_for_an_h200(h200, monkeypatch, capfd, shape, dtype, width, 
     value = array(rows, width, shape.value_heads, shape.value_dim)
     gate = array(rows, width, shape.value_heads)
     tokens = GdnTokens(key, key, value, gate, gate)
-    pools = abstract_pools(shape, dtype, width)
+    held = abstract_pools(shape, dtype, width)
     columns = shape.conv_dim + shape.value_heads * shape.value_dim
     norm = array(rows * width, columns, dtype=jnp.bfloat16), array(shape.value_dim)
-    operands = (tokens, *pools, *norm, abstract_region(rows))
+    operands = (tokens, *held, *norm, abstract_region(rows))
     compiled = compile_for(h200, monkeypatch, step, operands, donated=(1, 2))
-    assert_lean(compiled, capfd.readouterr().out, pools)
+    assert_lean(compiled, capfd.readouterr().out, held)
     assert_one_row_table(compiled, rows)
 
 
@@ -187,21 +181,21 @@ def test_it_compiles_for_an_h200(h200, monkeypatch, capfd, shape, dtype, width, 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 5])
 def test_on_a_gpu_a_ring_of_any_length_is_read_as_far_as_it_counts(dtype, width):
     lengths = list(range(window_of(dtype) + 1))
-    check_lengths(op, GDN["qwen3.5-9b"], dtype, width, lengths)
+    check_lengths(op, GDN.typical, dtype, width, lengths)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("shape", "dtype", "width", "window"),
     [
-        (GDN["qwen3.5-9b"], jnp.float32, 4, None),
-        (GDN["qwen3.5-9b"], jnp.float16, 4, None),
-        (GDN["qwen3.5-27b"], jnp.bfloat16, 8, None),
+        (GDN.typical, jnp.float32, 4, None),
+        (GDN.typical, jnp.float16, 4, None),
+        (GDN.published["qwen3.5-27b"], jnp.bfloat16, 8, None),
         (GdnShape(2, 6), jnp.float32, 1, None),
         (GdnShape(2, 6), jnp.float16, 3, 9),
         (GdnShape(2, 4, 64, 64), jnp.float32, 4, None),
         (GdnShape(2, 4, 64, 64), jnp.float16, 4, None),
-        (GDN["qwen3.5-9b"], jnp.float32, 8, None),  # factors twice where keys were
+        (GDN.typical, jnp.float32, 8, None),  # factors twice where keys were
         (GdnShape(2, 4, 64, 128), jnp.float32, 4, None),
     ],
     ids=str,
@@ -219,9 +213,9 @@ def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, wi
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 def test_on_a_gpu_a_step_is_the_same_however_often(dtype, width):
     """To the bit: the interpreter does not see races among the warps of a block."""
-    shape, rng = GDN["qwen3.5-9b"], np.random.default_rng(width)
-    states, ring, rows = pools(rng, shape, dtype, width)
-    tokens = GdnTokens(*operands(rng, len(rows.slots), width, shape=shape))
+    shape, rng = GDN.typical, np.random.default_rng(width)
+    states, ring, rows = pools_and_rows(rng, shape, dtype, width)
+    tokens = GDN.draw(rng, len(rows.slots), width, shape=shape)
     first, *others = (op(tokens, states, ring, 1, rows) for _ in range(100))
     assert_bits_are_the_same(first, others)
 
@@ -232,8 +226,7 @@ def test_on_a_gpu_rounding_does_not_add_up(dtype, error):
     """4,000 tokens with random acceptance, in one program; against float64 in every quarter."""
     width, shape, steps = 4, GdnShape(1, 2), 1600
     rng = np.random.default_rng(1)
-    tokens = operands(rng, steps, 1, width, shape=shape)
-    tokens[3] *= 0.05
+    tokens = GDN.slowed(GDN.draw(rng, steps, 1, width, shape=shape), 0.05)
     kept = rng.integers(1, width + 1, size=steps)
 
     def step(carry, x):
@@ -244,7 +237,7 @@ def test_on_a_gpu_rounding_does_not_add_up(dtype, error):
         length = next_ring_length(length, kept, width, ring.window).astype(jnp.int32)
         return (states, ring, computed + kept, length), out[0]
 
-    pools = empty_pools(shape, dtype, width=width)
-    start = (*pools, jnp.int32(0), jnp.int32(0))
+    start = (*pools(GDN, np.zeros, shape, dtype, width=width), jnp.int32(0), jnp.int32(0))
     outs = jax.jit(lambda *xs: jax.lax.scan(step, start, xs)[1])(*tokens, int32(*kept))
-    assert_rounding_does_not_add_up(outs, tokens, kept, error)
+    tokens = [GdnTokens(*(x[0] for x in step)) for step in zip(*tokens, strict=True)]
+    assert_rounding_does_not_add_up(GDN, shape, np.asarray(outs), tokens, kept, error)

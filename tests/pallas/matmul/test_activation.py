@@ -29,9 +29,9 @@ def test_the_square_is_rounded_to_the_dtype_of_the_product():
 def test_pieces_make_what_whole_rows_make_and_nan_stays_nan(activation):
     x = np.random.default_rng(1).normal(size=(5, 4 * activation.pieces)).astype(np.float32)
     x[2, 1] = np.nan
-    of_pieces = activation.of_pieces(jnp.split(jnp.asarray(x), activation.pieces, axis=1))
-    np.testing.assert_allclose(of_pieces, activation(jnp.asarray(x)), rtol=1e-6, atol=1e-6)
-    assert np.argwhere(np.isnan(of_pieces)).tolist() == [[2, 1]]
+    of_blocks = activation.of_blocks(jnp.split(jnp.asarray(x), activation.pieces, axis=1))
+    np.testing.assert_allclose(of_blocks, activation(jnp.asarray(x)), rtol=1e-6, atol=1e-6)
+    assert np.argwhere(np.isnan(of_blocks)).tolist() == [[2, 1]]
 
 
 def test_an_odd_number_of_columns_is_refused_where_there_is_a_gate():

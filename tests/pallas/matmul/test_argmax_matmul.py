@@ -14,7 +14,7 @@ from jaxspec.pallas.matmul.argmax_matmul import (
     why_not_kernel,
 )
 from jaxspec.pallas.matmul.scores import NO_TOKEN
-from jaxspec.request import ROW_STOP_IDS
+from jaxspec.requests.request import ROW_STOP_IDS
 from jaxspec.weight import Dense, Float8, to_float8
 
 INF, NAN = np.inf, np.nan

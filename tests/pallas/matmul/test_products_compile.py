@@ -22,7 +22,7 @@ from jaxspec.pallas.matmul.split_matmul import (
 )
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.norm.rms_norm import Norm
-from jaxspec.request import ROW_STOP_IDS
+from jaxspec.requests.request import ROW_STOP_IDS
 from jaxspec.weight import Dense, Float8
 
 OPTIMIZED = True  # as for a user

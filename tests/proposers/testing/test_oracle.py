@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec.proposers import DraftInputs
 from jaxspec.proposers.testing.oracle import OracleProposer
-from jaxspec.sampler import GREEDY
+from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.sampling import SamplingInputs
 
 SEQUENCE = tuple(range(10, 60))
@@ -30,7 +30,7 @@ def propose(proposer, num_computed, key=1):
         model=None, hidden=None, aux_hidden=None, next_tokens=ints, last_index=ints, slots=ints + 1,
         num_computed=jnp.asarray(num_computed, jnp.int32), max_len=ints + 99, last_token=ints,
         should_draft=ints == 0, proposer_key=ints + key, sampling=SamplingInputs({}), page_size=4,
-        sampler=GREEDY, num_drafts=proposer.num_drafts, num_emitted=ints, state_offset=ints,
+        features=GREEDY, num_drafts=proposer.num_drafts, num_emitted=ints, state_offset=ints,
         ring_length=ints, paths=None,
     )  # fmt: skip
     drafts, cache = proposer.propose(None, inputs, "cache", proposer.init_tables(None))

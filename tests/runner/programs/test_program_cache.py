@@ -15,10 +15,10 @@ import pytest
 from harness import Harness, prompts
 
 from jaxspec.pallas import dispatch
-from jaxspec.plan import Program
+from jaxspec.plan.plan import Program
+from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.runner.programs import program_cache, program_key
 from jaxspec.runner.programs.program_cache import kept, place
-from jaxspec.sampler import GREEDY
 
 real_folder = program_cache._folder
 FIRST = Program(4, 0, GREEDY)

@@ -7,12 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from harness import FIXTURES, REPLAY, Harness
 
-from jaxspec.plan import Program
+from jaxspec.options.draft_methods import DraftModelOptions, Eagle3Options, MTPOptions
+from jaxspec.plan.plan import Program
+from jaxspec.requests.sampling_features import GREEDY, SAMPLED
 from jaxspec.runner.programs import program_key
-from jaxspec.sampler import GREEDY, SAMPLED
-from jaxspec.speculation.draft_model import DraftModelOptions
-from jaxspec.speculation.eagle3 import Eagle3Options
-from jaxspec.speculation.mtp import MTPOptions
 
 FIRST = Program(4, 0, GREEDY)
 
@@ -37,11 +35,11 @@ def test_every_family_has_words_for_its_programs():
     """Without them its programs would be traced one by one at every start."""
     for fixture in {path.parent.name for path in FIXTURES.glob("*/model*.safetensors")}:
         if not fixture.endswith(("_draft", "_eagle3")):
-            assert Harness(fixture, samplers=()).runner._blueprint.fingerprint(FIRST), fixture
+            assert Harness(fixture, feature_sets=()).runner._blueprint.fingerprint(FIRST), fixture
 
 
 def key(fixture="qwen3_5", program=FIRST, **options):
-    engine = Harness(fixture, samplers=(), **{"drafts": 1, "accuracy": None, **options})
+    engine = Harness(fixture, feature_sets=(), **{"drafts": 1, "accuracy": None, **options})
     runner = engine.runner
     packed = runner._empty_plan(program)
     args = runner._weights, runner._tables, runner._state, packed
@@ -70,13 +68,13 @@ OTHER = [
     {"synthetic": (0.5,)},
     {"synthetic": (0.75,)},
     {"page_size": 8},
-    {"num_pages": 200},
+    {"num_pages": 800},
     {"states": REPLAY},
     {"kv_dtype": jnp.dtype("bfloat16")},
     {"decode_rows": (2, 4)},
     {"program": dataclasses.replace(FIRST, num_steps=2)},
     {"program": dataclasses.replace(FIRST, num_drafts=1)},
-    {"program": dataclasses.replace(FIRST, sampler=SAMPLED)},
+    {"program": dataclasses.replace(FIRST, features=SAMPLED)},
 ]
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions by the official client. Tools: tests/server/test_conversation.py."""
+"""POST /v1/chat/completions by the official client; tools: generation/test_conversation.py."""
 
 import math
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxspec.request import DraftCounts
-from jaxspec.server.step_watch import MAX_STEPS
-from jaxspec.timeline import STAGES
+from jaxspec.requests.request import DraftCounts
+from jaxspec.server.metrics.step_watch import MAX_STEPS
+from jaxspec.viz.timeline import STAGES
 
 
 def chat(served, num_tokens):

@@ -1,6 +1,6 @@
 """GET /health, /ready, /ping, /version and /load; of an engine that failed: test_app.py."""
 
-import jaxspec.server.endpoints.health as health
+import jaxspec.server.endpoints.monitoring as health
 
 
 def test_all_is_well(served):

@@ -8,7 +8,7 @@ from page_llm import FAILS, HANGS, PageLLM
 from served import serving
 
 from jaxspec import SamplingParams
-from jaxspec.painted_text import html_ground
+from jaxspec.viz.colored_tokens import html_ground
 
 pytestmark = pytest.mark.skipif(
     BROWSER is None, reason="there is no browser here: apt-get install chromium"

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from jaxspec.painted_text import GROUNDS, html_ground
 from jaxspec.runner.memory import HOLDER_WORDS
 from jaxspec.server.page.document import DOCUMENT, HEADERS
-from jaxspec.timeline import STAGES
+from jaxspec.viz.colored_tokens import GROUNDS, html_ground
+from jaxspec.viz.timeline import STAGES
 
 POLICY = dict(part.strip().split(" ", 1) for part in HEADERS["content-security-policy"].split(";"))
 

@@ -10,20 +10,20 @@ import sys
 import httpx
 from fake_llm_engine import FakeLLMEngine
 
-from jaxspec.async_errors import DrainingError, EngineDeadError
-from jaxspec.async_llm import Elsewhere
-from jaxspec.inputs import InputProcessor
-from jaxspec.loading import EMBEDDED_MODEL
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.api.async_llm import WorkerSpec
+from jaxspec.api.inputs import InputProcessor
+from jaxspec.api.loading import EMBEDDED_MODEL
+from jaxspec.engine.errors import DrainingError, EngineDeadError
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.server.options import ServerOptions
-from jaxspec.server.processes.brief import Brief
+from jaxspec.server.processes.api_process import WorkerConfig
 from jaxspec.server.processes.channel import Channel
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 PROGRAM = "jaxspec.server.processes.api_process"
 
 
-def brief():
+def worker_config():
     inputs = InputProcessor(
         Tokenizer(EMBEDDED_MODEL),
         vocab_size=2048,
@@ -33,8 +33,8 @@ def brief():
         seed=0,
     )
     shapes = FakeLLMEngine().shapes
-    engine = Elsewhere(inputs.twin(1), "some/model", shapes, SamplingParams())
-    return Brief(ServerOptions(), engine, 1_700_000_000)
+    engine = WorkerSpec(inputs.twin(1), "some/model", shapes, SamplingParams())
+    return WorkerConfig(ServerOptions(), engine, 1_700_000_000)
 
 
 def with_process(test):
@@ -53,7 +53,7 @@ def with_process(test):
             )
         channel, ready = await Channel.of(own), asyncio.Event()
         channel.handlers = {"ready": ready.set}
-        channel.tell("brief", brief())
+        channel.tell("brief", worker_config())
         hearing = asyncio.create_task(channel.run())
         try:
             async with asyncio.timeout(60):

@@ -15,9 +15,9 @@ import httpx
 import pytest
 from storms import storm, texts
 
+from jaxspec.server.http.request_ids import LOG
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.processes.api_processes import ApiProcesses
-from jaxspec.server.request_ids import LOG
 
 
 @contextlib.asynccontextmanager
@@ -118,7 +118,7 @@ def test_a_storm_over_three_processes_leaves_nothing_and_every_text_is_right(ser
             while served.llm.num_running or served.llm.num_waiting:
                 await asyncio.sleep(0.02)
             async with asyncio.timeout(30):
-                while any(desk._outboxes for desk in front._desks):
+                while any(engine_server._output_senders for engine_server in front._engine_servers):
                     await asyncio.sleep(0.02)
             front.end()
             assert await serving is True

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from jaxspec.async_errors import QueueFullError
-from jaxspec.server.http_server import event_loop
+from jaxspec.engine.errors import QueueFullError
+from jaxspec.server.http.http_server import event_loop
 from jaxspec.server.processes import channel as channel_module
 from jaxspec.server.processes.channel import Channel
 

@@ -7,7 +7,7 @@ import pytest
 from joined import joined
 
 from jaxspec import RequestOutputKind, SamplingParams
-from jaxspec.async_errors import DrainingError, EngineDeadError, QueueFullError
+from jaxspec.engine.errors import DrainingError, EngineDeadError, QueueFullError
 
 PROMPTS = ["def fibonacci(n):", "naïve ☕ = '", {"prompt_token_ids": [5, 6, 7]}]
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
@@ -35,7 +35,12 @@ async def read(stream):
 
 async def nothing_is_left(llm, remote):
     async with asyncio.timeout(60):
-        while llm.num_running or llm.num_waiting or remote._inboxes or remote.desk._outboxes:
+        while (
+            llm.num_running
+            or llm.num_waiting
+            or remote._output_queues
+            or remote.engine_server._output_senders
+        ):
             await asyncio.sleep(0.005)
 
 
@@ -149,12 +154,12 @@ def test_what_nobody_read_to_its_end_is_settled_by_an_abort(served, is_closed, t
 
     async def test(remote):
         stream = await remote.submit("x = [", SamplingParams(max_tokens=2, stop=["never"]))
-        number, inbox = next(iter(remote._inboxes.items()))
-        inbox.is_closed, heard = is_closed, []
+        number, output_queue = next(iter(remote._output_queues.items()))
+        output_queue.is_closed, heard = is_closed, []
         tell = remote._channel.tell
         remote._channel.tell = lambda name, *args: (heard.append(name), tell(name, *args))
         async with asyncio.timeout(30):
-            while number in remote._inboxes:
+            while number in remote._output_queues:
                 await asyncio.sleep(0.005)
         assert heard[-1] == told
         del stream

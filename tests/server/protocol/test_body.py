@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from jaxspec.server.protocol.body import Body, Each
+from jaxspec.server.protocol import Body, Each
 
 
 class Example(Body):

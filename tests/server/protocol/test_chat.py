@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxspec.server.errors import ApiError
-from jaxspec.server.protocol.chat import ChatCompletionRequest
+from jaxspec.server.http.errors import ApiError
+from jaxspec.server.protocol import ChatCompletionRequest
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 

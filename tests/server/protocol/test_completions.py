@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from jaxspec.server.errors import ApiError
-from jaxspec.server.protocol.completions import CompletionRequest
+from jaxspec.server.http.errors import ApiError
+from jaxspec.server.protocol import CompletionRequest
 
 
 @pytest.mark.parametrize(

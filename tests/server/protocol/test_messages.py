@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from jaxspec.server.protocol.messages import CountTokensRequest, MessagesRequest
+from jaxspec.server.protocol import CountTokensRequest, MessagesRequest
 
 MESSAGES = [{"role": "user", "content": "x"}]
 

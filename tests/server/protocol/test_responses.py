@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from jaxspec.server.protocol.responses import ResponsesRequest
+from jaxspec.server.protocol import ResponsesRequest
 
 
 def test_an_input_is_a_text_or_items():

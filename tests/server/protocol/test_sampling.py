@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.server.errors import ApiError
-from jaxspec.server.protocol.sampling import Sampling
+from jaxspec.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.server.http.errors import ApiError
+from jaxspec.server.protocol import Sampling
 
 DEFAULT = SamplingParams(temperature=0.7, top_k=20)
 

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from jaxspec.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from jaxspec.server.protocol import DetokenizeRequest, TokenizeRequest
 
 
 def test_what_is_not_given_is_left_to_the_template_as_in_a_chat():

@@ -6,9 +6,9 @@ import anthropic.types
 import pydantic
 from parsed import TOOLS
 
-from jaxspec.server.parsers import Piece
-from jaxspec.server.parsers.dialects import XML
 from jaxspec.server.translate.anthropic_events import PING, MessageEvents, failed
+from jaxspec.text.parsers import Piece
+from jaxspec.text.parsers.dialects import XML
 
 USAGE = {"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}}
 CHECK = pydantic.TypeAdapter(anthropic.types.RawMessageStreamEvent)

@@ -3,8 +3,8 @@
 import openai.types.responses
 import pydantic
 
-from jaxspec.server.parsers import Piece
 from jaxspec.server.translate.responses_events import ResponseEvents
+from jaxspec.text.parsers import Piece
 
 USAGE = {"prompt_tokens": 10, "completion_tokens": 5}
 CHECK = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)

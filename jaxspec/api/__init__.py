@@ -1,0 +1,1 @@
+"""Python API: `LLM`, `AsyncLLM`, their common base, and model loading."""

@@ -1,0 +1,343 @@
+"""`AsyncLLM`: asynchronous API for event loops, with an engine that runs in its own thread."""
+
+import asyncio
+import functools
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeVar
+
+from jaxspec.api.inputs import InputProcessor
+from jaxspec.api.llm_engine import LLMEngine
+from jaxspec.checks import integer, real, shown
+from jaxspec.engine.admission import Admission
+from jaxspec.engine.async_calls import AsyncCalls, Prepared
+from jaxspec.engine.async_stream import AsyncStream, OutputQueue
+from jaxspec.engine.engine import StepTimes
+from jaxspec.engine.engine_thread import EngineThread, MakeSampleStream, Settle
+from jaxspec.engine.errors import DrainingError, QueueTimeoutError
+from jaxspec.engine.metrics import Metric, kv_cache_usage
+from jaxspec.engine.sample_stream import Receiver
+from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.process import check_process
+from jaxspec.requests.outputs import Sample
+from jaxspec.requests.request import Request
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.text.tokenizer import Tokenizer
+
+_Receiver = TypeVar("_Receiver", bound=Receiver)
+
+
+class WorkerSpec(NamedTuple):
+    """Picklable specification for another process that creates requests for this engine.
+
+    Attributes:
+        make_inputs: Factory of the process's `InputProcessor`.
+        model_name: The model as it was given.
+        shapes: Sizes of the engine's programs.
+        default_params: Parameters of calls without any.
+    """
+
+    make_inputs: Callable[[], InputProcessor]
+    model_name: str
+    shapes: StepShapes
+    default_params: SamplingParams
+
+
+class AsyncLLM(AsyncCalls):
+    """Model for concurrent tasks of an event loop.
+
+    The engine runs in its own thread, and prompts are tokenized in a few others, so the event loop
+    never waits for either. `async with AsyncLLM(...) as llm:` closes it at the end of the block.
+
+    A failed step ends every stream with `EngineDeadError`, and later requests are refused. Restart
+    it in a new process if the device may be at fault. `is_healthy` turns False.
+
+    Args:
+        model: A folder, a GGUF file or a hub id; None means the embedded model.
+        max_num_queued_reqs: Most requests that wait for a row; others are refused with
+            `QueueFullError`. None means unlimited.
+        max_num_queued_tokens: Most prompt tokens of waiting requests, likewise. A longer prompt is
+            accepted if no other request waits.
+        queue_timeout: Seconds that a request may wait for a row before it ends with
+            `QueueTimeoutError`; None means unlimited.
+        stream_interval: Fewest tokens per delta of a stream. The first and the last delta may have
+            fewer, and requests with stop strings ignore it.
+        **options: Options of `LLM`.
+
+    Raises:
+        ValueError: a limit is invalid, or as in `LLM`.
+        FileNotFoundError, TypeError, RuntimeError: as in `LLM`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        max_num_queued_reqs: int | None = None,
+        max_num_queued_tokens: int | None = None,
+        queue_timeout: float | None = None,
+        stream_interval: int = 1,
+        **options: Any,
+    ):
+        """Load the model and start the engine thread; programs are compiled when first needed."""
+        admission = Admission(max_num_queued_reqs, max_num_queued_tokens)
+        if queue_timeout is not None and not real(queue_timeout) > 0:
+            raise ValueError(
+                f"queue_timeout must be seconds above 0, got {shown(queue_timeout)}; None is no "
+                "limit."
+            )
+        interval = integer("stream_interval", stream_interval, 1)
+        self._queue_timeout, self._admission = queue_timeout, admission
+        self._engine = LLMEngine(model, **options)
+        self._process = os.getpid()
+        self._thread = EngineThread(self._engine.session, admission, interval)
+        self._begin_calls(self._engine)
+        # The thread has no reference to the AsyncLLM, which is closed when it is collected.
+        weakref.finalize(self, self._thread.stop).atexit = False
+
+    async def __aenter__(self) -> Self:
+        """Return the AsyncLLM."""
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Close the AsyncLLM."""
+        await self.close()
+
+    # Requests, besides the calls of `AsyncCalls`
+
+    async def abort(self, request_id: str) -> None:
+        """Abort the requests with this id submitted so far; their streams end with "abort".
+
+        Unknown ids and finished requests are ignored.
+
+        Args:
+            request_id: Id of the requests.
+
+        Raises:
+            RuntimeError: this is a forked child of the engine's process.
+        """
+        check_process(self._process)
+        self._thread.abort_by_id(str(request_id))
+
+    async def take_over(
+        self,
+        requests: Sequence[Request],
+        make: Callable[[Sequence[Sample], MakeSampleStream, Settle], Receiver],
+    ) -> None:
+        """Check and queue the requests of one prompt from another process. Call within `expecting`.
+
+        Args:
+            requests: The requests, one per sample.
+            make: Returns the receiver of the samples; see `EngineThread.submit` for the other two
+                arguments.
+
+        Raises:
+            ServiceError, ValueError, RuntimeError: as in `submit`.
+        """
+
+        def prepare() -> Prepared:
+            samples = [Sample(request, None, None) for request in requests]
+            self._engine.admit(samples)
+            return None, samples
+
+        await self._enter(prepare, make)
+
+    def worker_spec(self, number: int) -> WorkerSpec:
+        """Return the specification for a process that creates requests for `take_over`.
+
+        Args:
+            number: Number of the process, which selects the noise of prompts without a seed.
+        """
+        make_inputs = self._engine.twin_inputs(number)
+        params = self.get_default_sampling_params()
+        return WorkerSpec(make_inputs, self.model_name, self.shapes, params)
+
+    def expecting(self) -> AbstractContextManager[None]:
+        """Count a request that another process prepares as waiting, within the returned context.
+
+        Returns:
+            A context manager, whose entry raises QueueFullError, DrainingError or EngineDeadError
+            as `submit` does.
+        """
+        return self._admission.preparing()
+
+    def give_up(self, *receivers: Receiver) -> None:
+        """Abort queued or running requests. Thread-safe.
+
+        Args:
+            *receivers: Receivers of the requests.
+        """
+        self._thread.abort(*receivers)
+
+    async def _submit(self, prepare: Callable[[], Prepared]) -> AsyncStream:
+        check_process(self._process)
+        make = functools.partial(OutputQueue, asyncio.get_running_loop())
+        with self._admission.preparing():
+            prompt, output_queue = await self._enter(prepare, make)
+        return AsyncStream(output_queue, prompt, self._thread.abort, keeps=self)
+
+    async def _enter(
+        self,
+        prepare: Callable[[], Prepared],
+        make: Callable[[Sequence[Sample], MakeSampleStream, Settle], _Receiver],
+    ) -> tuple[str | None, _Receiver]:
+        loop = asyncio.get_running_loop()
+        arrived = loop.time()
+        try:
+            prompt, samples = await loop.run_in_executor(self._pool, prepare)
+        except (TypeError, ValueError):
+            raise
+        except Exception:
+            self._admission.check_open()  # a closed engine is the likely cause
+            raise
+        receiver = self._thread.submit(functools.partial(make, samples))
+        if self._queue_timeout is not None:
+            end = arrived + self._queue_timeout
+            receiver.timer = loop.call_at(end, self._expire, receiver, self._queue_timeout)
+        return prompt, receiver
+
+    def _expire(self, receiver: Receiver, seconds: float) -> None:
+        if not receiver.has_begun:
+            receiver.fail(QueueTimeoutError(seconds))
+            self._thread.abort(receiver)
+
+    # Lifecycle
+
+    async def warm_up(self, feature_sets: Any = None) -> None:
+        """Run `LLM.warm_up` in a thread; the engine runs no steps while it compiles.
+
+        Args:
+            feature_sets: As in `LLM.warm_up`.
+
+        Raises:
+            ValueError, RuntimeError: as in `LLM.warm_up`.
+        """
+        check_process(self._process)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._pool, self._engine.warm_up, feature_sets)
+
+    async def get_ready(self) -> None:
+        """Run `LLM.get_ready` in a thread; the engine runs no steps while it compiles.
+
+        Raises:
+            RuntimeError: as in `LLM.get_ready`.
+        """
+        check_process(self._process)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._pool, self._engine.get_ready)
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Refuse new requests and wait until the others have finished.
+
+        Args:
+            timeout: Seconds after which unfinished requests are aborted; None means unlimited.
+
+        Returns:
+            True if all requests finished within the timeout and no step failed.
+
+        Raises:
+            RuntimeError: this is a forked child of the engine's process.
+        """
+        check_process(self._process)
+        idle = asyncio.wrap_future(self._admission.drain())
+        done, _ = await asyncio.wait({idle}, timeout=timeout)
+        if not done:
+            self._thread.abort(*self._admission.close(DrainingError))
+            await idle
+        return bool(done) and self._thread.error is None
+
+    async def close(self) -> None:
+        """Abort all requests, free the device memory, and refuse later requests.
+
+        Raises:
+            RuntimeError: this is a forked child of the engine's process.
+        """
+        check_process(self._process)
+        self._thread.stop()
+        await asyncio.wrap_future(self._thread.ended)
+        self._pool.shutdown(wait=False)
+
+    # Status and metrics
+
+    @property
+    def is_healthy(self) -> bool:
+        """True if no step has failed and it is not closed."""
+        return self._thread.is_running
+
+    @property
+    def error(self) -> BaseException | None:
+        """Error of the failed step, or None."""
+        return self._thread.error
+
+    @property
+    def num_running(self) -> int:
+        """Number of samples that have a row."""
+        return len(self._engine.session.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for their first row or are being tokenized."""
+        return self._admission.num_waiting
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Fraction of pages held by requests, in [0, 1]."""
+        return kv_cache_usage(self._engine.session.scheduler)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None if it has none."""
+        return self._engine.tokenizer
+
+    @property
+    def model_name(self) -> str:
+        """The model as it was given, or the folder name of the embedded model."""
+        return self._engine.model_name
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt with its output."""
+        return self._engine.shapes.max_model_len
+
+    @property
+    def shapes(self) -> StepShapes:
+        """Sizes of the engine's programs, including the number of pages."""
+        return self._engine.shapes
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return a copy of the parameters of calls without any (option `generation_config`)."""
+        return self._engine.get_default_sampling_params()
+
+    def metrics(self) -> dict[str, Any]:
+        """Return `LLM.metrics` with `num_running`, `num_waiting` and `kv_cache_usage`.
+
+        Raises:
+            RuntimeError: as in `LLM.metrics`.
+        """
+        return {
+            **self._engine.metrics(),
+            "num_running": self.num_running,
+            "num_waiting": self.num_waiting,
+            "kv_cache_usage": self.kv_cache_usage,
+        }
+
+    def trace(self) -> AbstractContextManager[list[StepTimes]]:
+        """Return the context manager of `LLM.trace`.
+
+        Entering it waits for the current step, so enter it in another thread than the event loop's.
+
+        Raises:
+            RuntimeError: as in `LLM.trace`, when it is entered.
+        """
+        return self._engine.trace()
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the metrics shared with vLLM, as `LLM.get_metrics` does.
+
+        Raises:
+            RuntimeError: as in `LLM.get_metrics`.
+        """
+        return self._engine.get_metrics()

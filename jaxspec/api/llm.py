@@ -1,0 +1,258 @@
+"""`LLM`, whose blocking calls step the engine in the calling thread, and `generate`."""
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Unpack
+
+from jaxspec.api import progress_bar, request_transfer
+from jaxspec.api.beam_search import beam_search as _beam_search
+from jaxspec.api.llm_engine import LLMEngine
+from jaxspec.api.score import score as _score
+from jaxspec.options.engine_options import SIGNATURE, EngineConfig, listing
+from jaxspec.process import check_process, first_process
+from jaxspec.requests.outputs import RequestOutput, Stream
+from jaxspec.requests.prompts import Prompt, is_one_prompt, params_of, parts_of, prompts_of
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.text.conversations import Messages, TemplateOptions
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM(LLMEngine):
+    """Model with its engine and tokenizer. Several threads may call it at once.
+
+    `close`, or the end of a `with` block, frees the device memory.
+
+    Raises:
+        FileNotFoundError: the model does not exist, or its folder has no configuration or weights.
+        TypeError: an option is unknown.
+        ValueError: an option, the configuration or the weights are invalid, or do not fit into
+            memory.
+        RuntimeError: this is a forked child of a process that made an LLM.
+    """
+
+    __signature__ = SIGNATURE
+
+    def __enter__(self) -> "LLM":
+        """Return the LLM."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the LLM."""
+        self.close()
+
+    def abort(self, request_id: str) -> None:
+        """Abort all samples of the requests with this id.
+
+        Any thread may call it while others wait in `generate` or read a stream. Unknown ids and
+        finished requests are ignored.
+
+        Args:
+            request_id: Id of the requests.
+
+        Raises:
+            RuntimeError: the LLM is closed, or this is a forked child of its process.
+        """
+        self.session.require_usable()
+        self.session.abort(str(request_id))
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: progress_bar.Bar = None,
+        priority: int | Sequence[int] | None = None,
+        request_ids: Sequence[str] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts and wait for all of them.
+
+        Args:
+            prompts: A prompt or a list of prompts. Each is a text, a list of token ids, or a dict
+                (`TextPrompt` or `TokensPrompt`).
+            sampling_params: Parameters for all prompts, or a list with one per prompt; None means
+                `get_default_sampling_params()`.
+            use_tqdm: True or False shows or hides the progress bar, a tqdm class draws it; None
+                follows the option `show_progress`.
+            priority: Integer for all prompts, or a list with one per prompt. Waiting requests with
+                lower values enter the batch first, equal ones in order of arrival. None means 0.
+            request_ids: Id of each prompt, for `abort`; None means numbers.
+
+        Returns:
+            One output per prompt, in the order of the prompts.
+
+        Raises:
+            ValueError: a prompt or parameter is invalid; nothing is queued.
+            RuntimeError: the LLM is closed, or this is a forked child of its process.
+        """
+        self.session.require_usable()
+        progress_bar.check(use_tqdm)
+        batch = prompts_of(prompts)
+        params = params_of(sampling_params, len(batch), self._default_params)
+        groups = self.prepare(batch, params, request_ids, priority)
+        samples = [sample for group in groups for sample in group]
+        with (
+            progress_bar.open_bar(use_tqdm, len(samples), is_shown=self._show_progress) as bar,
+            contextlib.closing(self.session.run(samples)) as run,
+        ):
+            for left in run:
+                progress_bar.move(bar, samples, len(left))
+        return [
+            RequestOutput.of(parts_of(prompt).text, group)
+            for prompt, group in zip(batch, groups, strict=True)
+        ]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+    ) -> Stream:
+        """Stream the output of one prompt.
+
+        The prompt is checked at once and queued at the first `next`. Leaving a
+        `with llm.stream(...) as deltas:` block early aborts the request.
+
+        Args:
+            prompt: A prompt as in `generate`.
+            sampling_params: Parameters; None means `get_default_sampling_params()`.
+            priority: As in `generate`.
+            request_id: Id for `abort`; None means a number.
+
+        Returns:
+            An iterator over the deltas of all samples. `TextDelta.index` is the index of the
+            sample; `SamplingParams.output_kind` selects the contents of a delta.
+
+        Raises:
+            ValueError: as in `generate`, or there are several prompts.
+            RuntimeError: as in `generate`.
+        """
+        only = self.one_prompt(prompt)
+        samples = self.prepare_one(only, sampling_params, request_id, priority)
+        return Stream(self.session.stream(*samples), samples[0].request_id)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: progress_bar.Bar = None,
+        priority: int | Sequence[int] | None = None,
+        request_ids: Sequence[str] | None = None,
+        **template: Unpack[TemplateOptions],
+    ) -> list[RequestOutput]:
+        """Complete conversations, rendered by the checkpoint's chat template.
+
+        Args:
+            messages: A conversation or a list of conversations. A conversation is a list of
+                messages `{"role": ..., "content": ...}`, whose content is a text or a list of
+                parts `{"type": "text", "text": ...}`.
+            sampling_params: As in `generate`.
+            use_tqdm: As in `generate`.
+            priority: As in `generate`.
+            request_ids: As in `generate`, one per conversation.
+            **template: Template options. `chat_template` is the source of another template, or the
+                name of one of the checkpoint's. `chat_template_kwargs` is a dict of the template's
+                variables, such as `{"enable_thinking": False}`. `tools` is a list of tools as JSON
+                values. `add_generation_prompt` (default True) ends the prompt with the start of an
+                assistant message. `continue_final_message` (default False) ends it inside the last
+                message, and needs `add_generation_prompt=False`.
+
+        Returns:
+            One output per conversation, in order.
+
+        Raises:
+            TypeError: an argument is unknown.
+            ValueError: there is no tokenizer or template, the template refuses the messages, or as
+                in `generate`.
+            RuntimeError: as in `generate`.
+        """
+        self.session.require_usable()
+        prompts = self._inputs.chats(messages, template)
+        return self.generate(
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            priority=priority,
+            request_ids=request_ids,
+        )
+
+    beam_search, score = _beam_search, _score
+    export_request, prefill = request_transfer.export_request, request_transfer.prefill
+    import_request = request_transfer.import_request
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+        **template: Unpack[TemplateOptions],
+    ) -> Stream:
+        """Stream the next message of one conversation.
+
+        Args:
+            messages: The conversation, as in `chat`.
+            sampling_params: As in `stream`.
+            priority: As in `stream`.
+            request_id: As in `stream`.
+            **template: Template options, as in `chat`.
+
+        Returns:
+            An iterator over the deltas, as in `stream`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as in `chat` and `stream`.
+        """
+        prompt = self.chat_prompt(messages, template)
+        return self.stream(prompt, sampling_params, priority=priority, request_id=request_id)
+
+
+LLM.__doc__ = f"{LLM.__doc__}\n    Args:\n{listing()}\n"
+
+
+_DEFAULT_LLMS: dict[EngineConfig, LLM] = {}  # LLM of the last `generate`, by its options
+_DEFAULT_LLMS_LOCK = threading.Lock()  # held while an LLM is loaded or dropped
+
+
+def generate(
+    prompts: Prompt | Sequence[Prompt],
+    model: str | Path | None = None,
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    **options: Any,
+) -> RequestOutput | list[RequestOutput]:
+    """Complete prompts with the embedded model or another one.
+
+    The `LLM` is kept for the next call with the same model and options.
+
+    Args:
+        prompts: A prompt or a list of prompts, as in `LLM.generate`.
+        model: A folder, a GGUF file or a hub id; None means the embedded model.
+        sampling_params: As in `LLM.generate`.
+        **options: Options of `LLM`.
+
+    Returns:
+        One output for a single prompt, or a list of outputs for a list of prompts.
+
+    Raises:
+        FileNotFoundError, TypeError: as in `LLM`.
+        ValueError, RuntimeError: as in `LLM` and `LLM.generate`.
+    """
+    is_single = is_one_prompt(prompts)
+    batch = prompts_of(prompts)
+    num_samples = sum(param.n for param in params_of(sampling_params, len(batch)))
+    rows = options.get("max_num_seqs") or (1 if num_samples < 2 else 8)
+    key = EngineConfig.of(model, options)
+    check_process(first_process())  # before the lock: the parent's threads may hold it
+    with _DEFAULT_LLMS_LOCK:
+        if key not in _DEFAULT_LLMS or _DEFAULT_LLMS[key].shapes.max_num_seqs < rows:
+            _DEFAULT_LLMS.clear()  # one model at a time: free its memory, if unused, before loading
+            _DEFAULT_LLMS[key] = LLM(model, **{"max_num_seqs": rows, **options})
+        llm = _DEFAULT_LLMS[key]
+    outputs = llm.generate(batch, sampling_params)
+    return outputs[0] if is_single else outputs

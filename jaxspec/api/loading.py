@@ -1,0 +1,425 @@
+"""Model loading: resolve all options, read the checkpoint, and create the runner.
+
+    EngineConfig ─▶ folder_of ─▶ unread model ─▶ settle: ResolvedOptions ─▶ fitting: pages
+                                                                                   │
+    Loaded ◀─ ModelRunner ◀─ read weights, trace first programs meanwhile ◀─ Blueprint
+
+Options and configuration are validated before a tensor is read.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxspec.cache import CacheSpec, by_slot, kv_dtype_of, unknown
+from jaxspec.cache.copies import uncopied
+from jaxspec.files import writable_folder
+from jaxspec.hidden_states.recorder import HiddenStateRecorder
+from jaxspec.hidden_states.state_file import prepare_folder
+from jaxspec.models import AbstractModel, dtype_of, resolve_folder, unread, unread_model_or_head
+from jaxspec.models.base import CheckpointModule, Model, ModelSpec
+from jaxspec.models.config import ModelConfig
+from jaxspec.options import SpeculativeConfig
+from jaxspec.options.draft_methods import ExtractHiddenStatesOptions
+from jaxspec.options.engine_options import EngineConfig
+from jaxspec.options.generation_config import default_params
+from jaxspec.pallas import dispatch
+from jaxspec.plan.step_shapes import ModelSizes, StateConfig, StepShapes
+from jaxspec.prefix.disk_tier import DiskTier
+from jaxspec.prefix.host_tier import HostTier
+from jaxspec.proposers import Proposer, make_proposer
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runner.blocks import check_host_bytes
+from jaxspec.runner.blueprint import Blueprint
+from jaxspec.runner.memory import MemoryBudget, MemoryUsage, fit
+from jaxspec.runner.model_runner import ModelRunner
+from jaxspec.runner.programs.compilation_cache import enable_compilation_cache
+from jaxspec.runner.warmup import first_programs
+from jaxspec.sampling import make_verifier
+from jaxspec.scheduler.host_drafter import HostDrafter, make_host_drafter, path_length
+from jaxspec.scheduler.request_observer import RequestObserver
+from jaxspec.text.tokenizer import Tokenizer
+
+
+def prefix_sizes(config: EngineConfig, specs: Sequence[CacheSpec]) -> dict[str, Any]:
+    """Return the fields of `StepShapes` that configure prefix caching.
+
+    Args:
+        config: Options of the engine.
+        specs: Specs of all pools.
+
+    Raises:
+        ValueError: recurrent states have no memory, the checkpoint interval does not match the page
+            size, a pool can't be cached or copied to the host, or host memory is given without
+            prefix caching.
+    """
+    sizes = _kept_on_device(config, specs)
+    if not config.kv_offloading_size:
+        return sizes
+    if not sizes:
+        raise ValueError(
+            f"kv_offloading_size={config.kv_offloading_size} is for prefixes, and this engine "
+            "keeps none. Set enable_prefix_caching=True and a mamba_cache_mode other than 'none', "
+            "or kv_offloading_size=0."
+        )
+    if strange := uncopied(specs):
+        raise ValueError(
+            "Prefixes can go to the host's memory where every pool says what its axis of pages is "
+            f"(`page_axis`) or is a `jaxspec.cache.BySlot`, and {', '.join(strange)} does neither. "
+            "Set kv_offloading_size=0."
+        )
+    return sizes | {"host_bytes": int(config.kv_offloading_size * 2**30)}
+
+
+def _kept_on_device(config: EngineConfig, specs: Sequence[CacheSpec]) -> dict[str, Any]:
+    has_states, strange = bool(by_slot(specs)), unknown(specs)
+    wanted = config.enable_prefix_caching
+    if strange and wanted:
+        raise ValueError(
+            f"Prefixes can be kept where every pool lies in pages or says how to keep a slot of it "
+            f"(`jaxspec.cache.BySlot`), and {', '.join(strange)} does neither. Set "
+            "enable_prefix_caching=False; or, in a spec that copies pages alone, `by_page = True` "
+            "or a `page_axis`."
+        )
+    if strange or wanted is False:
+        return {}
+    if not has_states:
+        return {"prefix_caching": "pages"}
+    mode, interval = config.mamba_cache_mode, config.checkpoint_interval
+    if mode == "none":  # cached keys and values need the recurrent states of the same prefix
+        return {}
+    if config.prefix_cache_share == 0:
+        raise ValueError(
+            "prefix_cache_share must be above 0 for a model with recurrent states, or there is "
+            "nothing to begin on; got 0. Use 0.2, or enable_prefix_caching=False."
+        )
+    if mode == "align":
+        interval = interval or 32 * config.page_size
+        if interval % config.page_size:
+            raise ValueError(
+                f"checkpoint_interval must be a multiple of page_size={config.page_size} with "
+                f"mamba_cache_mode='align', got {interval}. Round it, or use 'all'."
+            )
+    return {
+        "prefix_caching": mode,
+        "prefix_cache_share": config.prefix_cache_share,
+        "checkpoint_interval": interval,
+    }
+
+
+def host_tier(config: EngineConfig, runner: ModelRunner) -> HostTier | None:
+    """Return the store for prefixes evicted from the device.
+
+    Args:
+        config: Options of the engine.
+        runner: The runner, which copies the blocks.
+
+    Returns:
+        The host tier, or None without host memory for prefixes.
+
+    Raises:
+        ValueError: the folder for its files is not a writable folder.
+    """
+    shapes, pieces, disk = runner.shapes, runner.blocks, None
+    has_states = shapes.num_checkpoints > 0
+    if not shapes.host_bytes:
+        return None
+    if config.kv_offloading_folder is not None:
+        name, purpose = str(config.kv_offloading_folder), "Kept prefixes are written to"
+        kinds = (False, True) if has_states else (False,)
+        disk = DiskTier(
+            writable_folder(name, purpose, mode=0o700),
+            int(config.kv_offloading_folder_size * 2**30),
+            runner.fingerprint,
+            shapes.page_size,
+            {kind: pieces.arrays(is_state=kind) for kind in kinds},
+        )
+    return HostTier(shapes.host_bytes, shapes.page_size, pieces, disk, has_states=has_states)
+
+
+EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded"
+
+
+class Loaded(NamedTuple):
+    """A model ready to run.
+
+    Attributes:
+        folder: Folder or GGUF file of the checkpoint.
+        model: Configuration of the model.
+        speculation: Speculation options; None means no drafts.
+        proposer: Drafts on the device; None without speculation.
+        runner: Runs the programs.
+        host_drafter: Follows requests on the host, and drafts there for some methods.
+        host_tier: Store for prefixes evicted from the device; None without one.
+        tokenizer: The tokenizer; None without one.
+        default_params: Parameters of calls without any.
+        config: Options of the engine, with resolved "auto" and None.
+    """
+
+    folder: Path
+    model: ModelConfig
+    speculation: SpeculativeConfig | None
+    proposer: Proposer | None
+    runner: ModelRunner
+    host_drafter: HostDrafter | None
+    host_tier: HostTier | None
+    tokenizer: Tokenizer | None
+    default_params: SamplingParams
+    config: EngineConfig
+    observers: tuple[RequestObserver, ...] = ()
+
+
+def folder_of(config: EngineConfig, *, progress: bool, weights: bool) -> Path:
+    """Return the folder or GGUF file of the model, downloading it if it is a hub id.
+
+    Args:
+        config: Options of the engine.
+        progress: Show a progress bar.
+        weights: Download the weights, too.
+
+    Raises:
+        FileNotFoundError: the model does not exist.
+        ValueError: as in `resolve_folder`.
+    """
+    if config.model is None:
+        return EMBEDDED_MODEL
+    return resolve_folder(config.model, progress, weights=weights, revision=config.revision)
+
+
+def _tokenizer(config: EngineConfig, folder: Path, *, progress: bool) -> Tokenizer | None:
+    """Load the tokenizer of `config`, or that of the model's folder if there is one.
+
+    Raises:
+        FileNotFoundError: the tokenizer given in `config` does not exist.
+        ValueError: the tokenizer is invalid.
+    """
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is not None:
+        try:
+            return Tokenizer(resolve_folder(config.tokenizer, progress, weights=False))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"tokenizer: {error}") from error
+    try:
+        return Tokenizer(folder)
+    except FileNotFoundError:  # prompts and outputs are token ids only
+        return None
+
+
+@contextlib.contextmanager
+def unread_drafter(
+    config: EngineConfig, dtype: jnp.dtype, *, progress: bool
+) -> Iterator[AbstractModel[CheckpointModule] | None]:
+    """Open the drafter's checkpoint, a model or a draft head, without reading its weights.
+
+    Args:
+        config: Options of the engine.
+        dtype: Dtype of the weights.
+        progress: Show progress bars.
+
+    Yields:
+        The drafter, or None if the draft method has no checkpoint.
+
+    Raises:
+        FileNotFoundError, ValueError: as in `folder_of` and `unread_model_or_head`.
+    """
+    speculation = config.speculative_config
+    options = speculation.options if isinstance(speculation, SpeculativeConfig) else None
+    name = getattr(options, "model", None)
+    if options is None or name is None:
+        yield None
+        return
+    has_weights = config.load_format != "dummy"
+    folder = resolve_folder(name, progress, weights=has_weights, revision=options.revision)
+    with unread_model_or_head(folder, dtype, load_format=config.load_format) as found:
+        yield found
+
+
+class ResolvedOptions(NamedTuple):
+    """Options resolved for one model on this device.
+
+    Attributes:
+        speculation: Speculation options; None means no drafts.
+        proposer: Drafts on the device; None without speculation.
+        states: Policy and dtype of recurrent states.
+        kv_dtype: Dtype of the KV cache.
+        shapes: Sizes of the programs; `num_pages` is an upper bound (see `fitting`).
+        holdings: Bytes of device memory by use.
+    """
+
+    speculation: SpeculativeConfig | None
+    proposer: Proposer | None
+    states: StateConfig
+    kv_dtype: jnp.dtype
+    shapes: StepShapes
+    memory_usage: MemoryUsage
+
+    def fitting(self, budget: MemoryBudget | None) -> StepShapes:
+        """Return the shapes with as many pages as fit.
+
+        Args:
+            budget: Device memory to use; None means unlimited.
+
+        Raises:
+            ValueError: as in `fit` and `check_host_bytes`.
+        """
+        shapes = fit(self.shapes, budget, self.memory_usage.bytes)
+        check_host_bytes(self.memory_usage.specs, shapes)
+        return shapes
+
+
+def shapes_of(config: EngineConfig, model: Model, draft_counts: Sequence[int]) -> StepShapes:
+    """Return the sizes of the model's programs; `num_pages` is an upper bound.
+
+    Args:
+        config: Options of the engine.
+        model: The model.
+        draft_counts: Numbers of drafts per step to compile programs for.
+
+    Raises:
+        ValueError: sizes are inconsistent, or exceed the model's.
+    """
+    own = ModelSizes(model.max_position_embeddings, model.tokens_per_step, model.steps_per_dispatch)
+    sizes = config.step_shapes(own, draft_counts)
+    return dataclasses.replace(sizes, vocab_size=model.vocab_size)
+
+
+def settle(
+    config: EngineConfig, model: Model, dtype: jnp.dtype, drafter: CheckpointModule | None = None
+) -> ResolvedOptions:
+    """Resolve all options that depend on the model or the device.
+
+    Args:
+        config: Options of the engine.
+        model: The model; its parameters may be abstract.
+        dtype: Dtype of the weights.
+        drafter: Model or head that drafts, likewise; None without one.
+
+    Raises:
+        ValueError: an option is not supported by the model, or sizes are inconsistent.
+    """
+    speculation = SpeculativeConfig.resolve(config.speculative_config, model.has_draft_head)
+    has_kernels = dispatch.kernels_here()[1] is None
+    speculation = speculation and speculation.on_device(has_kernels)
+    model_spec = None if drafter is None else ModelSpec.of(drafter, dtype)
+    proposer = make_proposer(speculation, model, model_spec) if speculation else None
+    states = StateConfig.resolve(config.state_policy, config.state_dtype, has_kernels=has_kernels)
+    kv_dtype = kv_dtype_of(config.kv_dtype, dtype)
+    counts = speculation.draft_counts if speculation else (0,)
+    shapes = shapes_of(config, model, counts)
+    ahead = path_length(speculation, config.max_in_flight, shapes.steps_per_dispatch)
+    memory_usage = MemoryUsage.of(
+        model, proposer, drafter, dtype=dtype, kv_dtype=kv_dtype, states=states
+    )
+    kept = prefix_sizes(config, memory_usage.specs)
+    shapes = dataclasses.replace(shapes, path_length=ahead, **kept)
+    return ResolvedOptions(speculation, proposer, states, kv_dtype, shapes, memory_usage)
+
+
+def load(config: EngineConfig, *, progress: bool) -> Loaded:
+    """Load the model of an engine and allocate its state, with the recorder of hidden states.
+
+    Args:
+        config: Options of the engine.
+        progress: Show progress bars.
+
+    Returns:
+        The model, ready to run; no program is compiled yet.
+
+    Raises:
+        FileNotFoundError: as in `load_runner`.
+        ValueError: the folder for hidden states can't be used, or as in `load_runner`.
+    """
+    options = getattr(config.speculative_config, "options", None)
+    if not isinstance(options, ExtractHiddenStatesOptions):
+        return load_runner(config, progress=progress)
+    prepare_folder(str(options.folder))
+    loaded = load_runner(config, progress=progress)
+    name = "the embedded model" if config.model is None else str(config.model)
+    return loaded._replace(observers=(HiddenStateRecorder.of(options, loaded.runner, name),))
+
+
+def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
+    """Load the model and allocate its state, without a recorder of hidden states.
+
+    A flight replay calls this directly: it has no requests and writes no files.
+
+    Args:
+        config: Options of the engine.
+        progress: Show progress bars.
+
+    Returns:
+        The model, ready to run; no program is compiled yet.
+
+    Raises:
+        FileNotFoundError: the model does not exist, or its folder has no configuration or weights.
+        ValueError: an option, the configuration or the weights are invalid, or do not fit into
+            memory.
+    """
+    enable_compilation_cache(config.compilation_cache)
+    folder = folder_of(config, progress=progress, weights=config.load_format != "dummy")
+    tokenizer = _tokenizer(config, folder, progress=progress)
+    defaults = default_params(config.generation_config, folder)
+    dtype = dtype_of(config.dtype)
+    is_background = config.background_compilation
+    # Measured before anything is loaded: the budget is the memory that other engines leave free.
+    budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages)
+    with contextlib.ExitStack() as failed:
+        with (
+            unread(folder, dtype, load_format=config.load_format) as found,
+            unread_drafter(config, dtype, progress=progress) as found_drafter,
+        ):
+            head = found_drafter and found_drafter.model
+            settled = settle(config, found.model, dtype, head)
+            shapes = settled.fitting(budget)
+            blueprint = Blueprint.of(
+                found.model,
+                shapes,
+                settled.proposer,
+                dtype=dtype,
+                verifier=make_verifier(settled.speculation),
+                states=settled.states,
+                kv_dtype=settled.kv_dtype,
+                drafter=head,
+            )
+            early = blueprint.trace_early(first_programs(shapes) if is_background else ())
+            failed.callback(early.close)
+            model = found.read(progress)
+            drafter = found_drafter and found_drafter.read(progress)
+        runner = ModelRunner(model, blueprint, drafter=drafter, early=early)
+        tier = host_tier(config, runner)
+        failed.pop_all()
+    return Loaded(
+        folder=folder,
+        model=model.config,
+        speculation=settled.speculation,
+        proposer=settled.proposer,
+        runner=runner,
+        host_drafter=make_host_drafter(settled.speculation),
+        host_tier=tier,
+        tokenizer=tokenizer,
+        default_params=defaults,
+        config=_resolved(config, settled, runner.shapes, dtype),
+    )
+
+
+def _resolved(
+    config: EngineConfig, settled: ResolvedOptions, shapes: StepShapes, dtype: jnp.dtype
+) -> EngineConfig:
+    return dataclasses.replace(
+        config,
+        dtype=dtype.name,
+        state_policy=settled.states.policy,
+        num_pages=shapes.num_pages,
+        max_num_batched_tokens=shapes.max_num_batched_tokens,
+        prefill_buckets=shapes.prefill_tokens,
+        max_prefill_seqs=shapes.max_prefill_seqs,
+        enable_prefix_caching=shapes.prefix_caching != "off",
+        checkpoint_interval=shapes.checkpoint_interval or config.checkpoint_interval,
+        steps_per_dispatch=shapes.steps_per_dispatch,
+        speculative_config=settled.speculation,
+    )

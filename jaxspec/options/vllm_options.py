@@ -1,0 +1,152 @@
+"""Translation of vLLM's engine options, and validation of those without a counterpart.
+
+A vLLM option renames a jaxspec option (`RENAMED`) or has no counterpart (`UNDERSTOOD`). Without a
+counterpart, values that match the behavior of jaxspec are accepted, and all others are refused.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxspec.checks import shown
+
+
+class Renamed(NamedTuple):
+    """A vLLM option that jaxspec has under another name or with other values."""
+
+    name: str
+    words: Mapping[str, Any] = {}  # vLLM's values to jaxspec's; others are equal
+
+    def value(self, given: Any) -> Any:
+        """Translate a value to jaxspec's."""
+        return self.words.get(given, given) if isinstance(given, str) else given
+
+
+class Given(NamedTuple):
+    """A vLLM option whose behavior is fixed in jaxspec.
+
+    Attributes:
+        meaning: The behavior of jaxspec.
+        values: Accepted values, which request that behavior; empty accepts every value.
+        instead: Advice in the error for other values.
+    """
+
+    meaning: str
+    values: tuple[Any, ...] = ()
+    instead: str = "Leave it out"
+
+    def takes(self, given: Any) -> bool:
+        """Return whether the value is accepted; 1 and True differ."""
+        if not self.values:
+            return True
+        is_plain = given is None or isinstance(given, bool | int | float | str | dict | list)
+        return is_plain and any(type(given) is type(v) and given == v for v in self.values)
+
+
+_KV_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+
+RENAMED: dict[str, Renamed] = {
+    "block_size": Renamed("page_size"),
+    "kv_cache_dtype": Renamed("kv_dtype", _KV_DTYPES),
+    "mamba_block_size": Renamed("checkpoint_interval"),
+    "mamba_ssm_cache_dtype": Renamed("state_dtype", {"auto": "float32"}),
+    "num_gpu_blocks_override": Renamed("num_pages"),
+    "max_num_partial_prefills": Renamed("max_prefill_seqs"),
+    "use_tqdm_on_load": Renamed("show_progress"),
+    "dtype": Renamed("dtype", {"float": "float32"}),
+    "load_format": Renamed("load_format", {"safetensors": "auto"}),
+}
+"""Options that jaxspec has under another name or with other values, by vLLM's name."""
+
+_ONE_DEVICE = "Several GPUs come later: use one"
+_NOT_LOADED = "Adapters are not loaded: merge them into the weights"
+_FOLDER = "Give `model` a folder with what you need"
+_CONFIG = "Change config.json in a folder of your own"
+_PLAIN = "Use a checkpoint in float32, bfloat16 or float16"
+
+UNDERSTOOD: dict[str, Given] = {
+    "aggregate_engine_logging": Given("nothing is logged", (True, False)),
+    "async_scheduling": Given("steps overlap", (True, None), "max_in_flight=0 does not overlap"),
+    "code_revision": Given("no code is taken from a hub", (None,)),
+    "config_format": Given("config.json is read", ("auto", "hf")),
+    "cpu_offload_gb": Given("weights stay on the device", (0, 0.0), "Lower what the device holds"),
+    "data_parallel_size": Given("one device", (1,), _ONE_DEVICE),
+    "disable_cascade_attention": Given("no prefix is shared", (True, False)),
+    "disable_custom_all_reduce": Given("one device", (True, False)),
+    "disable_log_stats": Given("nothing is logged; `LLM.metrics` counts", (True, False)),
+    "distributed_executor_backend": Given("one process", (None, "uni"), _ONE_DEVICE),
+    "download_dir": Given("the hub's own cache is used", (None,), "Set HF_HOME"),
+    "enable_chunked_prefill": Given("prompts come in chunks", (True, None), "Leave it out"),
+    "enable_expert_parallel": Given("one device", (False,), _ONE_DEVICE),
+    "enable_lora": Given("there are no adapters", (False,), _NOT_LOADED),
+    "enable_prompt_embeds": Given("prompts are texts or ids", (False,), "Pass ids"),
+    "enable_sleep_mode": Given("the engine does not sleep", (False,), "Close it and make another"),
+    "enforce_eager": Given("programs are compiled all the same, once", (True, False, None)),
+    "guided_decoding_backend": Given("there is no structured output", (None, "auto")),
+    "hf_config_path": Given("the model's own config.json", (None,), _FOLDER),
+    "hf_overrides": Given("config.json as it is", (None, {}), _CONFIG),
+    "hf_token": Given("the hub's library knows it", (None,), "Log in with `hf auth login`"),
+    "ignore_patterns": Given("all safetensors are read", (None,), _FOLDER),
+    "kv_offloading_backend": Given("the host's memory, and a folder", ("native", None)),
+    "kv_transfer_config": Given("pages stay here", (None,)),
+    "limit_mm_per_prompt": Given("prompts are text alone", (None, {})),
+    "logits_processors": Given("those of SamplingParams", (None, [])),
+    "lora_modules": Given("there are no adapters", (None,), _NOT_LOADED),
+    "mamba_cache_dtype": Given("convolutions keep the model's dtype", ("auto",), "See state_dtype"),
+    "max_logprobs": Given("SamplingParams bounds them", (20, None)),
+    "max_seq_len_to_capture": Given("every size is compiled"),
+    "model_impl": Given("jaxspec's own models", ("auto",)),
+    "override_generation_config": Given(
+        "generation_config.json as it is", (None, {}), "Pass SamplingParams"
+    ),
+    "pipeline_parallel_size": Given("one device", (1,), _ONE_DEVICE),
+    "prefix_caching_hash_algo": Given("tokens themselves are compared"),
+    "quantization": Given("weights are as published", (None,), _PLAIN),
+    "rope_scaling": Given("config.json's", (None, {}), _CONFIG),
+    "rope_theta": Given("config.json's", (None,), _CONFIG),
+    "runner": Given("it generates", ("auto", "generate"), "Pooling is not done here"),
+    "scheduling_policy": Given("by priority, then first come first served", ("fcfs", "priority")),
+    "served_model_name": Given("there is no server"),
+    "structured_outputs_config": Given("there is no structured output", (None, {})),
+    "swap_space": Given("preempted requests are computed again"),
+    "task": Given("it generates", ("auto", "generate"), "Pooling is not done here"),
+    "tensor_parallel_size": Given("one device", (1,), _ONE_DEVICE),
+    "tokenizer_mode": Given("tokenizer.json", ("auto", "hf", "fast")),
+    "tokenizer_revision": Given("the revision of its hub id", (None,), "Give a folder"),
+    "trust_remote_code": Given("no code is taken from a hub", (False,), "Its models are built in"),
+}
+"""Options whose behavior is fixed in jaxspec, by vLLM's name."""
+
+
+def translated(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate options to jaxspec's names and values; names in neither table are kept.
+
+    Raises:
+        ValueError: an option requests an unsupported feature, or is given under two names.
+    """
+    found = {}
+    for name, given in options.items():
+        if name in UNDERSTOOD:
+            _check(name, given)
+            continue
+        own, value = name, given
+        if name in RENAMED:
+            own, value = RENAMED[name].name, RENAMED[name].value(given)
+            if own != name and own in options:
+                raise ValueError(
+                    f"{name} is another name of {own}, got both: {shown(given)} and "
+                    f"{shown(options[own])}. Pass one of them."
+                )
+        if value is not None or own == name:  # None of vLLM means the default
+            found[own] = value
+    return found
+
+
+def _check(name: str, given: Any) -> None:
+    understood = UNDERSTOOD[name]
+    if understood.takes(given):
+        return
+    values = " or ".join(map(repr, understood.values))
+    raise ValueError(
+        f"{name} must be {values} with jaxspec ({understood.meaning}), got {shown(given)}. "
+        f"{understood.instead}."
+    )

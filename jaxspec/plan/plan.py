@@ -1,0 +1,327 @@
+"""The interface of host and device: step plans to the device, step outputs back, both packed.
+
+Imports no JAX: the layouts (`jaxspec.layout`) read NumPy and JAX arrays alike. `jaxspec.plan.row`
+defines the layout of new rows in a plan.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from jaxspec.layout import Field, PackedLayout
+from jaxspec.plan.block_plan import Block, Read, Write, block_layout, pack_block
+from jaxspec.plan.row import row_layout
+from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.table_plan import table_layout
+from jaxspec.requests.sampling_features import SamplingFeatures
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Static shape of a compiled step.
+
+    A step without prompt tokens has no prompt to report on: `PROMPT_LOGPROBS` is removed from its
+    features, so that equal programs are compiled once.
+    """
+
+    decode_rows: int  # rows of the decode rectangle
+    prefill_tokens: int  # tokens of the flat prefill region; 0 in the program that only decodes
+    features: SamplingFeatures
+    num_steps: int = 1  # decode steps, one after the other; above 1 only without prompt tokens
+    num_drafts: int = 0  # drafts that a row verifies, and that are proposed afterwards; at most K
+
+    def __post_init__(self) -> None:
+        if not self.prefill_tokens:
+            object.__setattr__(self, "features", self.features.of_decoding)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(decode rows, prefill tokens, drafts), as in `StepShapes.compiled`."""
+        return self.decode_rows, self.prefill_tokens, self.num_drafts
+
+
+@dataclasses.dataclass(frozen=True)
+class MoveRows:
+    """Program that places rows, copies state slots and pages, and computes nothing.
+
+    Steps have no room for copies: in XLA a copy of no slots moves as many bytes as one of all the
+    slots that there is room for.
+    """
+
+    restores: bool = False  # the source of its one copy is a cached state, if the model has states
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteTables:
+    """Program that writes the sampling tables of one state slot."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportState:
+    """Program that copies the state of one row to a cached state."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyBlock:
+    """Program that copies a block to the host ("read") or back into the pools ("write")."""
+
+    direction: Literal["read", "write"]
+    of_state: bool  # the block holds a cached state and one page; else pages alone
+
+
+AnyProgram = Program | MoveRows | WriteTables | ExportState | CopyBlock
+"""A step, or work between two steps."""
+
+MOVES, RESTORE = MoveRows(), MoveRows(restores=True)
+TABLES, EXPORT = WriteTables(), ExportState()
+READ, READ_STATE = CopyBlock("read", of_state=False), CopyBlock("read", of_state=True)
+WRITE, WRITE_STATE = CopyBlock("write", of_state=False), CopyBlock("write", of_state=True)
+BLOCK_COPIES = READ, WRITE, READ_STATE, WRITE_STATE
+WITHOUT_STEPS = MOVES, TABLES, EXPORT, RESTORE, *BLOCK_COPIES
+
+
+def plan_layout(program: AnyProgram, shapes: StepShapes) -> PackedLayout:
+    """Return the layout of the packed `StepPlan` of `program`."""
+    match program:
+        case Program():
+            return _step_layout(program, shapes)
+        case MoveRows():
+            # More than one restore is rare, and unused room costs as much as copies.
+            moves = 1 if program.restores else shapes.max_new_rows
+            return _row_layout(shapes, moves=moves)
+        case WriteTables():
+            return table_layout(shapes.vocab_size)
+        case ExportState():
+            return _EXPORT_LAYOUT
+        case CopyBlock():
+            return block_layout(1 if program.of_state else shapes.block_pages)
+
+
+@functools.cache
+def _step_layout(program: Program, shapes: StepShapes) -> PackedLayout:
+    drafts, page_size = shapes.num_drafts, shapes.page_size
+    seqs = shapes.prefill_seqs(program.prefill_tokens)
+    # A row's reserve grows by at most 1 + K positions per step, those verified, and the 2K of the
+    # draft head; a chunk of prompt adds its length.
+    growth = 1 + -(-(program.num_steps * (1 + drafts) + 2 * drafts) // page_size)
+    appends = (program.decode_rows + seqs) * growth + seqs + program.prefill_tokens // page_size
+    return _row_layout(
+        shapes,
+        appends=appends,
+        prefill_tokens=program.prefill_tokens,
+        seqs=seqs,
+        path_length=shapes.path_length,
+    )
+
+
+@functools.cache
+def _row_layout(
+    shapes: StepShapes,
+    *,
+    moves: int = 0,
+    appends: int = 0,
+    prefill_tokens: int = 0,
+    seqs: int = 0,
+    path_length: int = 0,
+) -> PackedLayout:
+    rows, new, drafts = shapes.max_num_seqs, shapes.max_new_rows, shapes.num_drafts
+    # A target gets its whole page table, so it may start with any number of pages.
+    tables = moves, shapes.pages_per_seq
+    return PackedLayout(
+        [
+            Field("prev_positions", "Each row's index in the last plan; -1: new.", shape=(rows,)),
+            Field("num_decode", "Rows that decode, the first ones."),
+            Field("new_row_index", "Rows that enter; -1: none.", shape=(new,)),
+            Field("new_rows", "Their fields.", shape=(new, row_layout(drafts).size)),
+            Field("append_slots", "Slots that are given a page; 0: none.", shape=(appends,)),
+            Field("append_indices", "Its index in the slot's page table.", shape=(appends,)),
+            Field("append_pages", "The page.", shape=(appends,)),
+            Field("prefill_tokens", "Chunks of prompts, end to end.", shape=(prefill_tokens,)),
+            Field("prefill_lens", "Tokens of each chunk; 0: none.", shape=(seqs,)),
+            Field("next_prefill_tokens", "The token after it; -1: the step's own.", shape=(seqs,)),
+            Field("source_slots", "Slots that are copied.", shape=(moves,)),
+            Field("target_slots", "Slots to copy to; 0: none.", shape=(moves,)),
+            Field("source_pages", "Pages that are copied.", shape=(moves,)),
+            Field("target_pages", "Pages to copy to; 0: none.", shape=(moves,)),
+            Field("target_tables", "All pages of each target slot.", shape=tables),
+            *(_path_fields(rows, path_length) if path_length else ()),
+        ]
+    )
+
+
+_EXPORT_LAYOUT = PackedLayout(
+    [
+        Field("row", "The row, by its index in the last plan."),
+        Field("checkpoint", "The slot of checkpoints that gets its state; 0: none."),
+        Field("source_page", "A page that is copied."),
+        Field("target_page", "Where to; 0: nowhere."),
+    ]
+)
+
+
+def _path_fields(rows: int, length: int) -> tuple[Field, ...]:
+    return (
+        Field("paths", "How each row is expected to go on, then -1.", shape=(rows, length)),
+        Field("path_from", "Index in its request of the path's first token.", shape=(rows,)),
+        Field("path_match", "Tokens before the path that led to it.", shape=(rows,)),
+    )
+
+
+class RowOutput(NamedTuple):
+    """Joined results of one row from the steps of one dispatch."""
+
+    tokens: tuple[int, ...]  # emitted ids
+    draft_positions: tuple[int, ...]  # per token: j for draft j of its verify, 0 for the target's
+    finish: int  # a `Finish`
+    drafted: list[int]  # [K]; number of verify steps with a first draft, a second, ...
+    accepted: list[int]  # [K]; number of these that accepted it
+    num_dropped: int = 0  # drafts outside the vocabulary
+
+
+def _column(meaning: str, shape: tuple[int | str, ...] = (), dtype: Any = np.int32) -> Any:
+    return dataclasses.field(metadata={"meaning": meaning, "shape": shape, "dtype": dtype})
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """Results of the steps of one dispatch, on the host: NumPy arrays `[steps, rows, *shape]`.
+
+    The rows of the decode rectangle come first, then those of the prefill region. The packed output
+    of a step has the first fields in this order (`output_layout`). Logprobs are separate arrays of
+    rows of `logprobs.LAYOUT`, returned only by programs whose sampling features report them.
+    """
+
+    tokens: np.ndarray = _column("Emitted ids, then -1.", ("emits",))
+    num_drafts: np.ndarray = _column("Drafts verified.")
+    num_accepted: np.ndarray = _column("Drafts that stand.")
+    finish: np.ndarray = _column("A `Finish`, which stays once it is set.")
+    num_dropped: np.ndarray = _column("Drafts verified that were no ids of the vocabulary.")
+    logprobs: np.ndarray | None = None  # int32 [steps, rows, tokens of a verify, LAYOUT.size]
+    prompt_logprobs: np.ndarray | None = None  # int32 [steps, prompt tokens, LAYOUT.size]
+
+    @staticmethod
+    def unpack(
+        packed: np.ndarray,
+        layout: PackedLayout,
+        logprobs: np.ndarray | None = None,
+        prompt_logprobs: np.ndarray | None = None,
+    ) -> "StepOutput":
+        """Return the fields of `packed` (int32 `[steps, rows, layout.size]`)."""
+        return StepOutput(
+            **layout.unpack(packed), logprobs=logprobs, prompt_logprobs=prompt_logprobs
+        )
+
+    def by_row(self) -> list[RowOutput]:
+        """Join the steps of each row.
+
+        A verify step emits its accepted drafts in order, then one token of the target model. NumPy
+        counts all rows at once, because the host cannot plan the next step meanwhile.
+        """
+        steps, num_rows, width = self.tokens.shape
+        tokens = self.tokens.transpose(1, 0, 2).reshape(num_rows, steps * width)
+        emitted = tokens != -1
+        ends = emitted.sum(axis=1).cumsum().tolist()
+        spans = list(map(slice, [0, *ends[:-1]], ends))
+        places = np.arange(1, width + 1)
+        stood = self.num_accepted[:, :, None] >= places
+        positions = (stood * places).transpose(1, 0, 2).reshape(tokens.shape)
+        flat = tuple(tokens[emitted].tolist())
+        flat_positions = tuple(positions[emitted].tolist())
+        fields = (
+            [flat[span] for span in spans],
+            [flat_positions[span] for span in spans],
+            self.finish[-1].tolist(),
+            (self.num_drafts[:, :, None] >= places[:-1]).sum(axis=0).tolist(),
+            stood[:, :, :-1].sum(axis=0).tolist(),
+            self.num_dropped.sum(axis=0).tolist(),
+        )
+        return list(map(RowOutput._make, zip(*fields, strict=True)))
+
+
+@functools.cache
+def output_layout(num_drafts: int) -> PackedLayout:
+    """Return the layout of a row of the packed output, for `num_drafts` drafts."""
+    columns = [field for field in dataclasses.fields(StepOutput) if field.metadata]
+    return PackedLayout((Field(each.name, **each.metadata) for each in columns), num_drafts)
+
+
+class StateExport(NamedTuple):
+    """A row's state to be cached; the fields are those of the layout of `EXPORT`."""
+
+    row: int
+    checkpoint: int  # slot of the cached state
+    source_page: int = 0  # the row's partly filled last page, if the row continues in it
+    target_page: int = 0
+
+
+class Fork(NamedTuple):
+    """Start of a request at computed tokens: copies of their state and of their last page."""
+
+    source_slot: int  # of another row; in a `RESTORE` plan the slot of a cached state
+    target_slot: int
+    source_page: int  # the partly filled last page; 0 if there is none
+    target_page: int
+    target_table: tuple[int, ...]  # all pages of the new request, the shared ones first
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """Plan of one dispatch; all its steps use the same plan.
+
+    `packed` is a new array for every dispatch and is never written again.
+    """
+
+    program: AnyProgram
+    packed: np.ndarray  # int32, `plan_layout(program, shapes)`
+    before: tuple["StepPlan", ...] = ()  # plans to dispatch before it, in this order
+    block: Block | None = None  # the block that a `CopyBlock` reads into, or writes from
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the dispatch; 0 for work between steps."""
+        return self.program.num_steps if isinstance(self.program, Program) else 0
+
+
+def pack_export(export: StateExport) -> StepPlan:
+    """Return the plan that copies a row's state to a cached state."""
+    packed = np.zeros(_EXPORT_LAYOUT.size, np.int32)
+    fields = _EXPORT_LAYOUT.unpack(packed)
+    for name, value in export._asdict().items():
+        fields[name][...] = value
+    return StepPlan(EXPORT, packed)
+
+
+def pack_copy(copy: Read | Write, shapes: StepShapes) -> StepPlan:
+    """Return the plan that reads or writes a block."""
+    kinds = (READ, READ_STATE) if isinstance(copy, Read) else (WRITE, WRITE_STATE)
+    packed = pack_block(copy, 1 if copy.block.is_state else shapes.block_pages)
+    return StepPlan(kinds[copy.block.is_state], packed, block=copy.block)
+
+
+def pack_plan(
+    program: Program | MoveRows, shapes: StepShapes, values: dict[str, Any]
+) -> np.ndarray:
+    """Pack `values` for `program`; a list shorter than its field is padded with its "none" value.
+
+    Raises:
+        ValueError: a list is longer than its field.
+    """
+    layout = plan_layout(program, shapes)
+    packed = np.zeros(layout.size, np.int32)
+    fields = layout.unpack(packed)
+    fields["prev_positions"][:] = -1
+    fields["new_row_index"][:] = -1
+    for name, value in values.items():
+        value = np.asarray(value)
+        if value.ndim == 0:
+            fields[name][...] = value
+        elif len(value) > len(fields[name]):
+            raise ValueError(
+                f"A plan for {program} has room for {fields[name].shape} in {name}, "
+                f"{len(value)} came: the scheduler must plan less."
+            )
+        elif len(value):
+            fields[name][: len(value)] = value
+    return packed

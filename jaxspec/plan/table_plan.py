@@ -1,0 +1,69 @@
+"""Sampling tables: allowed ids, biases, bad words and further stop ids of one state slot.
+
+They are too large for a batch row or for the plan of every step. So a separate plan (`plan.TABLES`)
+writes the tables of a slot before the step in which the request enters. Imports no JAX.
+"""
+
+import functools
+
+import numpy as np
+
+from jaxspec.layout import Field, PackedLayout
+from jaxspec.requests.request import ROW_STOP_IDS, Request
+
+MAX_STOP_IDS = 256
+"""Most stop ids of a request, including the EOS ids of the model."""
+MAX_BIASES = 1024
+"""Most entries of `logit_bias`."""
+MAX_BAD_WORDS = 256
+"""Most token sequences of `bad_words`; each text becomes up to two."""
+MAX_BAD_WORD_TOKENS = 32
+"""Most tokens of such a sequence."""
+MORE_STOP_IDS = MAX_STOP_IDS - ROW_STOP_IDS  # stored in the tables
+
+
+@functools.cache
+def table_layout(vocab_size: int) -> PackedLayout:
+    """Return the layout of a plan that writes the sampling tables of a slot."""
+    words = MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS
+    return PackedLayout(
+        [
+            Field("slot", "The slot whose tables these are; 0: none is written."),
+            Field("allowed", "A bit an id, the lowest first.", shape=(-(-vocab_size // 32),)),
+            Field("bias_ids", "Ids with a bias; then -1.", shape=(MAX_BIASES,)),
+            Field("biases", "What is added to theirs.", shape=(MAX_BIASES,), dtype=np.float32),
+            Field("bad_words", "Sequences, each behind its padding of -1.", shape=words),
+            Field("more_stop_ids", "Those that its row lacks; then -1.", shape=(MORE_STOP_IDS,)),
+        ]
+    )
+
+
+def pack_tables(request: Request, vocab_size: int) -> np.ndarray:
+    """Return the packed plan (int32) that writes the sampling tables of a request that has a slot.
+
+    Its ids are in the vocabulary and within the limits above: `inputs` validates them.
+    """
+    params, layout = request.params, table_layout(vocab_size)
+    packed = np.zeros(layout.size, np.int32)
+    fields = layout.unpack(packed)
+    fields["slot"][...] = request.slot
+    fields["allowed"][:] = _bits(params.allowed_token_ids, len(fields["allowed"]))
+    for name in ("bias_ids", "bad_words", "more_stop_ids"):
+        fields[name][...] = -1
+    biases = params.logit_bias or {}
+    fields["bias_ids"][: len(biases)] = list(biases)
+    fields["biases"][: len(biases)] = list(biases.values())
+    for entry, word in zip(fields["bad_words"], request.bad_words, strict=False):
+        entry[len(entry) - len(word) :] = word
+    more = request.stop_ids[ROW_STOP_IDS:]
+    fields["more_stop_ids"][: len(more)] = more
+    return packed
+
+
+def _bits(allowed: tuple[int, ...] | list[int] | None, num_words: int) -> np.ndarray:
+    """Return one bit per id in 32-bit words; None allows all ids."""
+    if allowed is None:
+        return np.full(num_words, -1, np.int32)
+    bits = np.zeros(num_words * 32, np.uint8)
+    bits[list(allowed)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4")

@@ -1,0 +1,470 @@
+"""PrefixCache: looks up the cached prefix of a request that enters, and caches running requests.
+
+Pages are published to the tree as soon as they are final: those of a prompt when their chunk is
+dispatched, because later plans run later, and those of an output when all their tokens are known.
+A model with recurrent states can resume only at a cached state. Between steps, a separate plan
+(`plan.EXPORT`) copies the state of a row to the cache:
+
+    mode    cached states
+    pages   none, for models without states
+    align   only at multiples of `checkpoint_interval` in prompts
+    all     where a prompt diverges from an earlier one, where later prompts will diverge
+            (`cache_boundaries`), before the last token of a long prompt, at the end of an output,
+            at a preemption, and at multiples of `checkpoint_interval` if it is set
+
+What the device evicts is copied to host memory if there is a `HostTier`; `PrefixArrivals` copies it
+back for waiting requests. `copy_out` and `copy_in` copy the prefix of a request between engines.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxspec.plan.block_plan import Block, Copied, Read, Write
+from jaxspec.plan.plan import Fork
+from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.prefix.block_index import BlockRef
+from jaxspec.prefix.host_tier import HostPrefixMatch, HostTier
+from jaxspec.prefix.page_pool import PagePool, PrefixMetrics
+from jaxspec.prefix.store import Copy, PrefixStore
+from jaxspec.prefix.tree import Node, PrefixMatch
+from jaxspec.requests.request import Finish, PageTable, Request
+from jaxspec.requests.sampling_features import PENALTIES
+from jaxspec.requests.waiting_queue import urgency
+
+
+class _Look(NamedTuple):
+    """Result of the last lookup of a request."""
+
+    version: tuple[int, ...]  # limit of the tokens, then versions of the tiers
+    match: PrefixMatch
+    way: HostPrefixMatch
+
+
+class PrefixArrivals:
+    """Restores blocks of the host `tier` for waiting requests into `store`."""
+
+    def __init__(self, store: PrefixStore, tier: HostTier):
+        self._store, self._tier = store, tier
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all lookups and staged blocks."""
+        self._coming: dict[Request, _Look] = {}
+        self._stage()
+
+    def expect(self, request: Request) -> None:
+        """Start to load the blocks of a request that will enter soon."""
+        if request not in self._coming and not request.in_flight:
+            self._look(request)
+
+    def is_coming(self, request: Request, num_pages: int, *, can_wait: bool) -> bool:
+        """Return whether a request must wait for blocks that are being loaded.
+
+        If False and `num_pages` pages are available for the request, the blocks are written into
+        the pools before the next plan. With `can_wait=False` (no step runs) it waits here for the
+        disk, and after a timeout continues without the blocks.
+        """
+        way = self._look(request)
+        while any(map(self._tier.is_loading, way.blocks)):
+            if can_wait:
+                return True
+            if not self._tier.load(way.blocks):
+                self.drop(request)
+                return False
+            way = self._look(request)  # unreadable blocks are gone
+        if not way.num_tokens:
+            return False
+        held = sum(node.is_held for node in way.nodes)
+        if num_pages > self._store.pool.num_free + held:
+            return False  # too few pages for it to enter
+        if can_wait and not all(map(self._tier.mover.has_landed, way.blocks)):
+            return True
+        self._bring(request, way)
+        return False
+
+    def drop(self, request: Request) -> None:
+        """Stop loading blocks for a request."""
+        if self._coming.pop(request, None) is not None:
+            self._stage()
+
+    def num_matched(self, request: Request) -> int:
+        """Return the tokens in full pages that the last lookup found in any tier."""
+        return self._coming[request].way.num_matched if request in self._coming else 0
+
+    def match(self, request: Request) -> PrefixMatch:
+        """Return the current match on the device, without the last token."""
+        look, tree = self._coming.get(request), self._store.tree
+        limit = len(request.tokens) - 1
+        if look is not None and look.version[:2] == (limit, tree.version):
+            return look.match
+        return tree.match(request.cache_salt, request.tokens, limit)
+
+    def _look(self, request: Request) -> HostPrefixMatch:
+        """Return the match in all tiers; it is looked up again only if a tier has changed."""
+        tree, salt = self._store.tree, request.cache_salt
+        limit = len(request.tokens) - 1
+        version = limit, tree.version, *self._tier.versions()
+        look = self._coming.get(request)
+        if look is None or look.version != version:
+            match = self.match(request)
+            way = self._tier.find(match, tree.root(salt), request.tokens, limit)
+            tree.prune(salt)
+            self._coming[request] = look = _Look(version, match, way)
+            self._stage()
+        elif any(block.arrays is not None for block in self._unfilled):
+            self._stage()
+        return look.way
+
+    def _stage(self) -> None:
+        """Start to copy the blocks of waiting requests, the most urgent request first."""
+        # Among equals, preempted requests come first, as in the queue.
+        waiting = sorted(self._coming, key=lambda each: (urgency(each), not each.generation))
+        first, *others = [self._coming[each].way.blocks for each in waiting] or [[]]
+        ahead = [block for blocks in others for block in blocks]
+        self._tier.stage(first, ahead)
+        self._unfilled = [block for block in (*first, *ahead) if block.arrays is None]
+
+    def _bring(self, request: Request, way: HostPrefixMatch) -> None:
+        if bring(self._store, request, way):
+            num_known = len(way.nodes) * self._store.tree.page_size
+            self._tier.num_hits += way.num_tokens - num_known
+
+
+def bring(store: PrefixStore, request: Request, way: HostPrefixMatch) -> bool:
+    """Plan writes of the blocks of a match to newly allocated pages and a state slot.
+
+    Return False without any effect if pages are short.
+    """
+    there = [node.page for node in way.nodes]
+    store.pool.share(there)  # held, so that allocations do not evict them
+    count = len(way.pages) + bool(way.state and way.state.tokens)
+    has_room = count <= store.pool.num_free
+    if has_room:
+        pages = store.pool.allocate(count)
+        node = way.nodes[-1] if way.nodes else store.tree.root(request.cache_salt)
+        for found, page in zip(way.pages, pages, strict=False):
+            node = store.tree.add(node, found.tokens, page)
+        store.copies += _writes(way.pages, pages)
+        if way.state is not None:
+            _bring_state(store, way.state, node, pages[len(way.pages) :])
+        store.pool.release(pages)
+    store.pool.release(there)
+    store.tree.prune(request.cache_salt)
+    return has_room
+
+
+def _bring_state(store: PrefixStore, state: BlockRef, node: Node, tail: Sequence[int]) -> None:
+    """Plan the write of a state to a slot; `tail` holds its partly filled page, if any."""
+    slot = store.take_slot()
+    if slot:
+        store.put(node, state.tokens, tail[0] if tail else 0, slot)
+        store.copies.append(Write(state.block, (0,) * len(tail), tuple(tail), slot))
+
+
+def _writes(found: Sequence[BlockRef], pages: Sequence[int]) -> list[Write]:
+    """Return one write per block, with the page for each page found."""
+    by_block: dict[Block, list[tuple[int, int]]] = {}
+    for each, page in zip(found, pages, strict=False):
+        by_block.setdefault(each.block, []).append((each.place, page))
+    return [
+        Write(block, tuple(place for place, _ in moves), tuple(page for _, page in moves))
+        for block, moves in by_block.items()
+    ]
+
+
+MIN_UNCACHED = 1000  # least uncached tokens for which caching the state at the end pays off
+# Least new tokens of a chat turn for a cached state at its boundary. A step of Qwen3.5-9B takes as
+# long as about 200 prompt tokens: benchmarks/results, prefill_h200 and decode_h200.
+MIN_TURN = 250
+
+
+class PrefixHit(NamedTuple):
+    """Cached prefix on the device at which a request enters: shared pages and a cached state."""
+
+    num_cached: int = 0  # tokens of the cached prefix
+    pages: tuple[int, ...] = ()  # full pages of these tokens
+    tail_page: int = 0  # partly filled page of the other tokens, to be copied; 0 means none
+    checkpoint: int = 0  # slot of the cached state at their end; 0 without states
+    node: Node | None = None  # node of the last token
+    num_matched: int = 0  # tokens in full pages of any tier
+
+
+class PrefixCache:
+    """Tracks running requests; `StepShapes.prefix_caching` decides what is cached of them."""
+
+    def __init__(
+        self,
+        shapes: StepShapes,
+        tier: HostTier | None = None,
+        min_uncached: int = MIN_UNCACHED,
+        min_turn: int = MIN_TURN,
+    ):
+        """Start empty; see `MIN_UNCACHED` and `MIN_TURN` for the last two arguments."""
+        self.shapes, self.min_uncached, self.min_turn = shapes, min_uncached, min_turn
+        self.stats = PrefixMetrics()
+        self._is_on = shapes.prefix_caching != "off"
+        self._has_states = shapes.num_checkpoints > 0
+        self._keeps_ends = self._has_states and shapes.prefix_caching == "all"
+        self.tier = tier if self._is_on else None
+        self.new_pool()
+
+    def new_pool(self) -> PagePool:
+        """Drop everything and return a pool with all pages free."""
+        self.store = PrefixStore(self.shapes, self.stats, self.tier)
+        self._arrivals = None
+        if self.tier is not None:
+            self._arrivals = PrefixArrivals(self.store, self.tier)
+        self._forget()
+        return self.store.pool
+
+    def clear(self) -> None:
+        """Drop all cached prefixes, in every tier. Running requests continue uncached."""
+        self.store.clear()
+        if self.tier is not None and self.tier.disk is not None:
+            self.tier.disk.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._at: dict[Request, Node] = {}  # last node of each running request
+        self._stops: dict[Request, tuple[int, ...]] = {}  # chunk ends (`_wanted`)
+        self._found: tuple[Any, PrefixHit] = (None, PrefixHit())
+        if self.tier is not None and self._arrivals is not None:
+            self.tier.clear()
+            self._arrivals.clear()
+
+    def close(self) -> None:
+        """Finish writing blocks to disk; no call may follow."""
+        if self.tier is not None:
+            self.tier.close()
+
+    def figures(self) -> dict[str, Any]:
+        """Return the stats by name; empty if prefixes are not cached."""
+        if not self._is_on:
+            return {}
+        now: dict[str, Any] = {"num_pages": len(self.store), "num_states": len(self.store.slots)}
+        now |= {"host": self.tier.figures()} if self.tier is not None else {}
+        return {"prefix_cache": {**self.stats.told(), **now}}
+
+    # Lookups
+
+    def expect(self, request: Request) -> None:
+        """Announce the next request to enter; see `PrefixArrivals.expect`."""
+        if self._arrivals is not None and not self.why_not(request):
+            self._arrivals.expect(request)
+
+    def is_coming(self, request: Request, num_pages: int, *, can_wait: bool) -> bool:
+        """Return whether a request must wait; see `PrefixArrivals.is_coming`."""
+        if self._arrivals is None or self.why_not(request):
+            return False
+        return self._arrivals.is_coming(request, num_pages, can_wait=can_wait)
+
+    def find(self, request: Request) -> PrefixHit:
+        """Return the hit at which a waiting request would enter now; it excludes the last token.
+
+        Nothing is allocated: the caller holds the pages and then calls `enter`.
+        """
+        if not self._is_on or self.why_not(request):
+            return PrefixHit()
+        tree, limit = self.store.tree, len(request.tokens) - 1
+        key = request, limit, tree.version
+        if self._found[0] == key:
+            return self._found[1]
+        size, num_matched = self.shapes.page_size, 0
+        if self._arrivals is not None:
+            match, num_matched = self._arrivals.match(request), self._arrivals.num_matched(request)
+        else:
+            match = tree.match(request.cache_salt, request.tokens, limit)
+        num_cached, node = match.start(size, has_states=self._has_states)
+        hit = PrefixHit(num_matched=max(num_matched, len(match.nodes) * size))
+        if node is not None:
+            hit = hit._replace(
+                num_cached=num_cached,
+                pages=tuple(each.page for each in match.nodes[: num_cached // size]),
+                tail_page=node.page if num_cached % size else 0,
+                checkpoint=node.checkpoint,
+                node=node,
+            )
+        self._found = key, hit
+        return hit
+
+    def follow(self, request: Request) -> None:
+        """Start to track a request that gets a row, and stop loading blocks for it."""
+        if self._is_on:
+            self._at[request] = self.store.tree.root(request.cache_salt)
+        if self._arrivals is not None:
+            self._arrivals.drop(request)
+
+    def enter(self, request: Request, hit: PrefixHit) -> None:
+        """Let a request with a slot enter at `hit`, whose pages are held for it."""
+        if not self._is_on:
+            return
+        if why_not := self.why_not(request):
+            self.stats.skipped[why_not] += 1
+        elif request.generation == 1:
+            request.num_cached_tokens = hit.num_cached
+            self.stats.of_request(len(request.tokens), hit.num_cached, hit.num_matched)
+        else:
+            self.stats.num_resumed += hit.num_cached
+        if hit.node is not None:
+            self.store.begin_late()
+            self.store.touch(hit.node)
+            for length in request.cache_boundaries:
+                self.store.touch_before(request, hit.node, length)
+            at = hit.node.parent if hit.tail_page else hit.node
+            self._at[request] = at or self._at[request]
+        if self._keeps_ends:
+            self._stops[request] = self._wanted(request, hit)
+        if hit.num_cached:
+            self.store.copies.append(self._begin(request, hit))
+
+    def _begin(self, request: Request, hit: PrefixHit) -> Fork:
+        own = self.store.pool.allocate(1) if hit.tail_page else []
+        request.pages = PageTable([*hit.pages, *own], is_sent=True)
+        pages = (hit.tail_page, own[0]) if own else (0, 0)
+        return Fork(hit.checkpoint, request.slot, *pages, tuple(request.pages))
+
+    @staticmethod
+    def why_not(request: Request) -> str:
+        """Return the reason why a request cannot use cached prefixes, or ""."""
+        if request.params.prompt_logprobs is not None:
+            return "prompt_logprobs"  # need every hidden state
+        if PENALTIES in request.features:
+            return "penalties"  # are counted from the tokens that steps compute
+        if request.bad_words and request.num_output:
+            return "bad_words"  # are matched against output that steps compute
+        return ""
+
+    # Chunks and cached states
+
+    def _wanted(self, request: Request, hit: PrefixHit) -> tuple[int, ...]:
+        """Return the prefix lengths at which the chunks of a prompt should end.
+
+        These are where it diverges from an earlier prompt, where later prompts will diverge, and
+        its end, which pays off if the same prompt is repeated. Each costs a step, and the latter
+        two save at most the tokens since the previous length.
+        """
+        end = len(request.tokens) - 1
+        stops = [hit.num_matched] if hit.num_matched > hit.num_cached else []
+        last = max(hit.num_cached, hit.num_matched)
+        for boundary in sorted(request.cache_boundaries):
+            if min(boundary, end) - last >= self.min_turn:
+                last = min(boundary, end)
+                stops.append(last)
+        return (*stops, end) if end - last >= self.min_uncached else tuple(stops)
+
+    def chunk_end(self, request: Request, end: int) -> int:
+        """Return the end of the next chunk of a prompt, at most `end`."""
+        if not self._has_states or request not in self._at:
+            return end
+        done, interval = request.num_computed, self.shapes.checkpoint_interval
+        stops = [stop for stop in self._stops.get(request, ()) if stop > done]
+        if interval is not None:
+            stops.append((done // interval + 1) * interval)
+        return min(end, *stops) if stops else end
+
+    def computed(self, request: Request) -> None:
+        """Publish the pages of a dispatched chunk, and cache the state at chosen lengths."""
+        if request not in self._at:
+            return
+        self._publish(request, request.num_computed)
+        if self._has_states and request.is_prefilling:
+            done, interval = request.num_computed, self.shapes.checkpoint_interval
+            is_prompt_end = self._keeps_ends and done == request.prefill_len - 1
+            is_on_grid = interval is not None and done % interval == 0
+            if is_prompt_end or is_on_grid or done in self._stops.get(request, ()):
+                self.store.keep(request, self._at[request], done)
+
+    def given(self, request: Request) -> None:
+        """Publish the pages of new output tokens; all but the newest token are computed."""
+        if request in self._at:
+            self._publish(request, len(request.tokens) - 1)
+        elif not request.in_flight:
+            self.store.settle(request)
+
+    def ended(self, request: Request, finish: Finish) -> None:
+        """Cache a request that the device has ended, before its slot and pages are freed."""
+        if self._is_on and finish is Finish.ERROR:
+            self.clear()  # any page or state may hold the NaN
+        elif request in self._at and self._keeps_ends:
+            self._keep_all(request, len(request.tokens) - 1)
+
+    def preempted(self, request: Request) -> None:
+        """Cache a request that is about to lose its row and pages."""
+        if request not in self._at or not self._keeps_ends:
+            return
+        is_prefilling = request.is_prefilling
+        known = request.num_computed if is_prefilling else len(request.tokens) - 1
+        self._publish(request, known)
+        if request.in_flight and not is_prefilling:
+            self.store.keep_unsettled(request, self._at[request])
+        else:
+            self._keep_all(request, known)
+
+    def leave(self, request: Request) -> None:
+        """Stop tracking a request, which has lost its row."""
+        if self._at.pop(request, None) is not None:
+            self.store.tree.prune(request.cache_salt)
+        self._stops.pop(request, None)
+
+    def over(self, request: Request) -> None:
+        """Drop the pending state of a request that ended while it waited."""
+        self.store.drop(request)
+        if self._arrivals is not None:
+            self._arrivals.drop(request)
+
+    @property
+    def lets_in(self) -> bool:
+        """True if a request enters at a cached prefix with the next plan."""
+        return any(isinstance(copy, Fork) for copy in self.store.copies)
+
+    def take_copies(self) -> list[Copy]:
+        return self.store.take_copies()
+
+    def _publish(self, request: Request, num_computed: int) -> None:
+        self._at[request] = self.store.publish(request, self._at[request], num_computed)
+
+    def _keep_all(self, request: Request, length: int) -> None:
+        self.store.keep(request, self._at[request], length, gives_page=True)
+
+
+def copy_out(prefixes: PrefixCache, request: Request) -> Copied:
+    """Plan copies of a request's cached prefix to blocks on the host, and return them."""
+    hit, size = prefixes.find(request), prefixes.shapes.block_pages
+    reads = [
+        Read(Block(is_state=False), hit.pages[first : first + size])
+        for first in range(0, len(hit.pages), size)
+    ]
+    pages, state = tuple(read.block for read in reads), None
+    if hit.checkpoint:
+        state = Block(is_state=True)
+        tail = (hit.tail_page,) if hit.tail_page else ()
+        reads.append(Read(state, tail, hit.checkpoint))
+    prefixes.store.copies += reads
+    return Copied(hit.num_cached, pages, state)
+
+
+def copy_in(prefixes: PrefixCache, request: Request, copied: Copied) -> None:
+    """Plan to cache the prefix of a request from another engine, if there is room.
+
+    Does nothing if as much of it is cached here, or if the engine does not cache such prefixes.
+    """
+    shapes, store = prefixes.shapes, prefixes.store
+    has_states = shapes.num_checkpoints > 0
+    is_fit = shapes.prefix_caching != "off" and has_states == (copied.state is not None)
+    if not is_fit or prefixes.find(request).num_cached >= copied.num_tokens:
+        return
+    size, tokens = shapes.page_size, tuple(request.tokens)
+    num_full = copied.num_tokens // size
+    nodes = store.tree.match(request.cache_salt, tokens, num_full * size).nodes
+    pages = [
+        BlockRef(
+            tokens[index * size : (index + 1) * size],
+            copied.pages[index // shapes.block_pages],
+            index % shapes.block_pages,
+        )
+        for index in range(len(nodes), num_full)
+    ]
+    state = None
+    if copied.state is not None:
+        state = BlockRef(tokens[num_full * size : copied.num_tokens], copied.state)
+    bring(store, request, HostPrefixMatch(copied.num_tokens, nodes, tuple(pages), state))

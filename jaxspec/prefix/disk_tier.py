@@ -1,0 +1,364 @@
+"""DiskTier: blocks evicted from host memory, as files in a folder.
+
+One thread writes, reads and deletes the files in order; the scheduler never waits for it while a
+step runs. Errors cost cached prefixes only: a block that cannot be written is dropped, and a file
+that cannot be read, or has unexpected contents, is deleted. Files outlive the engine and are found
+by the next engine with the same model.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxspec.plan.block_plan import Block
+from jaxspec.prefix.block_index import BlockIndex, Key
+from jaxspec.transfer.container import Container
+
+KIND = "piece of kept prefixes"
+Like = Sequence[tuple[tuple[int, ...], np.dtype]]
+"""Shape and dtype of each array of a block."""
+_NAME = re.compile(r"([0-9a-f]{32})-[0-9a-f]{32}\.piece")
+_PART = re.compile(r"\.\w+\.piece\.part")  # temporary name in `Container.save`
+_MAX_KEYS = 2**12
+
+
+class BlockFile(NamedTuple):
+    """File of a block, found or written."""
+
+    name: str
+    num_bytes: int
+    is_state: bool
+    keys: tuple[Key, ...]
+
+
+def write(path: Path, block: Block, keys: Sequence[Key]) -> int:
+    """Write a block; return the bytes of its file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    arrays = {str(index): np.asarray(array) for index, array in enumerate(block.arrays or ())}
+    told = [[before.hex(), list(tokens)] for before, tokens in keys]
+    Container(KIND, {"is_state": block.is_state, "keys": told}, arrays).save(path)
+    return path.stat().st_size
+
+
+def read(path: Path, like: Like) -> tuple[np.ndarray, ...]:
+    """Return the arrays of a block.
+
+    Raises:
+        FileNotFoundError, ValueError: the file does not exist or has other contents.
+    """
+    arrays = Container.load(path, KIND).arrays
+    found = tuple(arrays[str(index)] for index in range(len(arrays)))
+    if [(array.shape, array.dtype) for array in found] != list(like):
+        raise ValueError(f"{path} must hold the arrays of a piece of this engine, and has others.")
+    os.utime(path)  # preserves the eviction order for the next engine
+    return found
+
+
+def scan(folder: Path, own: str, page_size: int) -> list[BlockFile]:
+    """Return the block files whose names begin with `own`, least recently used first.
+
+    Deletes other block files and partial files of killed processes.
+    """
+    found = []
+    for entry in os.scandir(folder):
+        path, name = Path(entry.path), _NAME.fullmatch(entry.name)
+        if _PART.fullmatch(entry.name):
+            _delete(path)
+        if name is None:
+            continue  # not a block file
+        try:
+            if name[1] != own:
+                raise ValueError("it is of another model, or of other sizes")
+            status, about = path.stat(), Container.about_of(path, KIND)
+            keys = tuple(Key(bytes.fromhex(b), tuple(map(int, t))) for b, t in about["keys"])
+            if not 0 < len(keys) <= _MAX_KEYS or max(len(k.tokens) for k in keys) > page_size:
+                raise ValueError("it has no such pages")
+            file = BlockFile(entry.name, status.st_size, about["is_state"] is True, keys)
+            found.append((status.st_mtime_ns, file))
+        except (OSError, ValueError, TypeError, KeyError):
+            _delete(path)
+    return [file for _, file in sorted(found, key=lambda each: each[0])]
+
+
+def _delete(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def delete_all(folder: Path, own: str) -> None:
+    """Delete the block files whose names begin with `own`."""
+    for path in folder.glob(f"{own}-*.piece"):
+        path.unlink(missing_ok=True)
+
+
+MAX_WAITING = 8  # most blocks waiting to be written; further ones are dropped
+MAX_AHEAD_BYTES = 2**29  # limit of files read for requests after the next one
+_log = logging.getLogger(__name__)
+
+
+class DiskTier:
+    """Files by last use, in at most `max_bytes`; block files of other models are deleted."""
+
+    def __init__(
+        self,
+        folder: Path,
+        max_bytes: int,
+        fingerprint: str,
+        page_size: int,
+        arrays: Mapping[bool, Like],
+    ):
+        """Start to scan `folder`; its files are found from the first `poll` after the scan.
+
+        Args:
+            folder: Folder of the files.
+            max_bytes: Limit of their total size.
+            fingerprint: Fingerprint of the model and its weights. It names the files, together with
+                `page_size` and `arrays`, so that no other model, dtype or block size shares them.
+            page_size: Tokens per page.
+            arrays: Shapes and dtypes of a block of pages (False) and of a state (True).
+        """
+        self._folder, self.max_bytes, self._arrays = folder, max_bytes, arrays
+        own = repr((fingerprint, page_size, {kind: str(like) for kind, like in arrays.items()}))
+        self._own = hashlib.blake2b(own.encode(), digest_size=16).hexdigest()
+        self._page_size = page_size
+        self._thread = ThreadPoolExecutor(1, "jaxspec-prefixes")
+        self._jobs: list[tuple[Future[Any], Callable[[Any], None]]] = []  # in order
+        self._is_told = False
+        self.num_written = self.num_read = self.num_skipped = self.num_failed = 0
+        self.num_evicted_files = 0
+        self._forget()
+        self._do(lambda: scan(folder, self._own, page_size), self._found)
+
+    def _forget(self) -> None:
+        self.index = BlockIndex()
+        self._files: dict[Block, BlockFile] = {}
+        self._blocks: dict[str, Block] = {}  # by file name
+        self._loading: dict[Block, Future[Any]] = {}
+        self._writing: set[str] = set()
+        self._unread: list[tuple[str, Block, tuple[Key, ...]]] = []  # blocks not filled yet
+        self.num_bytes = 0
+
+    def clear(self) -> None:
+        """Forget everything and delete the files."""
+        self.want(())
+        self._jobs = [(job, lambda _: None) for job, _ in self._jobs]
+        self._forget()
+        self._do(lambda: delete_all(self._folder, self._own))
+
+    def close(self) -> None:
+        """Wait until everything is written; no call may follow."""
+        self.want(())
+        self.poll()
+        while self._jobs:  # a result may add jobs, such as a deletion
+            wait([self._jobs[-1][0]])
+            self.poll()
+        self._thread.shutdown()
+
+    def figures(self) -> dict[str, int]:
+        """Return the stats by name."""
+        return {
+            "num_files": len(self._files),
+            "num_bytes": self.num_bytes,
+            "max_bytes": self.max_bytes,
+            "num_written": self.num_written,
+            "num_read": self.num_read,
+            "num_evicted_files": self.num_evicted_files,
+            "num_skipped": self.num_skipped,
+            "num_failed": self.num_failed,
+        }
+
+    def put(self, block: Block, keys: Sequence[Key]) -> None:
+        """Write an evicted block, unless it is on disk already or too many writes are pending."""
+        self.poll()
+        name = self._name(block, keys)
+        if name in self._writing or self._has(block, keys):
+            return
+        if len(self._writing) >= MAX_WAITING:
+            self.num_skipped += 1
+            return
+        self._writing.add(name)
+        if block.arrays is None:  # the plan that fills it is not dispatched yet
+            self._unread.append((name, block, tuple(keys)))
+        else:
+            self._write(name, block, tuple(keys))
+
+    def forget_unread(self) -> None:
+        """Drop blocks without contents: the plans that fill them will not be dispatched."""
+        self._writing -= {name for name, *_ in self._unread}
+        self._unread.clear()
+
+    def _write(self, name: str, block: Block, keys: tuple[Key, ...]) -> None:
+        def written(num_bytes: int) -> None:
+            self.num_written += 1
+            self._add(BlockFile(name, num_bytes, block.is_state, keys))
+
+        self._do(lambda: write(self._folder / name, block, keys), written, name)
+
+    def want(self, blocks: Iterable[Block], ahead: Iterable[Block] = ()) -> None:
+        """Start to read these blocks, and release all others that were read.
+
+        `ahead` are blocks that are needed later, read up to `MAX_AHEAD_BYTES`.
+        """
+        wanted = dict.fromkeys(block for block in blocks if block in self._files)
+        size = 0
+        for block in ahead:
+            if block in self._files and block not in wanted:
+                size += self._files[block].num_bytes
+                if size > MAX_AHEAD_BYTES:
+                    break
+                wanted[block] = None
+        for block in [each for each in self._loading if each not in wanted]:
+            if not self._loading.pop(block).cancel():
+                self._renew(block)
+        for block in wanted:
+            self._read(block)
+
+    def is_loading(self, block: Block) -> bool:
+        """Return whether a block is on disk only and must be read first."""
+        return block in self._files and block.arrays is None
+
+    def wait(self, blocks: Iterable[Block], seconds: float) -> bool:
+        """Wait for these blocks, at most `seconds`; return whether all are read or unreadable.
+
+        After a timeout the file that is being read is deleted, because it would delay the others
+        again. Files whose read has not begun stay.
+        """
+        awaited = [block for block in blocks if self.is_loading(block)]
+        for block in awaited:
+            self._read(block)
+        wait([self._loading[block] for block in awaited], seconds)
+        self.poll()
+        late = [block for block in awaited if self.is_loading(block)]
+        for block in late:
+            if not self._loading.pop(block).cancel():
+                self._fail(TimeoutError(f"a file took more than {seconds:.0f} s"))
+                self._drop(block)
+        return not late
+
+    def poll(self) -> None:
+        """Process the results of the thread; blocks found earlier may be gone afterwards."""
+        while self._jobs and self._jobs[0][0].done():
+            job, note = self._jobs.pop(0)
+            note(job)
+        for each in [each for each in self._unread if each[1].arrays is not None]:
+            self._unread.remove(each)
+            self._write(*each)
+
+    # Helpers, called in the scheduler's thread
+
+    def _do(
+        self,
+        act: Callable[[], Any],
+        note: Callable[[Any], None] = lambda _: None,
+        name: str = "",
+        block: Block | None = None,
+    ) -> Future[Any]:
+        """Run `act` in the thread; `poll` calls `note` with the result, or handles the failure."""
+
+        def done(job: Future[Any]) -> None:
+            self._writing.discard(name)
+            if job.cancelled():
+                return
+            error = job.exception()
+            if error is None:
+                note(job.result())
+                return
+            self._fail(error)
+            if block is not None:
+                self._drop(block)
+
+        job = self._thread.submit(act)
+        self._jobs.append((job, done))
+        return job
+
+    def _fail(self, error: BaseException) -> None:
+        self.num_failed += 1
+        if not self._is_told:
+            self._is_told = True
+            _log.warning(
+                "kept prefixes: a file in %s could not be used: %s. Generation goes on; "
+                "LLM.metrics()['prefix_cache']['host']['disk'] counts what fails.",
+                self._folder,
+                error,
+            )
+
+    def _found(self, files: list[BlockFile]) -> None:
+        for file in files:
+            if not self._has(Block(is_state=file.is_state), file.keys):
+                self._add(file)
+
+    def _read(self, block: Block) -> None:
+        """Start to read a block on disk, unless that has begun."""
+        if block not in self._loading:
+            self.index.touch([block])
+            file = self._files[block]
+            self._loading[block] = self._do(
+                lambda: read(self._folder / file.name, self._arrays[file.is_state]),
+                lambda arrays: self._loaded(block, arrays),
+                block=block,
+            )
+
+    def _add(self, file: BlockFile) -> None:
+        if file.name in self._blocks:  # the file was overwritten
+            self._forget_block(self._blocks[file.name])
+        block = Block(is_state=file.is_state)
+        self.index.add(block, file.keys)
+        self._files[block], self._blocks[file.name] = file, block
+        self.num_bytes += file.num_bytes
+        while self.num_bytes > self.max_bytes:
+            self.num_evicted_files += 1
+            self._drop(next(iter(self.index)))
+
+    def _forget_block(self, block: Block) -> str:
+        """Forget a block but not its file, whose name is returned."""
+        if (job := self._loading.pop(block, None)) is not None:
+            job.cancel()
+        self.index.forget(block)
+        file = self._files.pop(block)
+        self.num_bytes -= file.num_bytes
+        del self._blocks[file.name]
+        return file.name
+
+    def _drop(self, block: Block) -> None:
+        if block not in self._files:
+            return
+        name = self._forget_block(block)
+        is_written_anew = name in self._writing - {name for name, *_ in self._unread}
+        if not is_written_anew:  # else the thread would delete the new file
+            self._do(lambda: (self._folder / name).unlink(missing_ok=True))
+
+    def _loaded(self, block: Block, arrays: tuple[np.ndarray, ...]) -> None:
+        self.num_read += 1
+        if block in self._loading:
+            block.arrays = arrays
+
+    def _renew(self, block: Block) -> None:
+        """Replace the block of a file by an empty one, so that its memory is freed."""
+        if block in self._files:
+            fresh = Block(is_state=block.is_state)
+            self.index.add(fresh, self.index.forget(block))
+            file = self._files[fresh] = self._files.pop(block)
+            self._blocks[file.name] = fresh
+
+    def _has(self, block: Block, keys: Sequence[Key]) -> bool:
+        look = self.index.state if block.is_state else self.index.page
+        found = [look(key) for key in keys]
+        self.index.touch(each.block for each in found if each is not None)
+        return None not in found
+
+    def _name(self, block: Block, keys: Sequence[Key]) -> str:
+        digest = hashlib.blake2b(b"state" if block.is_state else b"pages", digest_size=16)
+        for before, tokens in keys:
+            digest.update(before + np.asarray(tokens, "<i4").tobytes())
+        return f"{self._own}-{digest.hexdigest()}.piece"

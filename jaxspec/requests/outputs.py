@@ -1,0 +1,324 @@
+"""Outputs of requests, whole and streamed, and `Sample`, which turns tokens into text."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any
+
+from jaxspec.checks import shown
+from jaxspec.requests.logprobs import Deferred, DeferredLogprobs, Logprob, none, readable
+from jaxspec.requests.request import Finish, Request, RequestMetrics
+from jaxspec.requests.sampling_params import RequestOutputKind
+from jaxspec.requests.stop_strings import StopStrings
+from jaxspec.text.text_stream import TextStream
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionOutput(DeferredLogprobs):
+    """One sample of a prompt.
+
+    Attributes:
+        index: Index of the sample among those of its prompt.
+        text: Generated text, up to the stop string or stop id, or including it with
+            `include_stop_str_in_output`.
+        token_ids: Generated tokens, including a final stop id.
+        finish_reason: "stop", "length", "error" or "abort"; None while it runs.
+        metrics: Times and acceptance counts.
+        draft_positions: Origin of each of `token_ids`: 0 for the target, j for accepted draft j of
+            its verify step. The last token of a sample that ends at a stop id or its length counts
+            as the target's even if it was drafted.
+        stop_reason: The stop string, or the id of `stop_token_ids`, that ended the sample; None for
+            an end-of-sequence id of the model, for other reasons, and while it runs.
+        logprobs: For each of `token_ids` a dict by id: the token's `Logprob` first, then those of
+            the likeliest ids at its position. None unless `SamplingParams.logprobs` is set.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    metrics: RequestMetrics
+    draft_positions: list[int] = dataclasses.field(default_factory=list)
+    stop_reason: str | int | None = None
+    logprobs: list[dict[int, Logprob]] | None = dataclasses.field(default_factory=none)
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the log-probabilities of all `token_ids`; None without `logprobs`."""
+        if self.logprobs is None:
+            return None
+        places = zip(self.token_ids, self.logprobs, strict=True)
+        return sum((entry[token].logprob for token, entry in places), start=0.0)
+
+    def finished(self) -> bool:
+        """Return whether the sample has finished."""
+        return self.finish_reason is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and its samples.
+
+    Attributes:
+        prompt: Text of the prompt, for a chat as rendered by its template; None for a prompt given
+            as token ids alone.
+        prompt_token_ids: Token ids of the prompt.
+        outputs: The samples.
+        request_id: Id of the request.
+        prompt_logprobs: For each prompt token a dict as in `CompletionOutput.logprobs`, and None
+            for the first token. None unless `SamplingParams.prompt_logprobs` is set, and if the
+            request ended before its prompt was computed.
+        num_cached_tokens: Number of prompt tokens in the cached prefix.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    request_id: str = ""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+
+    @staticmethod
+    def of(prompt: str | None, samples: "Sequence[Sample]") -> "RequestOutput":
+        """Return the current output of all samples of one prompt."""
+        first = samples[0]  # if the samples share a prefill, only the first has prompt logprobs
+        return RequestOutput(
+            prompt=prompt,
+            prompt_token_ids=list(first.request.prompt),
+            outputs=[sample.output() for sample in samples],
+            request_id=first.request_id,
+            prompt_logprobs=first.prompt_logprobs(),
+            num_cached_tokens=first.request.num_cached_tokens,
+        )
+
+    @property
+    def finished(self) -> bool:
+        """True if all samples have finished."""
+        return all(output.finished() for output in self.outputs)
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Metrics of all samples together; see `RequestMetrics.total`."""
+        return RequestMetrics.total([output.metrics for output in self.outputs])
+
+
+@dataclasses.dataclass(frozen=True)
+class TextDelta(DeferredLogprobs):
+    """Output of a streamed sample since its last delta, or as its `output_kind` specifies.
+
+    The fields are those of `CompletionOutput`, for the tokens of the delta. Two are set only once:
+
+    Attributes:
+        metrics: Set in the last delta of the sample, else None.
+        prompt_logprobs: `RequestOutput.prompt_logprobs`, set in the first delta, else None.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    metrics: RequestMetrics | None = None
+    draft_positions: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = dataclasses.field(default_factory=none)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    index: int = 0
+    stop_reason: str | int | None = None
+
+
+class Stream(Iterator[TextDelta]):
+    """Iterator over the deltas of a prompt's samples. The first `next` queues the request.
+
+    The request ends with the stream: when all samples have finished, at `close`, at the end of a
+    `with` block, or when the stream is garbage-collected. A variable that refers to the stream
+    keeps the request running after a `break` out of a `for` loop, so iterate in a `with` block.
+    """
+
+    def __init__(self, deltas: Generator[TextDelta, None, None], request_id: str):
+        """Wrap a generator of deltas."""
+        self._deltas, self.request_id = deltas, request_id
+
+    def __next__(self) -> TextDelta:
+        """Wait for the next delta."""
+        return next(self._deltas)
+
+    def __enter__(self) -> "Stream":
+        """Return the stream."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the stream."""
+        self.close()
+
+    def close(self) -> None:
+        """Abort the request if it still runs, which frees its row.
+
+        Call it from the thread that reads the stream; other threads use `LLM.abort`.
+        """
+        self._deltas.close()
+
+
+class Sample:
+    """Caller's view of a request: detokenized text, stop-string search, and deltas.
+
+    The request owns the tokens and the finish reason, and only the scheduler changes them.
+    """
+
+    def __init__(self, request: Request, stream: TextStream | None, stops: StopStrings | None):
+        """Create the view; `stream` is None without a tokenizer or with `detokenize=False`."""
+        self.request, self.index, self.request_id = request, request.index, request.request_id
+        self.text = ""
+        self._stream, self._stops = stream, stops
+        self._num_read = 0  # number of output tokens processed by `read`
+        self._num_tokens_taken = self._num_characters_taken = 0  # returned in deltas so far
+        self._is_begun = self.is_taken = False  # the first and the last delta were returned
+
+    def read(self) -> int | None:
+        """Append the text of the request's new tokens, up to a stop string.
+
+        A verify step may emit tokens after a stop string, where plain decoding would have ended:
+        `Scheduler.cut` removes them.
+
+        Returns:
+            The number of output tokens up to and including the one that completed a stop string,
+            or None if no stop string was completed.
+        """
+        if self._stream is None:
+            return None
+        tokens = self.request.tokens[len(self.request.prompt) + self._num_read :]
+        if tokens and self._ends_with_a_hidden_token:
+            tokens.pop()
+        if self._stops is None:
+            self.text += self._stream.push(tokens)
+            self._num_read += len(tokens)
+        else:
+            for token in tokens:
+                text = self._stream.push([token])
+                self._num_read += 1
+                self.text += self._stops.push(text, may_end=self._may_end)
+                if self._stops.matched is not None:
+                    return self._num_read
+        # After an abort held-back text is dropped: it may be the start of a stop string.
+        has_rest = self.request.finish not in (Finish.RUNNING, Finish.ABORT)
+        return self._read_rest() if has_rest else None
+
+    @property
+    def is_settled(self) -> bool:
+        """True if no stop string can shorten the finished sample after `read`."""
+        return True
+
+    def resume(self) -> None:
+        """Skip the output tokens of an imported request: `take` returns only what follows them.
+
+        Raises:
+            ValueError: these tokens complete a stop string, so the request has already ended.
+        """
+        if self.read() is not None:
+            raise ValueError(
+                f"A request that goes on must not have ended, and the output of request "
+                f"{shown(self.request_id)} has a stop string. Keep its text as it is."
+            )
+        self._num_tokens_taken, self._num_characters_taken = self.request.num_output, len(self.text)
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """See `CompletionOutput`."""
+        if self.request.finish is not Finish.STOP:
+            return None
+        if self._stops is not None and self._stops.matched is not None:
+            return self._stops.matched
+        token = self.request.tokens[-1]
+        return None if token in self.request.own_eos else token
+
+    @property
+    def _ends_with_a_hidden_token(self) -> bool:
+        """True if the newest token is a stop id that is not part of the text."""
+        is_hidden = not self.request.params.include_stop_str_in_output
+        return is_hidden and self.request.finish is Finish.STOP
+
+    @property
+    def _may_end(self) -> bool:
+        """True if a stop string completed by the last read token ends the sample."""
+        return self._num_read > self.request.params.min_tokens
+
+    def _read_rest(self) -> int | None:
+        """Append the held-back text at the end, which may complete a stop string."""
+        assert self._stream is not None
+        rest = self._stream.flush()
+        if self._stops is None:
+            self.text += rest
+            return None
+        self.text += self._stops.push(rest, may_end=self._may_end)
+        if self._stops.matched is not None:
+            return self.request.num_output
+        self.text += self._stops.flush()
+        return None
+
+    def take(self) -> TextDelta | None:
+        """Return the next delta, or None without new tokens and a new end.
+
+        With `output_kind` CUMULATIVE the delta has all output so far; with FINAL_ONLY it is
+        returned once, at the end.
+        """
+        request, kind = self.request, self.request.params.output_kind
+        is_over = bool(request.finish) and not self.is_taken
+        is_due = is_over or (
+            request.num_output > self._num_tokens_taken and kind is not RequestOutputKind.FINAL_ONLY
+        )
+        if not is_due:
+            return None
+        is_delta = kind is RequestOutputKind.DELTA
+        first, start = (self._num_tokens_taken, self._num_characters_taken) if is_delta else (0, 0)
+        self._num_tokens_taken, self._num_characters_taken = request.num_output, len(self.text)
+        is_first, self.is_taken = not self._is_begun, is_over
+        self._is_begun = True
+        tokens = request.output[first:]
+        return TextDelta(
+            text=self.text[start:],
+            token_ids=tokens,
+            finish_reason=request.finish.reason,
+            metrics=request.metrics if is_over else None,
+            draft_positions=request.draft_positions[first : request.num_output],
+            index=self.index,
+            stop_reason=self.stop_reason,
+            logprobs=self._logprobs(first, tokens),
+            prompt_logprobs=self.prompt_logprobs() if is_first else None,
+        )
+
+    def output(self) -> CompletionOutput:
+        """Return all output so far."""
+        return CompletionOutput(
+            index=self.request.index,
+            text=self.text,
+            token_ids=self.request.output,
+            finish_reason=self.request.finish.reason,
+            metrics=self.request.metrics,
+            draft_positions=self.request.draft_positions[: self.request.num_output],
+            logprobs=self._logprobs(0, self.request.output),
+            stop_reason=self.stop_reason,
+        )
+
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Return `RequestOutput.prompt_logprobs`, or None unless this sample has all of them.
+
+        Samples that share a parent's prefill have none.
+        """
+        num_top, rows = self.request.params.prompt_logprobs, self.request.prompt_logprobs[1:]
+        if num_top is None or any(row is None for row in rows):
+            return None
+        return [None, *readable(rows, self.request.prompt[1:], num_top, self._text_of)]
+
+    def _logprobs(self, first: int, tokens: list[int]) -> Any:
+        """Return the deferred logprobs of `tokens`, which begin at output index `first`."""
+        num_top = self.request.params.logprobs
+        if num_top is None:
+            return None
+        rows = self.request.logprobs[first : first + len(tokens)]
+        return Deferred(functools.partial(readable, rows, list(tokens), num_top, self._text_of))
+
+    @property
+    def _text_of(self) -> Callable[[int], str] | None:
+        return None if self._stream is None else self._stream.text_of
+
+
+def taken(samples: Iterable[Sample]) -> list[TextDelta]:
+    """Return the next delta of each sample that has one."""
+    return [delta for sample in samples if (delta := sample.take()) is not None]

@@ -1,0 +1,1 @@
+"""Generation for the routes: submits requests and converts outputs to parts of answers."""

@@ -1,0 +1,124 @@
+"""Conversation: generation of chat messages, for all routes with chats."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.server.generation.chat_messages import template_messages
+from jaxspec.server.generation.chat_pieces import ChatPiece, ChatPieces, Choice
+from jaxspec.server.generation.generation import Generation, Usage
+from jaxspec.server.generation.logprobs import prompt_logprobs
+from jaxspec.server.generation.service import Service
+from jaxspec.server.http.errors import ApiError
+from jaxspec.server.protocol import ChatCompletionRequest
+from jaxspec.text.parsers import starts_in_reasoning
+
+
+class Conversation:
+    """A submitted chat request and its choices so far."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: ChatCompletionRequest,
+        generation: Generation,
+        params: SamplingParams,
+    ):
+        """Read `generation`, submitted for `body` with `params`; see `begin`."""
+        self._service, self._body, self._generation = service, body, generation
+        dialect, tools = service.dialect, body.offered_tools
+        is_reasoning = dialect.thinks and starts_in_reasoning(generation.streams[0].prompt or "")
+        self._pieces = ChatPieces(
+            body,
+            lambda: dialect(starts_in_reasoning=is_reasoning, tools=tools),
+            service.tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        self._reasoning: list[str] = []  # reasoning text of all choices
+
+    @staticmethod
+    async def begin(
+        service: Service, body: ChatCompletionRequest, request_id: str
+    ) -> "Conversation":
+        """Validate a chat and submit it to the engine.
+
+        Raises:
+            ApiError: 400, the chat is invalid.
+            Exception: errors of the engine, which `errors.ApiError.of` converts.
+        """
+        body.refuse_absent(trusts_template=service.options.trust_request_chat_template)
+        if body.offered_tools and not service.dialect.readers:
+            raise ApiError(
+                400,
+                "tools can't be offered to this model: its chat template has no form of calls that "
+                "the server knows. Leave them out, or describe them in a message.",
+                param="tools",
+            )
+        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        params = service.sampling_params(body, most, body.num_logprobs)
+        if body.skip_special_tokens is None and service.tags_are_special:
+            params.skip_special_tokens = False
+        with service.refusing(body):
+            messages = template_messages(body.messages)
+        generation = await service.chat(body, messages, params, request_id, body.template_options)
+        return Conversation(service, body, generation, params)
+
+    @property
+    def num_choices(self) -> int:
+        return self._generation.num_choices
+
+    @property
+    def usage_so_far(self) -> Usage:
+        """Usage so far, without `reasoning_tokens`."""
+        return self._generation.usage
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, ChatPiece], None]:
+        """Yield `(choice, piece)` for all choices as tokens are generated."""
+        async with contextlib.aclosing(self._generation.deltas()) as deltas:
+            async for number, delta in deltas:
+                found = self._pieces.of(number, delta)
+                self._reasoning += [p.text for p in found.pieces if p.kind == "reasoning"]
+                yield number, found
+
+    async def choices(self) -> list[Choice]:
+        """Return all choices once they are complete."""
+        found = [Choice() for _ in range(self.num_choices)]
+        async with contextlib.aclosing(self.pieces()) as pieces:
+            async for number, piece in pieces:
+                found[number].add(piece)
+        return found
+
+    async def answer(self, model: str) -> dict[str, Any]:
+        """Return the chat completion, without `id`, `object` and `created`."""
+        choices = [choice.as_object(number) for number, choice in enumerate(await self.choices())]
+        usage = (await self.usage()).as_object()
+        return {"model": model, "choices": choices, "usage": usage} | self._prompt_fields()
+
+    async def usage(self) -> Usage:
+        """Return the final usage; `reasoning_tokens` is counted by encoding the reasoning text."""
+        if text := "".join(self._reasoning):
+            encode = self._service.tokenizer.encode
+            tokens = await asyncio.to_thread(encode, text, add_special_tokens=False)
+            self._generation.usage.reasoning_tokens = len(tokens)
+        return self._generation.usage
+
+    def _prompt_fields(self) -> dict[str, Any]:
+        """Return vLLM's extra fields about the prompt, if requested."""
+        told: dict[str, Any] = {}
+        (stream,) = self._generation.streams
+        if self._body.prompt_logprobs is not None and stream.prompt_logprobs is not None:
+            told["prompt_logprobs"] = prompt_logprobs(stream.prompt_logprobs)
+        if self._body.return_token_ids:
+            told["prompt_token_ids"] = list(stream.prompt_token_ids)
+        return told
+
+
+def prompt_tokens(service: Service, body: ChatCompletionRequest) -> list[int]:
+    """Return the token ids of a chat's prompt without submitting it.
+
+    Raises:
+        ValueError: the messages are invalid, or the template refuses them.
+    """
+    return service.tokenizer.chat(template_messages(body.messages), **body.template_options)

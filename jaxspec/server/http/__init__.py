@@ -1,0 +1,1 @@
+"""HTTP layer: server, connections, errors, server-sent events, API keys and request ids."""

@@ -1,0 +1,1 @@
+"""Metrics of the server: histograms, snapshots, Prometheus export and step times."""

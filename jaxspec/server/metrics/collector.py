@@ -1,0 +1,127 @@
+"""Prometheus collector that builds metric families from a snapshot."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector as Base
+
+from jaxspec.engine.metrics import Counter, Gauge, Vector
+from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.server.metrics.figures import LATENCIES, SIZES
+from jaxspec.server.metrics.snapshot import Snapshot
+
+_TEXTS = {
+    "vllm:num_requests_running": "Samples that have a row.",
+    "vllm:num_requests_waiting": "Samples that wait for a row.",
+    "vllm:kv_cache_usage_perc": "Share of the KV cache's pages that requests hold, 0 to 1.",
+    "vllm:num_preemptions": "Samples that gave their row up and were computed again.",
+    "vllm:prefix_cache_queries": "Prompt tokens that were looked for in kept prefixes.",
+    "vllm:prefix_cache_hits": "Prompt tokens that were found there.",
+    "vllm:prompt_tokens": "Tokens of prompts.",
+    "vllm:prompt_tokens_cached": "Tokens of prompts that were not computed again.",
+    "vllm:generation_tokens": "Tokens of samples.",
+    "vllm:spec_decode_num_drafts": "Verify steps with drafts.",
+    "vllm:spec_decode_num_draft_tokens": "Drafts.",
+    "vllm:spec_decode_num_accepted_tokens": "Drafts that stood.",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "Drafts that stood, by position.",
+    "vllm:request_success": "Samples that ended, by why.",
+    "vllm:corrupted_requests": "Samples for which the model gave no finite logits.",
+    "vllm:admission_rejections": "Requests that were not taken, by why.",
+    "vllm:cache_config": "How the KV cache was set up: tokens of a page, pages, what is kept.",
+    "vllm:engine_sleep_state": "1 for the state that the engine is in; this one never sleeps.",
+    "jaxspec:is_healthy": "1 until a step fails.",
+    "jaxspec:host_seconds": "Seconds of the engine's thread, by what it did.",
+    "jaxspec:engine_steps": "Steps dispatched.",
+    "jaxspec:event_loop_lag_seconds": "Seconds of the event loop's last turn; chunks wait for it.",
+}
+_SLEEP_STATES = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
+_ENGINE_SECONDS = ("plan_time", "dispatch_time", "wait_time", "collect_time")
+
+
+class Collector(Base):
+    """Exports metrics under vLLM's names, for its dashboards, and a few under `jaxspec:`."""
+
+    def __init__(self, snapshot: Snapshot, shapes: StepShapes, model_name: str):
+        self._snapshot, self._shapes = snapshot, shapes
+        self._labels = {"model_name": model_name, "engine": "0"}
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing, so that registration does not collect metrics."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._engine()
+        yield from self._requests()
+        yield from self._settings()
+        figures = self._snapshot.requests
+        for group, texts in ((figures.latencies, LATENCIES), (figures.sizes, SIZES)):
+            for name, text in texts.items():
+                family = HistogramMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+                found = group[name]
+                family.add_metric(list(self._labels.values()), found.buckets(), found.total)
+                yield family
+
+    def _engine(self) -> Iterator[Metric]:
+        for metric in self._snapshot.by_vllm:
+            if isinstance(metric, Vector):
+                by_position = {str(place): count for place, count in enumerate(metric.values)}
+                yield self._counters(metric.name, "position", by_position)
+            elif isinstance(metric, Counter):
+                yield self._counters(metric.name, None, {"": metric.value})
+            elif isinstance(metric, Gauge):
+                yield self._gauge(metric.name, metric.value)
+        told = self._snapshot.engine
+        seconds = {name.removesuffix("_time"): told[name] for name in _ENGINE_SECONDS}
+        yield self._counters("jaxspec:host_seconds", "stage", seconds)
+        yield self._counters("jaxspec:engine_steps", None, {"": told["num_steps"]})
+
+    def _requests(self) -> Iterator[Metric]:
+        figures = self._snapshot.requests
+        plain = {
+            "vllm:prompt_tokens": figures.num_prompt_tokens,
+            "vllm:prompt_tokens_cached": figures.num_cached_tokens,
+            "vllm:corrupted_requests": figures.ends["error"],
+        }
+        for name, value in plain.items():
+            yield self._counters(name, None, {"": value})
+        yield self._counters("vllm:request_success", "finished_reason", figures.ends)
+        yield self._counters("vllm:admission_rejections", "reason", figures.rejections)
+        yield self._gauge("jaxspec:is_healthy", float(self._snapshot.is_healthy))
+        yield self._gauge("jaxspec:event_loop_lag_seconds", self._snapshot.loop_lag)
+
+    def _settings(self) -> Iterator[Metric]:
+        """Yield constant metrics: the KV cache configuration and the sleep state."""
+        shapes, name = self._shapes, "vllm:cache_config"
+        keeps_states = shapes.prefix_caching in ("align", "all")
+        config = {
+            "block_size": str(shapes.page_size),
+            "num_gpu_blocks": str(shapes.num_pages - 1),  # without the null page
+            "enable_prefix_caching": str(shapes.prefix_caching != "off"),
+            "mamba_cache_mode": shapes.prefix_caching if keeps_states else "none",
+        }
+        info = InfoMetricFamily(name, _TEXTS[name], labels=list(self._labels))
+        info.add_metric(list(self._labels.values()), config)
+        yield info
+        name = "vllm:engine_sleep_state"
+        states = GaugeMetricFamily(name, _TEXTS[name], labels=[*self._labels, "sleep_state"])
+        for state, value in _SLEEP_STATES.items():
+            states.add_metric([*self._labels.values(), state], value)
+        yield states
+
+    def _counters(self, name: str, label: str | None, values: Mapping[str, float]) -> Metric:
+        labels = [*self._labels, *([label] if label else ())]
+        family = CounterMetricFamily(name, _TEXTS.get(name, name), labels=labels)
+        for key, value in values.items():
+            family.add_metric([*self._labels.values(), *([key] if label else ())], value)
+        return family
+
+    def _gauge(self, name: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, _TEXTS.get(name, name), labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family

@@ -1,0 +1,136 @@
+"""RemoteEngineServer: the engine's side of one API process."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+
+from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.engine.engine_thread import MakeSampleStream, Settle
+from jaxspec.engine.sample_stream import Receiver, SampleStream, TokenDelta
+from jaxspec.requests.outputs import Sample
+from jaxspec.requests.request import Request
+from jaxspec.server.metrics.snapshot import Snapshot
+from jaxspec.server.processes.channel import Channel
+from jaxspec.viz.timeline import StepRow
+
+
+class OutputSender(Receiver):
+    """Sends the outputs of a request to the API process that submitted it."""
+
+    def __init__(
+        self,
+        number: int,
+        engine_server: "RemoteEngineServer",
+        samples: Sequence[Sample],
+        make_sample_stream: MakeSampleStream,
+        settle: Settle,
+    ):
+        """Send to the process of `engine_server`, which identifies the request by `number`.
+
+        The other arguments are as in `OutputQueue`.
+        """
+        super().__init__(engine_server.loop, [make_sample_stream(sample) for sample in samples])
+        self._number, self._engine_server, self.settle = number, engine_server, settle
+
+    def receive(self, sample_stream: SampleStream, token_delta: TokenDelta) -> None:
+        """Add the delta to the batch of the step."""
+        self.stop_timer()
+        self._engine_server.add(self._number, sample_stream.index, token_delta)
+
+    def fail(self, error: Exception) -> None:
+        """Send the error after all earlier deltas."""
+        self.stop_timer()
+        self._engine_server.fail(self._number, error)
+
+
+class RemoteEngineServer:
+    """Submits the requests of one API process to the engine and sends back their outputs."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        channel: Channel,
+        snapshot: Callable[[], Awaitable[Snapshot]],
+        last_steps: Callable[[int], Awaitable[list[StepRow]]],
+    ):
+        """Serve the process at the other end of `channel`, once `run` is called."""
+        self.loop, self.channel = asyncio.get_running_loop(), channel
+        self.ready = asyncio.Event()  # set once the process has opened the port
+        self._llm, self._is_gone = llm, False
+        self._expected = dict[int, contextlib.ExitStack]()  # in preparation, by number
+        self._output_senders = dict[int, OutputSender]()
+        self._came = list[tuple[int, int, TokenDelta]]()  # unsent: number, sample, delta
+        channel.handlers = {
+            "ready": self.ready.set,
+            "expect": self._expect,
+            "take_over": self._take_over,
+            "settle": self._settle,
+            "abort": self._abort,
+            "let_go": self._let_go,
+            "snapshot": snapshot,
+            "last_steps": last_steps,
+        }
+
+    async def run(self) -> None:
+        """Serve until the process is gone, then abort its requests."""
+        try:
+            await self.channel.run()
+        finally:
+            self._is_gone = True
+            for number in {*self._expected, *self._output_senders}:
+                self._abort(number)
+
+    def add(self, number: int, index: int, token_delta: TokenDelta) -> None:
+        """Queue a sample's delta; all deltas of one event loop turn are sent in one message."""
+        if not self._came:
+            self.loop.call_soon(self._send)
+        self._came.append((number, index, token_delta))
+
+    def fail(self, number: int, error: Exception) -> None:
+        """Send the error that ends a request."""
+        self._send()
+        self._output_senders.pop(number, None)
+        self.channel.tell("failed", number, error)
+
+    def _send(self) -> None:
+        if self._came:
+            came, self._came = self._came, []
+            self.channel.tell("came", came)
+
+    async def _expect(self, number: int) -> None:
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(self._llm.expecting())
+            self._expected[number] = entered.pop_all()
+
+    async def _take_over(self, number: int, requests: Sequence[Request]) -> None:
+        def make(
+            samples: Sequence[Sample], make_sample_stream: MakeSampleStream, settle: Settle
+        ) -> OutputSender:
+            self._output_senders[number] = OutputSender(
+                number, self, samples, make_sample_stream, settle
+            )
+            return self._output_senders[number]
+
+        for request in requests:
+            request.tokens = list(request.prompt)  # the prompt was sent once for all samples
+        try:
+            with self._expected.pop(number):
+                await self._llm.take_over(requests, make)
+        except BaseException:
+            self._output_senders.pop(number, None)
+            raise
+        if self._is_gone:
+            self._abort(number)
+
+    def _settle(self, number: int, index: int, num_tokens: int | None) -> None:
+        if (output_sender := self._output_senders.get(number)) is not None:
+            output_sender.settle(output_sender.sample_streams[index], num_tokens)
+
+    def _abort(self, number: int) -> None:
+        if (expected := self._expected.pop(number, None)) is not None:
+            expected.close()
+        if (output_sender := self._output_senders.pop(number, None)) is not None:
+            self._llm.give_up(output_sender)
+
+    def _let_go(self, number: int) -> None:
+        self._output_senders.pop(number, None)

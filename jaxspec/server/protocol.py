@@ -1,0 +1,374 @@
+"""Request bodies of the routes, as pydantic models.
+
+Values are not coerced between JSON types. Unknown fields are ignored, but likely misspellings of
+known fields are refused.
+"""
+
+import dataclasses
+import difflib
+import itertools
+import logging
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from jaxspec.checks import shown
+from jaxspec.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.server.http.errors import ApiError
+
+_LOG = logging.getLogger(__name__)
+_NEAR = 0.85  # similarity from which a name counts as misspelt, such as "max_token" or "top_K"
+_MAX_NAME = 64  # characters of an unknown name that are compared
+_MAX_COMPARED = 32  # unknown names that are compared, at about 1 ms each
+_MAX_UNKNOWN = 100
+
+
+Json = dict[str, Any]
+
+_Item = TypeVar("_Item")
+Each = Annotated[list[_Item], Field(fail_fast=True)]
+"""A list that reports only its first wrong item: a prompt may hold a million ids."""
+
+
+class Body(BaseModel):
+    """Common fields of requests. Unknown fields are ignored, as in vLLM."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    model: str | None = None
+    user: str | None = None
+
+    def given(self) -> Json:
+        """Return the fields that the request sets, including unknown ones."""
+        return self.model_dump(exclude_unset=True)
+
+    @model_validator(mode="after")
+    def _spelt(self) -> "Body":
+        """Refuse misspelt field names, whose values would be ignored silently."""
+        unknown = self.model_extra or {}
+        if len(unknown) > _MAX_UNKNOWN:
+            raise ValueError(
+                f"there are {len(unknown):,} fields that nobody knows, such as "
+                f"{shown(next(iter(unknown)))}, and at most {_MAX_UNKNOWN} are passed over. Leave "
+                "them out"
+            )
+        for name in itertools.islice(unknown, _MAX_COMPARED):
+            near = difflib.get_close_matches(name[:_MAX_NAME], type(self).model_fields, 1, _NEAR)
+            if near:
+                raise ValueError(
+                    f"there is no field {shown(name)}; the nearest is {near[0]!r}. Correct it, or "
+                    "leave it out"
+                )
+            _LOG.debug("A request has the field %s, which is passed over.", shown(name))
+        return self
+
+
+class StreamOptions(BaseModel):
+    """Additional contents of a stream."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+_STRUCTURED = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "guided_decoding_backend",
+    "guided_whitespace_pattern",
+    "structural_tag",
+)
+_ABSENT = {
+    "use_beam_search": "beam search is a call of the library, LLM.beam_search",
+    "prompt_embeds": "prompts are texts or token ids",
+    "logits_processors": "nothing of a request is run as code",
+    "kv_transfer_params": "the KV cache stays in this process",
+    "mm_processor_kwargs": "prompts are text alone",
+}
+# Fields with the same name in requests and in `SamplingParams`.
+_SAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "allowed_token_ids",
+    "bad_words",
+    "seed",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "truncate_prompt_tokens",
+    "num_speculative_tokens",
+    "prompt_logprobs",
+)
+
+
+class Sampling(Body):
+    """Fields shared by completions and chats; null means the checkpoint's default."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: Each[int] | None = None
+    bad_words: Each[str] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | Each[str] | None = None
+    stop_token_ids: Each[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    num_speculative_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    response_format: Json | None = None
+
+    def refuse_absent(self) -> None:
+        """Refuse known fields whose values are not supported.
+
+        Raises:
+            ApiError: 400, naming the field.
+        """
+        kind = (self.response_format or {}).get("type", "text")
+        if kind != "text":
+            raise _no_structure("response_format", self.response_format)
+        extra = self.model_extra or {}
+        for name in _STRUCTURED:
+            if extra.get(name) is not None:
+                raise _no_structure(name, extra[name])
+        for name, why in _ABSENT.items():
+            if extra.get(name):
+                raise refused(name, extra[name], f"{why}. Leave it out.")
+        if self.stream_options is not None and not self.stream:
+            raise refused(
+                "stream_options", self.stream_options.model_dump(), "it goes with stream=true."
+            )
+
+    def sampling_params(
+        self, default: SamplingParams, max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
+        """Return the request's parameters, with `default` for fields that are not given.
+
+        `max_tokens` None means no limit except the model's context length. An answer that is not
+        streamed is output in one piece, so that the event loop does not wake for each token.
+
+        Raises:
+            ValueError: a value is invalid, as in `SamplingParams`.
+        """
+        given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        return dataclasses.replace(
+            default, **given, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind
+        )
+
+
+def refused(name: str, value: Any, why: str) -> ApiError:
+    """Return the error for a known field whose value is not supported."""
+    return ApiError(400, f"{name} can't be {shown(value)}: {why}", param=name)
+
+
+def _no_structure(name: str, value: Any) -> ApiError:
+    return refused(
+        name,
+        value,
+        "it asks for structured output, which jaxspec does not have yet. Leave it out, and check "
+        "the text that comes.",
+    )
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 12):
+        raise ValueError(f"logit_bias must have token ids as keys, got {shown(key)}.")
+    return int(key)
+
+
+class TokenizeRequest(Body):
+    """A text or a conversation to tokenize."""
+
+    prompt: str | None = None
+    messages: Each[Json] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Each[Json] | None = None
+    chat_template_kwargs: Json | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    """Token ids to decode to text."""
+
+    tokens: Each[int]
+
+
+class CountTokensRequest(Body):
+    """A conversation in Anthropic's form, to count its tokens."""
+
+    messages: Each[Json]
+    system: str | Each[Json] | None = None
+    tools: Each[Json] | None = None
+    tool_choice: Json | None = None
+    thinking: Json | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """A conversation in Anthropic's form, to generate the next message."""
+
+    max_tokens: int
+    stop_sequences: Each[str] | None = None
+    stream: bool | None = None
+    metadata: Any = None
+
+
+class ResponsesRequest(Body):
+    """A request of OpenAI's Responses API."""
+
+    input: str | Each[Json]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: Each[Json] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Json | None = None
+    text: Json | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    metadata: Any = None
+
+
+class CompletionRequest(Sampling):
+    """Prompts to complete, as texts or token ids; one answer holds the choices of all prompts."""
+
+    prompt: str | Each[str] | Each[int] | Each[Each[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+    def refuse_absent(self) -> None:
+        """Refuse as `Sampling` does, and also `suffix` and a `best_of` other than `n`."""
+        super().refuse_absent()
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise refused("best_of", self.best_of, "every sample is answered. Use n.")
+        if self.suffix:
+            raise refused("suffix", self.suffix, "texts are not filled in. Leave it out.")
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The prompts as a list: texts, or lists of token ids."""
+        prompt = self.prompt
+        is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+        return [prompt] if is_one else list(prompt)
+
+
+_NOT_IN_CHATS = {
+    "functions": "use tools",
+    "function_call": "use tools",
+    "echo": "answers hold what is new. Use /v1/completions",
+    "audio": "answers are text alone",
+    "web_search_options": "nothing is fetched",
+    "chat_template": "a template is a program, and only the server's own runs. Start the server "
+    "with --trust-request-chat-template to allow others",
+}
+
+
+class ChatCompletionRequest(Sampling):
+    """A conversation, to generate the next message."""
+
+    messages: Each[Json]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Each[Json] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    modalities: Each[str] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Json | None = None
+    return_tokens: bool | None = None
+
+    def refuse_absent(self, *, trusts_template: bool = False) -> None:
+        """Refuse as `Sampling` does, and also forced tool calls, audio and web search.
+
+        `trusts_template`: allow `chat_template` in the request.
+        """
+        super().refuse_absent()
+        given = (self.model_extra or {}) | {"chat_template": self.chat_template}
+        for name, why in _NOT_IN_CHATS.items():
+            if given.get(name) and not (name == "chat_template" and trusts_template):
+                raise refused(name, given[name], f"{why}.")
+        if self.modalities is not None and self.modalities != ["text"]:
+            raise refused("modalities", self.modalities, "answers are text alone.")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise refused(
+                "tool_choice",
+                self.tool_choice,
+                "to force a call takes structured output, which jaxspec does not have yet. Use "
+                "'auto' or 'none'.",
+            )
+        if self.tool_choice == "auto" and not self.tools:
+            raise refused("tool_choice", "auto", "there are no tools. Leave it out.")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refused("top_logprobs", self.top_logprobs, "it goes with logprobs=true.")
+        if self.return_tokens and not self.stream:
+            raise refused("return_tokens", True, "it goes with stream=true.")
+
+    @property
+    def offered_tools(self) -> list[Json]:
+        """Tools passed to the chat template."""
+        return [] if self.tool_choice == "none" else list(self.tools or ())
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Value for `SamplingParams.logprobs`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Keyword arguments for rendering the chat template."""
+        switches = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            switches.setdefault("reasoning_effort", self.reasoning_effort)
+            switches.setdefault("enable_thinking", self.reasoning_effort != "none")
+        continues = bool(self.continue_final_message)
+        begins = self.add_generation_prompt
+        return {
+            "tools": self.offered_tools or None,
+            "add_generation_prompt": not continues if begins is None else begins,
+            "continue_final_message": continues,
+            "chat_template": self.chat_template,
+            "chat_template_kwargs": switches,
+        }

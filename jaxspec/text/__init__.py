@@ -1,0 +1,1 @@
+"""Text: tokenizers, chat templates, streamed detokenization, tool-call parsers. Imports no JAX."""

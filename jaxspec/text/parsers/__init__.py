@@ -1,0 +1,19 @@
+"""Streaming parsers that split a model's text into reasoning, content and tool calls."""
+
+from jaxspec.text.parsers.assembly import Message, ToolCall, assemble
+from jaxspec.text.parsers.dialects import parser_for, starts_in_reasoning
+from jaxspec.text.parsers.output_parser import PLAIN, Dialect, OutputParser
+from jaxspec.text.parsers.piece import Piece, joined
+
+__all__ = [
+    "PLAIN",
+    "Dialect",
+    "Message",
+    "OutputParser",
+    "Piece",
+    "ToolCall",
+    "assemble",
+    "joined",
+    "parser_for",
+    "starts_in_reasoning",
+]

@@ -1,0 +1,79 @@
+"""Dialects of tool calls and reasoning, selected by the chat template of a model.
+
+The formats are those of the published templates of Qwen3, Qwen3-Coder, Qwen3.5, Nemotron 3,
+Nemotron Nano 2, Granite 4, LFM2 and Llama 3.1.
+"""
+
+import functools
+
+from jaxspec.text.parsers.json_calls import JsonCall
+from jaxspec.text.parsers.list_calls import ListCalls
+from jaxspec.text.parsers.output_parser import PLAIN, THINK, THINK_ENDS, Dialect
+from jaxspec.text.parsers.xml_calls import FUNCTION, XmlCall
+
+_CALL, _CALL_ENDS = "<tool_call>", "</tool_call>"
+_THINK_TAGS = (THINK, THINK_ENDS)
+
+XML = Dialect(
+    "xml",
+    {tag: functools.partial(XmlCall, tag) for tag in (_CALL, FUNCTION)},
+    tags=(_CALL, _CALL_ENDS),
+)
+"""Qwen3.5, Qwen3-Coder, Nemotron 3."""
+HERMES = Dialect(
+    "hermes", {_CALL: functools.partial(JsonCall, _CALL_ENDS)}, tags=(_CALL, _CALL_ENDS)
+)
+"""Hermes, Qwen3, Granite 4 and many others."""
+LLAMA = Dialect("llama", {tag: functools.partial(JsonCall, "") for tag in ("", "<|python_tag|>")})
+"""Llama 3.1 and 3.2."""
+LFM2 = Dialect(
+    "lfm2",
+    {"<|tool_call_start|>": functools.partial(ListCalls, "<|tool_call_end|>")},
+    tags=("<|tool_call_start|>", "<|tool_call_end|>"),
+)
+NEMOTRON_NANO_2 = Dialect(
+    "nemotron-nano-2",
+    {"<TOOLCALL>": functools.partial(ListCalls, "</TOOLCALL>")},
+    tags=("<TOOLCALL>", "</TOOLCALL>"),
+)
+
+# Strings that identify a dialect in a template's source, the more specific first.
+_BY_SIGN = {
+    "<TOOLCALL>": NEMOTRON_NANO_2,
+    "<|tool_call_start|>": LFM2,
+    "<|tool_list_start|>": LFM2,  # these templates copy earlier calls without writing call tags
+    FUNCTION: XML,
+    _CALL: HERMES,
+    "<|python_tag|>": LLAMA,
+    '"parameters": dictionary of argument name': LLAMA,
+}
+
+
+def parser_for(chat_template: str | None) -> Dialect:
+    """Return the dialect of a model; call it to create the parser of a text.
+
+    Args:
+        chat_template: Source of the template; None for models without one, such as base models.
+
+    Returns:
+        The dialect, or `PLAIN` if none is recognized; it also parses reasoning if the template has
+        `</think>`.
+    """
+    source = chat_template or ""
+    signs = (sign for sign in _BY_SIGN if sign in source)
+    dialect = _BY_SIGN.get(next(signs, ""), PLAIN)
+    if THINK_ENDS not in source:
+        return dialect
+    return dialect._replace(thinks=True, tags=dialect.tags + _THINK_TAGS)
+
+
+def starts_in_reasoning(prompt: str) -> bool:
+    """Return whether a rendered prompt ends inside the model's reasoning.
+
+    It does if it ends with `<think>` and whitespace, or with reasoning that the model continues:
+    text after `<think>` without `</think>` or the mark of another turn, such as `<|im_start|>`.
+    """
+    _, tag, rest = prompt.rpartition(THINK)
+    if not tag or not rest.strip():
+        return bool(tag)
+    return THINK_ENDS not in rest and "<|" not in rest and "<|" in prompt

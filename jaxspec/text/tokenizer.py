@@ -1,0 +1,305 @@
+"""Tokenizer: encodes text and chats, and decodes tokens, with the files of a checkpoint."""
+
+import concurrent.futures
+import functools
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Encoding, decoders
+
+from jaxspec import checks
+from jaxspec.checks import are_integers, boolean, shown
+from jaxspec.text import tokenizer_files
+from jaxspec.text.chat_boundaries import MAX_PART, AddedTokens
+from jaxspec.text.chat_template import ChatTemplate
+from jaxspec.text.template_process import Rendered
+from jaxspec.text.text_stream import UNFINISHED, TextStream
+from jaxspec.text.tokenizer_files import raise_for
+
+SHRINKING = 4
+"""Most bytes that a normalizer may reduce to one; NFC reduces at most three."""
+_LONG_TEXT = MAX_PART  # characters; shorter texts are tokenized within milliseconds
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class ChatPrompt(NamedTuple):
+    """A conversation as a prompt."""
+
+    text: str
+    ids: list[int]
+    boundaries: tuple[int, ...]  # numbers of leading tokens shared with prompts of later turns
+
+
+class Tokenizer:
+    """Tokenizer of a checkpoint: its tokenizer.json and settings, or a GGUF file's metadata.
+
+    Attributes:
+        eos_ids: The id of the tokenizer's EOS token, if it has one. The model's configuration may
+            list further ids, such as the end of a turn, which count as well.
+        has_byte_tokens: True if the vocabulary has byte tokens such as `<0x00>`.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Read the tokenizer of a folder or GGUF file.
+
+        Raises:
+            FileNotFoundError: the folder has no tokenizer.json, or the metadata no tokenizer.
+            ValueError: the tokenizer is invalid.
+        """
+        folder = Path(checks.path("The folder of a tokenizer", folder))
+        self._folder = folder
+        self._tokenizer, settings, special_tokens = tokenizer_files.read(folder)
+        # The file may contain the padding and truncation of training.
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.has_byte_tokens = self._tokenizer.token_to_id("<0x00>") is not None
+        self._chat_template = ChatTemplate(folder, settings, special_tokens)
+        end = special_tokens.get("eos_token")
+        end_id = None if end is None else self._tokenizer.token_to_id(end)
+        self.eos_ids = () if end_id is None else (end_id,)
+
+    def __reduce__(self) -> tuple[type, tuple[Path]]:
+        """Pickle the folder; unpickling reads it again."""
+        return type(self), (self._folder,)
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None
+    ) -> list[int]:
+        """Return the token ids of `text`.
+
+        A text that can't fit `max_model_len` tokens is refused before tokenization: one with more
+        UTF-8 bytes than `SHRINKING * max_model_len` of the vocabulary's longest tokens. This also
+        refuses texts that fit only because the tokenizer drops most of them, such as long runs of
+        spaces. Ctrl-C interrupts the tokenization of long texts at once.
+
+        Args:
+            text: The text.
+            add_special_tokens: Add the tokens that the tokenizer puts around a text, such as BOS.
+            max_model_len: Most tokens; None means unlimited.
+
+        Raises:
+            ValueError: `text` is not a string, has half of a surrogate pair or can't fit, or the
+                tokenizer fails.
+        """
+        return self._encoding(text, add_special_tokens, max_model_len).ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of `ids`, skipping ids without a token, as in padded vocabularies.
+
+        Raises:
+            ValueError: an id is not an unsigned 32-bit integer, or the tokenizer fails.
+        """
+        ids = list(ids)
+        try:
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            if not are_integers(ids) or any(not 0 <= token < 2**32 for token in ids):
+                raise ValueError(
+                    f"Token ids must be integers from 0 to {2**32 - 1}, got {shown(ids)}."
+                ) from error
+            raise_for(error, f"The tokenizer of {self._folder.name} fails on {shown(ids)}")
+
+    def chat(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        tools: Iterable[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        *,
+        max_model_len: int | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Return the token ids of a conversation; see `render_chat` and `encode`."""
+        found = self.chat_prompt(
+            messages, tools, add_generation_prompt, max_model_len=max_model_len, **kwargs
+        )
+        return found.ids
+
+    def chat_prompt(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        tools: Iterable[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        *,
+        max_model_len: int | None = None,
+        finds_boundaries: bool = False,
+        **kwargs: Any,
+    ) -> ChatPrompt:
+        """Return the text, token ids and boundaries of a conversation.
+
+        With `finds_boundaries`, which takes about twice as long, the boundaries are the numbers of
+        leading tokens shared with prompts of later turns; otherwise there are none.
+
+        Raises:
+            ValueError: as in `render_chat` and `encode`.
+        """
+        written = self._render(finds_boundaries, messages, tools, add_generation_prompt, **kwargs)
+        # The template includes BOS.
+        text, ids = written.text, self._encoding(written.text, False, max_model_len).ids
+        encode = functools.partial(self._encoding, add_special_tokens=False)
+        boundaries = self._added.stable_counts(text, written.num_kept, ids, encode)
+        return ChatPrompt(text, ids, boundaries)
+
+    def render_chat(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        tools: Iterable[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        *,
+        chat_template: str | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Return the text of a conversation, rendered by a chat template.
+
+        Templates are untrusted parts of checkpoints, so they run in a sandbox in a separate
+        process: without access to files or attributes of Python objects, without changes to the
+        arguments, and with limits of time and memory (`template_process.py`).
+
+        Args:
+            messages: Messages of the form `{"role": ..., "content": ...}`, made of JSON values.
+            tools: Tool definitions, made of JSON values.
+            add_generation_prompt: End the text with the beginning of an answer.
+            chat_template: Source of a template, or the name of one of the checkpoint. None uses
+                the checkpoint's default, or with tools its template for tools.
+            continue_final_message: End the text with the content of the last message.
+            chat_template_kwargs: Switches of the template, such as `{"enable_thinking": False}`.
+            **kwargs: Further switches of the template.
+
+        Raises:
+            ValueError: the checkpoint has no template, an argument is not a JSON value, or the
+                template rejects the conversation or exceeds a limit.
+        """
+        options = {
+            "chat_template": chat_template,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        return self._render(False, messages, tools, add_generation_prompt, **options, **kwargs).text
+
+    def _render(
+        self,
+        tries_turns: bool,
+        messages: Iterable[Mapping[str, Any]],
+        tools: Iterable[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        *,
+        chat_template: str | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Rendered:
+        switches = chat_template_kwargs
+        if switches is None or (isinstance(switches, Mapping) and kwargs):
+            switches = {**(switches or {}), **kwargs}
+        return self._chat_template.render(
+            messages,
+            tools,
+            add_generation_prompt,
+            switches,
+            template=chat_template,
+            continue_final_message=boolean("continue_final_message", continue_final_message),
+            tries_turns=tries_turns,
+        )
+
+    def stream(self, skip_special_tokens: bool = True) -> TextStream:
+        """Return a new incremental detokenizer for one request."""
+        return TextStream(self, skip_special_tokens)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of a single token, also of a special one or part of a character."""
+        text = self.decode([token_id], skip_special_tokens=False)
+        token = self._tokenizer.id_to_token(token_id) or ""
+        if UNFINISHED not in text:
+            return text.encode()
+        if self.is_byte_token(token_id):
+            return bytes.fromhex(token[3:5])
+        alphabet = tokenizer_files.BYTES_OF_CHARACTERS
+        return bytes(map(alphabet.__getitem__, token)) if set(token) <= alphabet.keys() else b""
+
+    @property
+    def chat_template(self) -> str | None:
+        """Source of the checkpoint's chat template, of the one for tools if there are two."""
+        return self._chat_template.source
+
+    def is_byte_token(self, token_id: int) -> bool:
+        """Return whether the token is a byte token such as `<0xE2>`, SentencePiece's fallback."""
+        return _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "") is not None
+
+    @property
+    def spaces_tokens_apart(self) -> bool:
+        """True if decoding joins tokens by spaces: without a decoder, or with WordPiece's."""
+        decoder = self._tokenizer.decoder
+        return decoder is None or isinstance(decoder, decoders.WordPiece)
+
+    def _encoding(
+        self, text: str, add_special_tokens: bool, max_model_len: int | None = None
+    ) -> Encoding:
+        """Encode a text; only texts up to `_LONG_TEXT` characters get token offsets."""
+        if not isinstance(text, str):
+            raise ValueError(f"A text to be tokenized must be a str, got {shown(text)}.")
+        self._check(text, max_model_len)
+        model, special = self._tokenizer, add_special_tokens
+        try:
+            if len(text) <= _LONG_TEXT:
+                return model.encode(text, add_special_tokens=special)
+            encode = model.encode_batch_fast
+            (found,) = _in_thread(lambda: encode([text], add_special_tokens=special))
+            return found
+        except BaseException as error:
+            raise_for(error, f"The tokenizer of {self._folder.name} fails on this text")
+
+    @functools.cached_property
+    def _added(self) -> AddedTokens:
+        found = self._tokenizer.get_added_tokens_decoder()
+        return AddedTokens({token.content: token_id for token_id, token in found.items()})
+
+    def _check(self, text: str, max_model_len: int | None) -> None:
+        """Raise ValueError if `text` is not valid Unicode or can't fit."""
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"A text must be Unicode, and character {error.start} of this one is half of a "
+                f"surrogate pair, {text[error.start]!r}. Decode its bytes anew, or remove it."
+            ) from error
+        if max_model_len is None or size <= SHRINKING * max_model_len:
+            return  # it may fit with any vocabulary
+        most = SHRINKING * max_model_len * self._longest_token
+        if size > most:
+            raise ValueError(
+                f"A prompt must fit max_model_len={max_model_len}, and a text of {size:,} bytes "
+                f"can't: the longest of this tokenizer's tokens has {self._longest_token} bytes, "
+                f"so texts of more than {SHRINKING} x {max_model_len} x {self._longest_token} = "
+                f"{most:,} bytes are refused unread. Shorten it, or raise max_model_len."
+            )
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        """Number of bytes of text of the longest token, or slightly more."""
+        added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        longest = max((len(token.encode()) for token in added), default=1)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        if isinstance(self._tokenizer.decoder, decoders.ByteLevel):  # one character per byte
+            return max(longest, max(map(len, vocabulary), default=1))
+        return max(longest, max((len(token.encode()) for token in vocabulary), default=1))
+
+
+def _in_thread(tokenize: Callable[[], list[Encoding]]) -> list[Encoding]:
+    """Run `tokenize` in a thread and wait for it, so that Ctrl-C interrupts the caller.
+
+    It must be a batch call of the library, which releases the GIL; one for a single text does not.
+    """
+    result = concurrent.futures.Future[list[Encoding]]()
+
+    def run() -> None:
+        try:
+            result.set_result(tokenize())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="tokenize", daemon=True).start()
+    return result.result()

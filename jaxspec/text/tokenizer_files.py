@@ -1,0 +1,216 @@
+"""Reading of a checkpoint's tokenizer files: tokenizer, settings, special tokens, chat templates.
+
+The contents are untrusted; errors name the file.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import tokenizers
+
+from jaxspec.checks import shown
+from jaxspec.files import fill, open_file, read_json
+from jaxspec.gguf import is_gguf
+
+MAX_TOKENIZER_BYTES = 2**28
+"""Largest size of a tokenizer.json."""
+_MAX_REASON_CHARACTERS = 300
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {
+        chr(0x100 + number): byte for number, byte in enumerate(others)
+    }
+
+
+BYTES_OF_CHARACTERS = _bytes_of_characters()
+"""Bytes by character of byte-level vocabularies, as in GPT-2.
+
+Printable bytes are their Latin-1 characters, and the others characters from U+0100 on: a space is
+U+0120.
+"""
+
+
+def raise_for(error: BaseException, what: str, file: str = "tokenizer.json") -> NoReturn:
+    """Raise an error of the library `tokenizers` as a ValueError, and others unchanged.
+
+    The library raises plain Exception, and its panics are BaseExceptions.
+    """
+    is_panic = type(error).__name__ == "PanicException"
+    if not (is_panic or isinstance(error, Exception)) or isinstance(error, MemoryError):
+        raise error
+    reason = str(error)[:_MAX_REASON_CHARACTERS]
+    raise ValueError(
+        f"{what}: {reason}. Download {file} again, or update `tokenizers` {tokenizers.__version__}."
+    ) from error
+
+
+class Contents(NamedTuple):
+    """Contents of a checkpoint's tokenizer files."""
+
+    tokenizer: tokenizers.Tokenizer
+    settings: dict[str, Any]  # contents of tokenizer_config.json
+    special_tokens: dict[str, str]  # tokens by name, such as bos_token
+
+
+def read(source: Path) -> Contents:
+    """Read the tokenizer files of a folder, or the metadata of a GGUF file.
+
+    Raises:
+        FileNotFoundError: there is no tokenizer.
+        ValueError: the tokenizer or its settings are invalid.
+    """
+    if not is_gguf(source):
+        config = settings(source / "tokenizer_config.json")
+        return Contents(load(source), config, special_tokens(source, config))
+    from jaxspec.gguf.tokenizer import read_tokenizer  # needed only for GGUF files
+
+    try:
+        tokenizer, config = read_tokenizer(source)
+    except (ValueError, FileNotFoundError):
+        raise
+    except BaseException as error:
+        what = f"{source} must hold a tokenizer that `tokenizers` runs, and does not"
+        raise_for(error, what, "the file")
+    return Contents(tokenizer, config, _tokens_in(config))
+
+
+def load(folder: Path) -> tokenizers.Tokenizer:
+    """Read the folder's tokenizer.json.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is not a regular file, too large, or not readable by `tokenizers`.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"Text needs a tokenizer, but {folder} has no tokenizer.json. Copy the checkpoint's "
+            'there, or pass token ids: {"prompt_token_ids": [...]}.'
+        ) from error
+    if size > MAX_TOKENIZER_BYTES:
+        raise ValueError(
+            f"{path} must have at most {MAX_TOKENIZER_BYTES:,} bytes, got {size:,}. Download it "
+            "again."
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except BaseException as error:
+        raise_for(error, f"{path} must be one that `tokenizers` reads, and is not")
+
+
+def settings(path: Path) -> dict[str, Any]:
+    """Read the JSON object of an optional file; empty if the file is absent.
+
+    Raises:
+        ValueError: the file can't be read or is not a JSON object.
+    """
+    try:
+        return read_json(path)
+    except FileNotFoundError:
+        return {}
+
+
+def special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return tokens such as bos_token by name.
+
+    They are read from `config`, the contents of tokenizer_config.json, and those it lacks from
+    special_tokens_map.json. A token is a string or `{"content": string}`.
+
+    Raises:
+        ValueError: as in `settings`.
+    """
+    return _tokens_in(settings(folder / "special_tokens_map.json")) | _tokens_in(config)
+
+
+def _tokens_in(config: Mapping[str, Any]) -> dict[str, str]:
+    found = {}
+    for name, token in config.items():
+        if isinstance(token, Mapping):
+            token = token.get("content")
+        if name.endswith("_token") and isinstance(token, str) and token and _is_unicode(token):
+            found[name] = token
+    return found
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether UTF-8 can encode `text`: JSON may contain half of a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+MAX_TEMPLATE_BYTES = 2**20
+"""Largest size of a template, about thirty times that of the largest published ones."""
+OWN_FILE = "chat_template.jinja"
+
+
+def read_sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return template sources by name, from the first place that has them, as in transformers.
+
+    The places are chat_template.jinja, `settings`, and the older chat_template.json. GGUF files
+    have only settings.
+
+    Raises:
+        ValueError: a template has the wrong type or is too long, or a file can't be read.
+    """
+    is_folder = not is_gguf(folder)
+    own = _read_own(folder / OWN_FILE) if is_folder else None
+    if own is not None:
+        return {"default": own}
+    path, source = folder / "tokenizer_config.json", settings.get("chat_template")
+    path = path if is_folder else folder
+    if source in (None, "", []) and is_folder:
+        path = folder / "chat_template.json"
+        try:
+            source = read_json(path).get("chat_template")
+        except FileNotFoundError:
+            source = None
+    if source in (None, "", []):
+        return {}
+    found = {}
+    entries = source if isinstance(source, list) else [{"name": "default", "template": source}]
+    for entry in entries:
+        name, text = map(entry.get, ("name", "template")) if isinstance(entry, dict) else (0, 0)
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ValueError(
+                f"{path}: chat_template must be a text, or a list of objects with the texts name "
+                f"and template, got {shown(source)}. Download it again."
+            )
+        if len(text) > MAX_TEMPLATE_BYTES:
+            raise ValueError(too_long(path))
+        found[name] = text
+    return found
+
+
+def _read_own(path: Path) -> str | None:
+    """Read the text of chat_template.jinja; None if there is no such file."""
+    try:
+        file = open_file(path)
+    except FileNotFoundError:
+        return None
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_TEMPLATE_BYTES:
+            raise ValueError(too_long(path))
+        content = bytearray(size)
+        fill(file, memoryview(content))
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} must be UTF-8 text, and byte {error.start} is not. Download it again."
+        ) from error
+
+
+def too_long(path: Path | str) -> str:
+    """Return the error message for a template that is too long."""
+    return (
+        f"{path}: a chat template must have at most {MAX_TEMPLATE_BYTES:,} bytes, and this one "
+        "has more. Download it again."
+    )

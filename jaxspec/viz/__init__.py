@@ -1,0 +1,1 @@
+"""Visualization of generations: plots, colored tokens, timelines of steps."""

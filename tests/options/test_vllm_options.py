@@ -1,0 +1,69 @@
+"""vLLM's options: what they are here, and which of their values are refused."""
+
+import pytest
+
+from jaxspec.options.engine_options import OPTIONS, EngineConfig
+from jaxspec.options.vllm_options import RENAMED, UNDERSTOOD, translated
+
+
+def test_the_tables_and_the_options_do_not_overlap():
+    assert not set(UNDERSTOOD) & {*OPTIONS, *RENAMED}
+    assert {renamed.name for renamed in RENAMED.values()} <= set(OPTIONS)
+    assert all(RENAMED[name].name == name for name in set(RENAMED) & set(OPTIONS))
+
+
+def test_each_line_says_what_is_so_and_ends_as_a_sentence_can():
+    for name, given in UNDERSTOOD.items():
+        assert given.meaning and not given.meaning.endswith("."), name
+        assert given.instead and not given.instead.endswith("."), name
+        assert "|" not in given.meaning + given.instead
+
+
+@pytest.mark.parametrize("name", [name for name, given in UNDERSTOOD.items() if given.values])
+def test_values_that_mean_the_default_are_taken_and_others_refused_by_name(name):
+    for value in UNDERSTOOD[name].values:
+        assert EngineConfig.of(None, {name: value}) == EngineConfig()
+    for wrong in (object(), "something else", 2, [1], {"a": object()}, 1.5):
+        with pytest.raises(ValueError, match=f"^{name} must be .* with jaxspec .*, got ") as caught:
+            EngineConfig.of(None, {name: wrong})
+        assert len(str(caught.value)) < 300 and str(caught.value).endswith(".")
+
+
+def test_one_is_no_true():
+    with pytest.raises(ValueError, match="trust_remote_code must be False .*, got 0"):
+        translated({"trust_remote_code": 0})
+    with pytest.raises(ValueError, match="tensor_parallel_size must be 1 .*, got True"):
+        translated({"tensor_parallel_size": True})
+
+
+@pytest.mark.parametrize(
+    ("theirs", "own"),
+    [
+        ({"block_size": 32}, {"page_size": 32}),
+        ({"kv_cache_dtype": "auto"}, {}),
+        ({"kv_cache_dtype": "fp8"}, {"kv_dtype": "float8_e4m3fn"}),
+        ({"kv_cache_dtype": "bfloat16"}, {"kv_dtype": "bfloat16"}),
+        ({"mamba_ssm_cache_dtype": "float16"}, {"state_dtype": "float16"}),
+        ({"num_gpu_blocks_override": None}, {}),
+        ({"num_gpu_blocks_override": 9}, {"num_pages": 9}),
+        ({"load_format": "safetensors"}, {}),
+        ({"dtype": "float"}, {"dtype": "float32"}),
+        ({"use_tqdm_on_load": False}, {"show_progress": False}),
+    ],
+)
+def test_another_name_is_the_option_itself(theirs, own):
+    assert EngineConfig.of(None, theirs) == EngineConfig(**own)
+
+
+def test_an_option_under_two_names_and_a_wrong_value_of_another_name_are_refused():
+    with pytest.raises(ValueError, match="block_size is another name of page_size, got both: 8 an"):
+        translated({"block_size": 8, "page_size": 16})
+    with pytest.raises(ValueError, match="page_size must be an integer of at least 1, got 'a'"):
+        EngineConfig.of(None, {"block_size": "a"})
+    with pytest.raises(ValueError, match="quantization must be None .* Use a checkpoint in"):
+        EngineConfig.of(None, {"quantization": "fp8"})
+
+
+def test_a_word_close_to_one_of_vllms_is_led_there():
+    with pytest.raises(TypeError, match="no option 'tensor_parallel'; the nearest is 'tensor_para"):
+        EngineConfig.of(None, {"tensor_parallel": 2})

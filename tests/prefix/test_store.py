@@ -1,0 +1,112 @@
+"""The store by itself: names that hold from the next plan on. Whole lives: test_prefix_cache."""
+
+from fake_device import make_buckets, make_group
+
+from jaxspec.plan.plan import StateExport
+from jaxspec.prefix.page_pool import PrefixMetrics
+from jaxspec.prefix.store import PrefixStore
+
+
+def make(num_checkpoints=2, **sizes):
+    shapes = make_buckets(prefix_caching="all", num_checkpoints=num_checkpoints, **sizes)
+    return PrefixStore(shapes, PrefixMetrics())
+
+
+def running(store, num_tokens=10, seed=1, row=3):
+    (request,) = make_group(seed, num_tokens, 4)
+    request.pages = store.pool.allocate(-(-num_tokens // 4))
+    request.row = row
+    return request
+
+
+def publish(store, request, length):
+    return store.publish(request, store.tree.root(None), length)
+
+
+def leave(store, request):
+    store.pool.release(request.pages)
+    request.pages = []
+
+
+def test_full_pages_are_published_and_stay_when_their_request_leaves():
+    store = make()
+    request = running(store)
+    node = publish(store, request, 9)
+    assert node.depth == 2 and len(store) == 2 and store.num_evictable == 0
+    num_free = store.pool.num_free
+    leave(store, request)
+    assert store.num_evictable == 2 and store.pool.num_free == num_free + 3
+
+
+def test_a_partly_filled_page_is_copied_unless_its_request_leaves():
+    store = make()
+    request = running(store)
+    node = publish(store, request, 10)
+    third = request.pages[2]
+    store.keep(request, node, 9)
+    (copied,) = store.take_copies()
+    assert copied == StateExport(3, 1, third, copied.target_page) and copied.target_page != third
+    assert node.tails[tuple(request.tokens[8:9])].page == copied.target_page
+    store.keep(request, node, 10, gives_page=True)
+    assert store.take_copies() == [StateExport(3, 2)]
+    leave(store, request)
+    assert store.tree.holds(third) and store.num_evictable == 4
+
+
+def test_what_is_there_is_not_kept_again():
+    store = make()
+    request = running(store)
+    node = publish(store, request, 8)
+    for _ in range(2):
+        store.keep(request, node, 8)
+    assert len(store.take_copies()) == 1 and store._figures.num_checkpoints == 1
+
+
+def test_the_state_used_longest_ago_makes_room_and_takes_its_own_page_along():
+    store = make(num_checkpoints=1)
+    first, second = running(store, 9), running(store, 10, seed=2)
+    store.keep(first, publish(store, first, 9), 9, gives_page=True)
+    leave(store, first)
+    num_pages = len(store)
+    store.keep(second, publish(store, second, 8), 8)
+    assert [each.checkpoint for each in store.take_copies()] == [1, 1]
+    assert len(store) == num_pages - 1 + 2 and store._figures.num_evicted_checkpoints == 1
+
+
+def test_what_would_come_too_late_is_not_kept():
+    store = make()
+    request = running(store)
+    node = publish(store, request, 8)
+    store.begin_late()
+    store.keep(request, node, 8)
+    assert store.take_copies() == [] and store._figures.skipped["too late"] == 1
+    store.keep(request, node, 8)
+    assert len(store.take_copies()) == 1
+
+
+def test_a_row_in_flight_is_kept_where_it_turns_out_to_stand():
+    store = make()
+    request = running(store, 10)
+    request.pages += store.pool.allocate(1)
+    node = publish(store, request, 9)
+    store.keep_unsettled(request, node)
+    leave(store, request)
+    assert store.take_copies() == [StateExport(3, 1)] and store.num_evictable == 4
+    request.tokens += [1, 2, 3, 4]
+    store.settle(request)
+    hit = store.tree.match(None, request.tokens, 13)
+    assert len(hit.nodes) == 3 and hit.at_checkpoint.tokens == (request.tokens[12],)
+    assert store.num_evictable == 4 and store.pool.num_free == store._shapes.num_pages - 1
+
+
+def test_clear_frees_what_nobody_holds():
+    store = make()
+    request, other = running(store, 10), running(store, 9, seed=2)
+    store.keep_unsettled(request, publish(store, request, 9))
+    leave(store, request)
+    publish(store, other, 9)
+    store.clear()
+    assert store.num_evictable == len(store) == 0 and store.take_copies() == []
+    assert store.pool.num_free == store._shapes.num_pages - 1 - 3
+    leave(store, other)
+    assert store.pool.num_free == store._shapes.num_pages - 1

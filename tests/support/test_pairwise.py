@@ -1,0 +1,25 @@
+import itertools
+
+import pytest
+from pairwise import crossed, pairwise
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 3), (2, 2, 2), (3, 3, 3, 3), (4, 3, 2, 5), (1, 4, 1)])
+def test_all_values_of_any_two_axes_meet_in_few_rows(sizes):
+    axes = [[f"{axis}{value}" for value in range(size)] for axis, size in enumerate(sizes)]
+    rows = pairwise(*axes)
+    assert set(rows) <= set(itertools.product(*axes)) and len(set(rows)) == len(rows)
+    for first, second in itertools.combinations(range(len(axes)), 2):
+        met = {(row[first], row[second]) for row in rows}
+        assert met == set(itertools.product(axes[first], axes[second]))
+    assert {row[0] for row in rows} == {*axes[0]}
+    widest = sorted((1, *sizes))[-2:]
+    assert len(rows) <= 1.6 * widest[0] * widest[-1]
+
+
+def test_a_cross_has_every_row_once_and_a_cover_of_it_is_quick():
+    axes = "ab", "cd", "ef"
+    quick = [row for row in crossed(*axes) if isinstance(row, tuple) and not hasattr(row, "marks")]
+    rest = [row.values for row in crossed(*axes) if hasattr(row, "marks")]
+    assert quick == pairwise(*axes)
+    assert sorted([*quick, *rest]) == sorted(itertools.product(*axes))
