@@ -74,9 +74,9 @@ def test_that_of_codestral_is_read_and_gates_before_the_norm():
     assert mamba2.gate_first and mamba2.norm_groups == 8 and not config.tie_word_embeddings
 
 
-@pytest.mark.parametrize("limits", [[0, 10**400], [0, float("inf")], [0.0, 1e30], None])
-def test_limits_that_limit_nothing_mean_the_same(limits):
-    assert parse_config(PUBLISHED | {"time_step_limit": limits}) == parse_config(PUBLISHED)
+@pytest.mark.parametrize("bounds", [[0, 10**400], [0, float("inf")], [0.0, 1e30], None])
+def test_limits_that_limit_nothing_mean_the_same(bounds):
+    assert parse_config(PUBLISHED | {"time_step_limit": bounds}) == parse_config(PUBLISHED)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def make(proposer, drafts=2, **options):
         (LastTimeProposer, GREEDY, {"num_pages": 16}),
         (
             LastTimeProposer,
-            SAMPLED,
+            GREEDY,
             {"steps_per_dispatch": 2, "draft_counts": (0, 1, 3), "drafts": 3},
         ),
     ],
