@@ -1,14 +1,15 @@
 """Parallel compilation of the Mosaic kernels of a program.
 
 XLA compiles the kernels of a program one after another, half a second each, and caches them by hash
-for the process. Compiling each kernel separately beforehand, in parallel, fills that cache.
+for the process. It optimizes the whole program first, for several seconds: meanwhile the kernels
+compile separately, in parallel, and fill that cache.
 """
 
 import functools
 import io
 import logging
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax.stages
@@ -22,12 +23,12 @@ from jaxspec.runner.programs.trace_processes import num_cores
 
 _log = logging.getLogger(__name__)
 _TARGET = "mosaic_gpu_v2"  # target of JAX 0.11's custom calls
-_asked: dict[str, Future[None]] = {}  # compilations of this process, by kernel hash
+_asked: set[str] = set()  # hashes of the kernels that this process compiles or has compiled
 _lock = threading.Lock()
 
 
 def compile_kernels(lowered: jax.stages.Lowered) -> None:
-    """Compile the kernels of a program that this process has not compiled, and wait for them.
+    """Start compiling the kernels of a program that this process has not compiled.
 
     This only saves time: after an error, which is logged, XLA compiles the kernel itself.
     """
@@ -38,12 +39,10 @@ def compile_kernels(lowered: jax.stages.Lowered) -> None:
         with _lock:
             for name, module in found.items():
                 if name not in _asked:
-                    _asked[name] = _pool().submit(_compile, module)
-            awaited = [_asked[name] for name in found]
+                    _asked.add(name)
+                    _pool().submit(_compile, module)
     except Exception as error:  # another JAX version, or the interpreter exits
         _log.info("kernels are compiled with their program: %r", error)
-        return
-    wait(awaited)
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Kernels that are compiled by themselves, before the programs that they are part of."""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +30,15 @@ def test_a_module_compiles_here_and_a_broken_one_is_logged(caplog):
 
 
 def test_each_kernel_is_asked_for_once(monkeypatch):
-    asked = []
+    asked, pool = [], ThreadPoolExecutor(1)
     gpu = type("Gpu", (), {"platform": "gpu"})
     monkeypatch.setattr(kernels.device, "default_device", lambda: gpu)
-    monkeypatch.setattr(kernels, "_asked", {})
+    monkeypatch.setattr(kernels, "_asked", set())
+    monkeypatch.setattr(kernels, "_pool", lambda: pool)
     monkeypatch.setattr(kernels, "_compile", asked.append)
     program = lowered(lambda x: x, jnp.ones(3))
     for found in ({"one": b"1", "two": b"2"}, {"two": b"2", "three": b"3"}):
         monkeypatch.setattr(kernels, "kernels_of", lambda module, found=found: found)
         compile_kernels(program)
-    assert sorted(asked) == [b"1", b"2", b"3"]
+    pool.shutdown()
+    assert asked == [b"1", b"2", b"3"]
