@@ -40,6 +40,7 @@ from benchmarks.report import acceptance_tables
 Row = dict[str, Any]
 SECONDS = 500.0  # what runs then may take some more, and so do the tables
 LEAST_SECONDS = 25.0  # of a part that is begun
+STACK_FRAME = "    @ "  # begins the lines of a C++ stack trace
 OVERTIME = 30.0  # after which a process is ended
 _CHILD = "import sys; from benchmarks.acceptance.job import main; main(sys.argv[1])"
 
@@ -120,6 +121,7 @@ class Parts:
             with self._lock:
                 self._running.discard(process)
         lines = errors.read_text(errors="replace").strip().splitlines()
+        lines = [line for line in lines if not line.startswith(STACK_FRAME)]
         if code == -signal.SIGKILL:
             return code, f"It was ended after {left + OVERTIME:.0f} seconds."
         return code, (lines[-1] if lines else f"It ended with {code}.")[:500]

@@ -121,6 +121,7 @@ def exact_options(cache: Path | None, **others: Any) -> dict[str, Any]:
         "prefill_buckets": [EXACT_CHUNK],
         "steps_per_dispatch": 1,
         "enable_prefix_caching": False,
+        "background_compilation": False,
         "compilation_cache": cache,
         "show_progress": False,
         **others,
