@@ -173,7 +173,9 @@ def rounded_to(x: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
 def sums_after(x: Float[Array, "rows tokens heads"]) -> Float[Array, "rows tokens heads"]:
     """Return for each token the sum over the tokens after it.
 
-    A difference of running sums would lose the digits of the terms after a strong decay.
+    A difference of running sums would lose the digits of the terms after a strong decay. XLA's GPU
+    compiler fails where it fuses `cumsum` with another sum (JAX 0.11.2), so the sums are masked.
     """
-    after = jnp.pad(x[:, 1:], ((0, 0), (0, 1), (0, 0)))
-    return jnp.cumsum(after[:, ::-1], axis=1)[:, ::-1]
+    token = jnp.arange(x.shape[1])
+    is_after = token[None, :] > token[:, None]
+    return jnp.sum(jnp.where(is_after[None, :, :, None], x[:, None], 0.0), axis=2)

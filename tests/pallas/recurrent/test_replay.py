@@ -17,6 +17,7 @@ from jaxspec.pallas.recurrent.replay import (
     next_ring_length,
     rounded_to,
     row_table,
+    sums_after,
 )
 from jaxspec.regions import DecodeRegion
 
@@ -135,3 +136,19 @@ def test_what_a_ring_keeps_is_rounded_on_a_gpu_too(h200, monkeypatch):
 
     assert conversions(lambda x: x * rounded_to(x, jnp.bfloat16)) == 2
     assert conversions(lambda x: x * x.astype(jnp.bfloat16).astype(jnp.float32)) == 0
+
+
+def test_the_sums_after_each_token():
+    x = np.random.default_rng(0).normal(size=(3, 7, 2)).astype(np.float32)
+    expected = [x[:, token + 1 :].sum(1) for token in range(7)]
+    np.testing.assert_allclose(sums_after(jnp.asarray(x)), np.stack(expected, 1), atol=1e-6)
+
+
+def test_sums_after_each_token_compile_beside_other_sums(h200, monkeypatch):
+    """With `cumsum`, XLA's compiler refused the decoding steps of Falcon-H1 on a GPU."""
+
+    def step(ring):
+        x = ring.transpose(0, 2, 1)
+        return (jnp.exp(sums_after(x)) * x).transpose(0, 2, 1), x.sum(1)
+
+    compile_for(h200, monkeypatch, step, (array(64, 48, 36),))
