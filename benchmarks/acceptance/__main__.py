@@ -15,7 +15,8 @@ one of them measures the others are stopped:
 * options: 8-bit keys and values, float16 states, "auto" drafts and no drafts.
 
 It ends with status 1 if anything failed, if a program was compiled while a request waited, or if
-tokens differ. Parts that there was no time for are listed as skipped.
+tokens differ. Parts that there was no time for are listed as skipped; a later call with the same
+FILE begins with those that it lacks.
 """
 
 import argparse
@@ -59,7 +60,7 @@ class Parts:
 
     def run(self) -> list[Row]:
         """All rows."""
-        parts = planned(self._args.only, self._args.parts)
+        parts = planned(self._args.only, self._args.parts, accepted(self._args.json))
         with ThreadPoolExecutor(self._args.processes) as pool:
             try:
                 list(pool.map(self._part, parts))
@@ -157,14 +158,19 @@ class Parts:
             print(json.dumps(row), flush=True)
 
 
-def planned(only: list[str], parts: list[str] | None) -> list[tuple[str, str]]:
-    """Return models and parts: the long ones first, so that no process is left with one alone."""
+def planned(
+    only: list[str], parts: list[str] | None, before: frozenset[tuple[str, str]] = frozenset()
+) -> list[tuple[str, str]]:
+    """Return models and parts: the long ones first, so that no process is left with one alone.
+
+    Those of `before` come last.
+    """
     listed = [(model, part) for model in only for part in parts_of(model)]
     order = [*PARTS, *OPTIONS]
 
-    def rank(each: tuple[str, str]) -> tuple[bool, int]:
+    def rank(each: tuple[str, str]) -> tuple[bool, bool, int]:
         model, part = each
-        return part in OPTIONS or not ALL_MODELS[model].has_all, order.index(part)
+        return each in before, part in OPTIONS or not ALL_MODELS[model].has_all, order.index(part)
 
     listed.sort(key=rank)
     return [each for each in listed if parts is None or each[1] in parts]
@@ -176,13 +182,33 @@ def _kill(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def accepted(file: Path | None) -> frozenset[tuple[str, str]]:
+    """The models and parts that the file has without an error and without a skipped row."""
+    rows = _rows_of(file)
+    failed = {(row["model"], row["part"]) for row in rows if {"error", "skipped"} & row.keys()}
+    return frozenset((row["model"], row["part"]) for row in rows) - failed
+
+
 def kept(file: Path | None, rows: list[Row]) -> list[Row]:
-    """The rows, after those that the file has of other models and parts."""
-    if file is None or not file.exists():
-        return rows
+    """The rows, after those that the file has of other models and parts.
+
+    A part that was skipped now does not replace one that ran before.
+    """
+    known, before = _rows_of(file), accepted(file)
+    rows = [
+        row
+        for row in rows
+        if not ("skipped" in row and row["feature"] == "all")
+        or (row["model"], row["part"]) not in before
+    ]
     new = {(row["model"], row["part"]) for row in rows}
-    known = json.loads(file.read_text()).get("results", [])
     return [row for row in known if (row["model"], row["part"]) not in new] + rows
+
+
+def _rows_of(file: Path | None) -> list[Row]:
+    if file is None or not file.exists():
+        return []
+    return json.loads(file.read_text()).get("results", [])
 
 
 def parser() -> argparse.ArgumentParser:

@@ -84,6 +84,22 @@ def test_parts_come_by_weight():
     assert planned[3:5] == [("tiny", "features"), ("tiny", "exact")]
     assert planned[5:7] == [("tiny", "without drafts"), ("tiny-all", "without drafts")]
     assert len(planned) == len(job.LIGHT_PARTS) + len(job.PARTS) + len(job.OPTIONS)
+    before = frozenset({("tiny-all", "features"), ("tiny", "features")})
+    again = command.planned(["tiny", "tiny-all"], None, before)
+    assert set(again[-2:]) == before and sorted(again) == sorted(planned)
+
+
+def test_a_later_call_completes_the_file_of_an_earlier_one(tmp_path):
+    def row(part, **others):
+        return {"model": "tiny", "part": part, "feature": "all"} | others
+
+    file = tmp_path / "accepted.json"
+    known = [row("features", ms=1.0), row("exact", skipped="no time"), row("serving", error="x")]
+    file.write_text(json.dumps({"results": known}))
+    assert command.accepted(file) == {("tiny", "features")}
+    assert command.accepted(tmp_path / "none.json") == set()
+    now = [row(part, skipped="no time") for part in ("features", "exact")] + [row("serving")]
+    assert command.kept(file, now) == [row("features", ms=1.0), *now[1:]]
 
 
 def test_the_models_are_published_ones_and_all_families_are_there():
