@@ -41,166 +41,163 @@ class EngineConfig:
 
     model: str | Path | None = option(
         None,
-        "a folder with config.json and safetensors, a GGUF file, or a Hugging Face hub id",
+        "folder with config.json and safetensors, GGUF file, or Hugging Face hub id",
         none="the embedded model",
     )
     _: dataclasses.KW_ONLY
-    revision: str | None = option(
-        None, "the branch, tag or commit to take of a hub id", none="main"
-    )
+    revision: str | None = option(None, "branch, tag or commit of a hub id", none="main")
     tokenizer: str | Path | None = option(
-        None, "a folder with tokenizer.json, a GGUF file, or a hub id", none="the model's"
+        None, "folder with tokenizer.json, GGUF file, or hub id", none="the model's tokenizer"
     )
     skip_tokenizer_init: bool = option(
-        False, "whether to do without a tokenizer: then token ids go in, and come out alone"
+        False, "load no tokenizer: prompts must be token ids, and outputs have no text"
     )
     generation_config: str | Path = option(
         "auto",
-        "what a call without SamplingParams does: auto takes the model's generation_config.json, "
-        "vllm the defaults of SamplingParams, and a folder its generation_config.json",
+        "source of the sampling parameters of calls without SamplingParams: auto for the model's "
+        "generation_config.json, vllm for the defaults of SamplingParams, or a folder with a "
+        "generation_config.json",
     )
     speculative_config: SpeculativeConfig | dict[str, Any] | str | None = option(
         "auto",
-        "how to draft: a method's name, a dict with the method and its options, or a "
-        "SpeculativeConfig (docs/speculation.md); auto drafts with the checkpoint's own head, if "
-        "it has one; None does not",
+        "draft method: its name, a dict of the method and its options, or a SpeculativeConfig "
+        "(docs/speculation.md); auto uses the checkpoint's draft head if it has one; None disables "
+        "speculative decoding",
     )
     load_format: Literal["auto", "dummy"] = option(
         "auto",
-        "auto reads the checkpoint's weights; dummy draws random ones on the device, for which "
-        "config.json is enough",
+        "auto loads the checkpoint's weights; dummy initializes random weights and needs only "
+        "config.json",
     )
     dtype: Literal["float32", "bfloat16", "auto"] = option(
         "auto",
-        "dtype of weights: float32, bfloat16 or auto (bfloat16 on a GPU, float32 elsewhere)",
+        "dtype of the weights: float32, bfloat16 or auto (bfloat16 on a GPU, float32 elsewhere)",
     )
     kv_dtype: Literal["bfloat16", "float8_e4m3fn"] | None = option(
         None,
-        "dtype of cached keys and values: bfloat16 or float8_e4m3fn, unscaled and cut off at 448",
+        "dtype of the KV cache: bfloat16 or float8_e4m3fn, which is unscaled and saturates at 448",
         none="the model's",
     )
     state_policy: Literal["auto", "snapshot", "replay"] = option(
         "auto",
-        "how recurrent states survive a verify: snapshot keeps one a token, replay one a sample "
-        "and a ring of what the tokens since then added, which takes less memory with drafts; auto "
-        "is replay where kernels run",
+        "storage of recurrent states during verification: snapshot stores a state per token; "
+        "replay stores a state per sample and the inputs of the tokens since, which takes less "
+        "memory with drafts; auto is replay on GPUs with kernels",
     )
     state_dtype: Literal["float32", "float16", "bfloat16"] = option(
-        "float32", "dtype of recurrent states: float32, float16 or bfloat16; 16 bits round"
+        "float32", "dtype of recurrent states: float32, float16 or bfloat16"
     )
-    max_num_seqs: int = option(8, "samples that run at once")
+    max_num_seqs: int = option(8, "maximum number of samples that run at the same time")
     max_model_len: int | None = option(
         None,
-        "most tokens of a prompt and its completion together",
-        none="as many as the model was made for, but not above 8192",
+        "maximum number of tokens of a prompt and its completion",
+        none="the model's context length, at most 8192",
     )
     max_in_flight: int = option(
         2,
-        "steps behind the oldest dispatch with which it is collected; 0 is the synchronous engine",
+        "steps dispatched ahead of the one whose output is awaited; 0 is the synchronous engine",
         least=0,
     )
     steps_per_dispatch: int | Literal["auto"] = option(
         "auto",
-        "decode steps that the host hands over at once while no prompt waits and nobody reads a "
-        "stream; the tokens are the same and come in larger portions; auto is 1; where kernels "
-        "run it is how often the weights go into 80 GB, as a power of two and at most 8",
+        "decode steps per dispatch while no prompt is waiting and no stream is read; tokens do not "
+        "change; auto is 1, on GPUs with kernels the number of times the weights fit into 80 GB, "
+        "as a power of two, at most 8",
     )
-    page_size: int = option(16, "tokens of a KV page")
+    page_size: int = option(16, "tokens per page of the KV cache")
     num_pages: int | None = option(
         None,
-        "pages of the pool, the null page counted in",
-        none="as many as max_num_seqs samples of max_model_len need, or as fit",
+        "pages of the KV cache, including the null page",
+        none="enough for max_num_seqs samples of max_model_len, or as many as fit",
     )
     enable_prefix_caching: bool | None = option(
         None,
-        "whether prompts that begin as earlier ones did are computed from where they part "
-        "(docs/prefix-caching.md)",
-        none="wherever that can be; a model with recurrent states gives prefix_cache_share",
+        "reuse the cached prefixes of earlier requests (docs/prefix-caching.md)",
+        none="on wherever it is supported; recurrent states then use prefix_cache_share",
     )
     mamba_cache_mode: Literal["none", "align", "all"] = option(
         "all",
-        "where recurrent states are kept for that: all is where prompts part, or the next turn of "
-        "a chat will, and at the ends of prompts and outputs; align is at multiples of "
-        "checkpoint_interval; none is nowhere, so that a model with such states finds no prefix",
+        "positions at which recurrent states are cached: all caches them where prompts diverge, at "
+        "boundaries of chat turns and at the ends of prompts and outputs; align at multiples of "
+        "checkpoint_interval; none disables prefix caching for models with recurrent states",
     )
     prefix_cache_share: float = option(
-        0.2, "share of the memory of caches that kept states take, in [0, 1); at least two of them"
+        0.2, "share of the cache memory for cached recurrent states, in [0, 1); at least two states"
     )
     checkpoint_interval: int | None = option(
         None,
-        "tokens of a prompt between states that are kept on the way",
-        none="none are kept; with align 32 pages",
+        "prompt tokens between cached recurrent states",
+        none="no intermediate states; 32 pages with align",
     )
     kv_offloading_size: float = option(
         0.0,
-        "GiB of the host's memory for prefixes that the device has no room for "
-        "(docs/prefix-caching.md); 0: none are kept there",
+        "GiB of host memory for prefixes evicted from the device (docs/prefix-caching.md); 0 "
+        "disables offloading",
     )
     kv_offloading_folder: str | Path | None = option(
         None,
-        "folder of files for what that memory has no room for; files of other models in it are "
-        "deleted",
-        none="there are no files",
+        "folder for prefixes evicted from host memory; files of other models in it are deleted",
+        none="no files",
     )
     kv_offloading_folder_size: float = option(
-        10.0, "GiB that the files in kv_offloading_folder may have"
+        10.0, "maximum size of the files in kv_offloading_folder, in GiB"
     )
     gpu_memory_utilization: float = option(
         0.9,
-        "share of what JAX may take of a GPU's memory that weights and caches may fill, in (0, 1]; "
-        "JAX may take three quarters, or what XLA_PYTHON_CLIENT_MEM_FRACTION says",
+        "share of JAX's GPU memory for weights and caches, in (0, 1]; JAX allocates three quarters "
+        "of the GPU's memory, or the share in XLA_PYTHON_CLIENT_MEM_FRACTION",
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "verified and prefilled tokens of a step together",
-        none="a verify of all rows, and 512 tokens of prompts; where kernels run 2048 of them, or "
-        "512 to 4096 for a mixture of experts, but no more than max_prefill_seqs prompts can have",
+        "maximum number of verified and prefilled tokens per step",
+        none="verification of all rows and 512 prompt tokens; on GPUs with kernels 2048 prompt "
+        "tokens (mixtures of experts: 512 to 4096), at most those of max_prefill_seqs prompts",
     )
     long_prefill_token_threshold: int | None = option(
-        None, "most prompt tokens of one request in a step", none="no such limit"
+        None, "maximum number of prompt tokens of one request per step", none="no limit"
     )
     max_prefill_seqs: int | None = option(
         None,
-        "prompts that one step may advance",
-        none="one for each 256 tokens that a step of the model may have, at least 4",
+        "maximum number of prompts that are prefilled in one step",
+        none="one per 256 tokens of the largest step, at least 4",
     )
     max_step_ms: float | None = option(
         None,
-        "most milliseconds that a step with prompts takes while rows decode: of prefill_buckets "
-        "the largest that keeps to it is used, but at least the smallest; now and then one step of "
-        "a larger one is tried again",
-        none="no such limit",
+        "maximum duration in milliseconds of steps with prompts while other rows decode: the "
+        "largest of prefill_buckets that was fast enough is used, at least the smallest; larger "
+        "ones are tried again now and then",
+        none="no limit",
     )
     decode_buckets: Sequence[int] | None = option(
         None,
-        "numbers of decode rows that get compiled, ascending to max_num_seqs",
+        "numbers of decode rows to compile programs for, ascending to max_num_seqs",
         none="1, 4, 16, ... and max_num_seqs",
     )
     prefill_buckets: Sequence[int] | None = option(
         None,
-        "numbers of prompt tokens that get compiled, ascending",
-        none="64 and as many as a step may have; with 256, 512 and 2048 between them if that is "
-        "2048 or more",
+        "numbers of prompt tokens to compile programs for, ascending",
+        none="64 and the maximum per step, with 256, 512 and 2048 between them if that is 2048 or "
+        "more",
     )
-    seed: int = option(0, "seed of requests that bring none", least=None)
+    seed: int = option(0, "seed of requests without one", least=None)
     background_compilation: bool = option(
-        True, "compile what serves any request first, and cheaper programs in the background"
+        True, "compile the programs that serve any request first, and faster ones in the background"
     )
     compilation_cache: str | Path | None = option(
-        None, "folder of compiled programs", none="the user's cache folder"
+        None, "folder for compiled programs", none="the user's cache folder"
     )
     flight_recorder: Literal["full", "hashed", "off"] = option(
         "full",
-        "what is kept of every step for `python -m jaxspec replay`, in memory until a step fails: "
-        "full keeps token ids, hashed puts made-up ones into files, off keeps nothing",
+        "recording of steps for `python -m jaxspec replay`, in memory until a step fails: full "
+        "records token ids, hashed replaces them in files, off disables the recorder",
     )
     flight_folder: str | Path | None = option(
         None,
-        "folder of the files that the flight recorder writes when a step fails",
+        "folder for the files that the flight recorder writes when a step fails",
         none="the user's state folder",
     )
     show_progress: bool | None = option(
-        None, "whether progress bars are drawn", none="if standard error is a terminal"
+        None, "show progress bars", none="if standard error is a terminal"
     )
 
     @staticmethod
@@ -304,6 +301,8 @@ def listing() -> str:
     """Return all options formatted as the `Args` section of a docstring."""
     paragraphs = (f"{name}: {meaning(name)} (default: {default_of(name)})." for name in OPTIONS)
     return "\n".join(
-        textwrap.fill(text, 92, initial_indent=" " * 8, subsequent_indent=" " * 12)
+        textwrap.fill(
+            text, 92, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False
+        )
         for text in paragraphs
     )

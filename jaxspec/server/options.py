@@ -22,51 +22,50 @@ class ServerOptions:
         ValueError: an option is invalid.
     """
 
-    host: str = option("127.0.0.1", "address to listen at; 0.0.0.0 is every one of this machine's")
-    port: int = option(8000, "port to listen at; 0 takes a free one", least=0)
+    host: str = option("127.0.0.1", "address to bind; 0.0.0.0 binds all interfaces")
+    port: int = option(8000, "port to bind; 0 chooses a free port", least=0)
     api_processes: int = option(
         1,
-        "processes that speak HTTP; with more than 1 the engine has a process to itself. Use it "
-        "for many streams of a small model",
+        "number of HTTP processes; with more than 1 the engine runs in a process of its own, which "
+        "helps with many streams of a small model",
     )
     served_model_name: tuple[str, ...] = option(
-        (), "names that requests may call the model by; answers carry the first", none="MODEL"
+        (), "model names accepted in requests; responses contain the first", none="MODEL"
     )
     api_key: tuple[str, ...] = option(
         (),
-        "keys of which a request must bring one; others see what is typed here, so prefer a file",
+        "accepted API keys; other users can read command lines, so prefer api_key_file",
     )
     api_key_file: str | Path | None = option(
-        None, "a UTF-8 text file with such a key on each line", none="no file"
+        None, "UTF-8 text file with an API key per line", none="no file"
     )
-    protect_metrics: bool = option(False, "whether /metrics asks for a key, too")
-    allowed_origins: tuple[str, ...] = option(
-        (), "web pages' origins whose scripts may call; * is every page"
-    )
+    protect_metrics: bool = option(False, "require an API key for /metrics, too")
+    allowed_origins: tuple[str, ...] = option((), "origins allowed by CORS; * allows all")
     trust_request_chat_template: bool = option(
-        False, "whether requests may bring chat templates, which are programs in a sandbox"
+        False, "accept chat templates in requests, which run in a sandbox"
     )
-    max_body_mib: int = option(32, "most MiB of a request's body")
-    max_n: int = option(128, "most samples of a prompt")
-    max_stop: int = option(16, "most stop strings of a request", least=0)
+    max_body_mib: int = option(32, "maximum size of a request body, in MiB")
+    max_n: int = option(128, "maximum number of samples per prompt")
+    max_stop: int = option(16, "maximum number of stop strings per request", least=0)
     max_num_queued_reqs: int | None = option(
-        None, "requests that may wait; more are answered with 503", none="no such limit"
+        None, "maximum number of waiting requests; more get status 503", none="no limit"
     )
     max_num_queued_tokens: int | None = option(
-        None, "prompt tokens that may wait; more are answered with 503", none="no such limit"
+        None, "maximum number of waiting prompt tokens; more get status 503", none="no limit"
     )
     queue_timeout: float | None = option(
-        None, "seconds that a request may wait for a row before it gets 408", none="no such limit"
+        None, "seconds a request may wait for a row before it gets status 408", none="no limit"
     )
     stream_interval: int = option(
         1,
-        "tokens between two chunks of a stream, at least; the first token and the end come at once",
+        "minimum number of tokens per chunk of a stream, except for the first and the last chunk",
     )
     shutdown_timeout: float = option(
-        30.0, "seconds that requests may go on after SIGTERM or Ctrl-C; a second one ends at once"
+        30.0,
+        "seconds for requests to finish after SIGTERM or Ctrl-C; a second signal exits at once",
     )
     stream_stall_timeout: float = option(
-        60.0, "seconds after which a stream whose client takes nothing is given up"
+        60.0, "seconds after which a stream that its client does not read is aborted"
     )
     stream_keep_alive: float = option(
         15.0,
@@ -74,15 +73,14 @@ class ServerOptions:
     )
     exit_on_failure: bool = option(
         False,
-        "whether the process ends, with status 1, when a step fails; else it answers with 503, and "
-        "/health tells",
+        "exit with status 1 when a step fails; otherwise requests and /health get status 503",
     )
     warm_up: bool = option(
         True,
-        "whether what serves any request is compiled before the port opens; else the first request "
-        "waits for it",
+        "compile the programs that serve any request before opening the port; otherwise the first "
+        "request waits for them",
     )
-    access_log: bool = option(True, "whether each request is logged, by route and status")
+    access_log: bool = option(True, "log the route and status of each request")
 
     def __post_init__(self) -> None:
         """Validate each option and convert it to a plain Python type."""

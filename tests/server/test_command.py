@@ -57,7 +57,7 @@ def test_the_help_tells_every_option_with_its_default():
     for name in [*OPTIONS, *engine.OPTIONS]:
         if name not in ("model", "show_progress"):
             assert f"--{name.replace('_', '-')}" in text, name
-    assert "--port N port to listen at; 0 takes a free one (default: 8000)" in text
+    assert "--port N port to bind; 0 chooses a free port (default: 8000)" in text
 
 
 def test_a_wrong_word_is_one_line_and_status_2(capsys):
