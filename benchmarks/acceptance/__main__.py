@@ -1,4 +1,4 @@
-"""The assembled product on one GPU: every feature and model, and what each costs, in 9 minutes.
+"""The assembled product on one GPU: every feature and model, and what each costs.
 
     python -m benchmarks.acceptance [--json FILE] [--only NAME ...] [--seconds N]
 
