@@ -14,7 +14,7 @@ class StandIn(NamedTuple):
 
     @staticmethod
     def of(there: Any) -> "StandIn":
-        """Make a stand-in for a device of this process."""
+        """Return the stand-in of a device of this process."""
         capability = getattr(there, "compute_capability", None)
         return StandIn(there.platform, there.device_kind, capability)
 

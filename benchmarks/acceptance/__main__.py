@@ -185,24 +185,23 @@ def _kill(process: subprocess.Popen) -> None:
 def accepted(file: Path | None) -> frozenset[tuple[str, str]]:
     """The models and parts that the file has without an error and without a skipped row."""
     rows = _rows_of(file)
-    failed = {(row["model"], row["part"]) for row in rows if {"error", "skipped"} & row.keys()}
-    return frozenset((row["model"], row["part"]) for row in rows) - failed
+    failed = {_part_of(row) for row in rows if {"error", "skipped"} & row.keys()}
+    return frozenset(map(_part_of, rows)) - failed
 
 
 def kept(file: Path | None, rows: list[Row]) -> list[Row]:
     """The rows, after those that the file has of other models and parts.
 
-    A part that was skipped now does not replace one that ran before.
+    A part without time now does not replace one that was accepted before.
     """
-    known, before = _rows_of(file), accepted(file)
-    rows = [
-        row
-        for row in rows
-        if not ("skipped" in row and row["feature"] == "all")
-        or (row["model"], row["part"]) not in before
-    ]
-    new = {(row["model"], row["part"]) for row in rows}
-    return [row for row in known if (row["model"], row["part"]) not in new] + rows
+    before = {_part_of(row) for row in rows if "skipped" in row} & accepted(file)
+    new = {_part_of(row) for row in rows} - before
+    known = [row for row in _rows_of(file) if _part_of(row) not in new]
+    return known + [row for row in rows if _part_of(row) in new]
+
+
+def _part_of(row: Row) -> tuple[str, str]:
+    return row["model"], row["part"]
 
 
 def _rows_of(file: Path | None) -> list[Row]:

@@ -35,7 +35,7 @@ class TensorType(NamedTuple):
 
 
 def find_type(number: int) -> TensorType | None:
-    """Return the type with this number; None if the package does not know it.
+    """Return the type with this number, or None if the package has none.
 
     Raises:
         ValueError: The package is not installed.

@@ -22,7 +22,7 @@ Some = TypeVar("Some", bound=CheckpointModule)
 
 _WRONG_DTYPE = f"Wrong dtype, which must be one of {', '.join(DTYPES)}"
 _NO_INTEGER = f"Wrong dtype, which must be one of {', '.join(INTEGERS)}"
-# A config.json of a kilobyte can ask for tens of millions of tensors. The first limit is over five
+# A config.json of a kilobyte can declare tens of millions of tensors. The first limit is over five
 # times what published models have; the second is enough to recognise the spelling of a checkpoint.
 _MANY = 200_000  # tensors compared one by one, unless the checkpoint has more
 _LOOKED_FOR = 64  # tensors of an alternative spelling

@@ -26,7 +26,7 @@ class DevicePlan(NamedTuple):
     source_pages: Int[Array, " moves"]
     target_pages: Int[Array, " moves"]
     target_tables: Int[Array, "moves pages"]
-    # None unless drafts come from the host.
+    # None unless the host makes the drafts.
     paths: Int[Array, "batch path"] | None = None
     path_from: Int[Array, " batch"] | None = None
     path_match: Int[Array, " batch"] | None = None

@@ -40,7 +40,7 @@ def more_forbidden_ids(
 def _newest_output(
     tables: BiasTables, inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Int[Array, "n prefix"]:
-    """Return the output tokens (int32) before `positions` that a bad word may begin with.
+    """Return the output tokens (int32) before `positions`, with which a bad word may begin.
 
     Entries that would lie in the prompt are -1.
     """

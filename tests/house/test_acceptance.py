@@ -100,6 +100,8 @@ def test_a_later_call_completes_the_file_of_an_earlier_one(tmp_path):
     assert command.accepted(tmp_path / "none.json") == set()
     now = [row(part, skipped="no time") for part in ("features", "exact")] + [row("serving")]
     assert command.kept(file, now) == [row("features", ms=1.0), *now[1:]]
+    partly = [row("features", ms=2.0), row("features", skipped="no time")]
+    assert command.kept(file, partly) == known
 
 
 def test_the_models_are_published_ones_and_all_families_are_there():

@@ -3,10 +3,13 @@
 import json
 import re
 import socket
+from pathlib import Path
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
+
+import jaxspec
 
 ROUTES = [
     "/v1/completions",
@@ -17,7 +20,8 @@ ROUTES = [
     "/tokenize",
     "/detokenize",
 ]
-LEAKS = re.compile(r"Traceback|\.py\b|site-packages|/home/|/work/|/root/|/tmp/")
+SOURCES = re.escape(str(Path(jaxspec.__file__).parents[1]))
+LEAKS = re.compile(rf"Traceback|\.py\b|site-packages|/home/|{SOURCES}|/root/|/tmp/")
 BODIES = {
     "nothing": b"",
     "no JSON": b"{",

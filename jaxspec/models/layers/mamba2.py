@@ -217,7 +217,7 @@ def _init_rates(key, shape, dtype):
 
 
 def _refuse_limits(fields: Fields) -> None:
-    """Raise ValueError if the config asks to clamp step sizes."""
+    """Raise ValueError if the config clamps step sizes."""
     limits: Any = fields.entries.get("time_step_limit")
     if limits is None:
         return

@@ -15,7 +15,7 @@ _Frame = tuple[int | None, str, tuple[Any, ...]]
 
 
 class Channel:
-    """Ordered frames in both directions: a length and a pickle of (number, name, arguments).
+    """A connection of ordered frames: a length and a pickle of (number, name, arguments).
 
     Pickles are safe here, as in `multiprocessing`: the socket has no name, so only the two
     processes can write to it.
@@ -68,7 +68,7 @@ class Channel:
         return argument
 
     async def run(self) -> None:
-        """Handle messages until the other side is gone.
+        """Handle messages until the other side disconnects.
 
         Raises:
             Exception: raised by a handler of `tell`.
