@@ -26,7 +26,7 @@ async def one(client, draw, want, happened):
     prompt, most = draw.randrange(len(PROMPTS)), draw.randint(1, MOST)
     streams, fate = draw.random() < 0.7, draw.random()
     body = {"prompt": PROMPTS[prompt], "max_tokens": most, "ignore_eos": True, "stream": streams}
-    await asyncio.sleep(draw.random() * 0.5)
+    await asyncio.sleep(draw.random() * 0.2)
     if fate < 0.4:
         # 10 % go before the first token, 30 % at a random time.
         seconds = draw.random() * (0.005 if fate < 0.1 else 1.0)
