@@ -11,7 +11,7 @@ one of them measures the others are stopped:
   Then a batch of all rows gives the milliseconds per token.
 * serving: kept prefixes, requests that move to a second engine, AsyncLLM, and HTTP.
 * exact: in float32, the tokens with drafts are those without, and those of kernels are XLA's. Where
-  two scores lie within 1e-3 either token may come; such ties are counted.
+  biases of 1e-3 change the token, either may come; such ties are counted.
 * options: 8-bit keys and values, float16 states, "auto" drafts and no drafts.
 
 It ends with status 1 if anything failed, if a program was compiled while a request waited, or if

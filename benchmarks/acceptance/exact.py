@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.acceptance.features import DEFAULTS, EVERYTHING, GREEDY, TWO_IDS, params_of
@@ -26,11 +25,10 @@ from jaxspec import LLM, RequestMetrics, SamplingParams
 from jaxspec.pallas import dispatch
 from jaxspec.requests.request import Request
 from jaxspec.runner.step import jitted_step
-from jaxspec.sampling import Use, gumbel_noise
 
-TIE = 1e-3  # between two scores, where either token may come
+TIE = 1e-3  # of two logits, where either token may come
 PROMPTS, MOTIF, TOKENS = 24, 12, 32
-Gap = Callable[[Request, Sequence[int], Sequence[int]], float]
+IsTie = Callable[[Request, Sequence[int], int], bool]
 
 
 def exact(rows: Rows) -> None:
@@ -62,7 +60,7 @@ def exact(rows: Rows) -> None:
             arms["xla"] = engine.run()
             for name, pair in comparisons.items():
                 requests = [arms[each] for each in pair]
-                rows.measure(name, functools.partial(compare, *requests, engine.gap))
+                rows.measure(name, functools.partial(compare, *requests, engine.prefers))
 
 
 @dataclasses.dataclass
@@ -99,17 +97,17 @@ class Arm:
         every = [request.metrics for request in itertools.chain(*requests.values())]
         return Tokens(requests, RequestMetrics.total(every))
 
-    def gap(self, request: Request, output: Sequence[int], ids: Sequence[int]) -> float:
-        """How far the scores of two ids are apart, after `output`."""
-        texts = [{"prompt_token_ids": [*request.prompt, *output, id]} for id in ids]
-        found = [score.token_logprobs[-1] for score in self._llm.score(texts)]
-        scores = np.array(found, np.float32)
-        if not request.params.is_greedy:
-            seed = jnp.asarray([request.seed], jnp.uint32).astype(jnp.int32)
-            position = jnp.asarray([len(request.prompt) + len(output)], jnp.int32)
-            noise = gumbel_noise(seed, position, Use.TARGET, self._llm.vocab_size)[0]
-            scores = scores / request.params.temperature + np.asarray(noise)[list(ids)]
-        return float(abs(scores[0] - scores[1]))
+    def prefers(self, request: Request, ids: Sequence[int], place: int) -> bool:
+        """Whether a bias of `TIE` towards the first of two ids makes it the token at `place`.
+
+        Penalties, masks and top-p take part: an id may tie with the last one that top-k keeps.
+        """
+        biases = dict(request.params.logit_bias or {})
+        for id, bias in zip(ids, (TIE, -TIE), strict=True):
+            biases[id] = biases.get(id, 0.0) + bias
+        params = dataclasses.replace(request.params, logit_bias=biases, num_speculative_tokens=None)
+        (again,) = self._complete([{"prompt_token_ids": list(request.prompt)}], [params])
+        return again.output[: place + 1] == [*request.output[:place], ids[0]]
 
     def _kinds(self) -> dict[str, list[SamplingParams]]:
         """Parameters by kind, which need three samplers; of two ids many drafts are accepted."""
@@ -133,7 +131,7 @@ class Arm:
         return [sample.request for sample in samples]
 
 
-def compare(one: Tokens, other: Tokens, gap: Gap) -> Row:
+def compare(one: Tokens, other: Tokens, is_tie: IsTie) -> Row:
     """Count identical outputs, those that part at a tie, and others."""
     row: Row = {"generations": 0, "identical": 0, "ties": 0, "differing": 0}
     for kind, requests in one.requests.items():
@@ -143,7 +141,9 @@ def compare(one: Tokens, other: Tokens, gap: Gap) -> Row:
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             if same == len(a.output) == len(b.output):
                 row["identical"] += 1
-            elif same < min(len(a.output), len(b.output)) and _ties(a, b, same, gap, row):
+            elif same < min(len(a.output), len(b.output)) and is_tie(
+                b, (a.output[same], b.output[same]), same
+            ):
                 row["ties"] += 1
             else:
                 row["differing"] += 1
@@ -151,12 +151,6 @@ def compare(one: Tokens, other: Tokens, gap: Gap) -> Row:
                 row["error"] = f"Tokens differ: {where}"[:500]
     drafted = one.metrics
     return row | {"drafts_accepted": drafted.num_accepted_tokens, "verifies": drafted.num_drafts}
-
-
-def _ties(a: Request, b: Request, same: int, gap: Gap, row: Row) -> bool:
-    apart = gap(b, b.output[:same], (a.output[same], b.output[same]))
-    row["largest_gap"] = max(row.get("largest_gap", 0.0), apart)
-    return apart < TIE
 
 
 @contextlib.contextmanager

@@ -113,10 +113,10 @@ def random_prompts(shape: str, count: int, length: int) -> Prompts:
     return [{"prompt_token_ids": row} for row in ids.tolist()]
 
 
-def started(make: Callable[[], LLM]) -> tuple[LLM, Figures]:
-    """An engine with all its greedy programs, and the seconds that took."""
+def started(make: Callable[[], LLM], kind: Any = "greedy") -> tuple[LLM, Figures]:
+    """An engine with all its programs of a kind, and the seconds that took."""
     llm, load = timed(make)
-    _, compiled = timed(lambda: llm.warm_up(["greedy"]))
+    _, compiled = timed(lambda: llm.warm_up(kind))
     by_program = llm.metrics()["compile_seconds"]
     seconds = {"load_seconds": load, "compile_seconds": compiled}
     return llm, {**seconds, "compile_seconds_by_program": by_program}

@@ -2,8 +2,9 @@
 
     python -m benchmarks.engine.traffic --shape qwen3.5-9b [--lengths trace 8192x1024] [--json FILE]
 
-Requests with random ids and a fixed number of greedy tokens (`workload.py`) go to a model with
-random weights, whose drafts stand at given rates. They come in one of two ways:
+Requests with random ids and a fixed number of tokens (`workload.py`) go to a model with random
+weights, whose drafts stand at given rates. Tokens are greedy, or sampled as `SAMPLING` says.
+Requests come in one of two ways:
 
 * closed: so many are there at a time, and where one ends the next one comes ("all": at once).
 * open: they arrive at random (Poisson), at a share of the requests a second that "all" were served.
@@ -43,7 +44,7 @@ from benchmarks.engine.decode import copy_bandwidth
 from benchmarks.engine.dummy_llm import RATES, Figures
 from benchmarks.measure import floor, record
 from benchmarks.measure.model_shapes import SHAPES
-from jaxspec import LLM, RequestMetrics
+from jaxspec import LLM, RequestMetrics, SamplingParams
 from jaxspec.engine.engine import StepTimes
 from jaxspec.models import dtype_of, parse_config
 from jaxspec.pallas import dispatch
@@ -53,6 +54,10 @@ from jaxspec.requests.outputs import Sample
 from jaxspec.requests.request import Finish
 
 ALL = "all"
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "Qwen3.5's default": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +74,7 @@ class Case:
     requests: int
     at_once: int | None = None  # closed
     share: float | None = None  # open
+    sampling: str = "greedy"
 
     @property
     def is_one_batch(self) -> bool:
@@ -99,9 +105,14 @@ class Work(NamedTuple):
 
     prompts: dummy_llm.Prompts
     tokens: list[int]
+    sampling: dict[str, Any] = SAMPLING["greedy"]
 
     def one_token_each(self) -> "Work":
-        return Work(self.prompts, [1] * len(self.tokens))
+        return self._replace(tokens=[1] * len(self.tokens))
+
+    def params(self) -> list[SamplingParams]:
+        """For exactly so many tokens."""
+        return [SamplingParams(max_tokens=n, ignore_eos=True, **self.sampling) for n in self.tokens]
 
 
 def make_llm(args: argparse.Namespace, folder: Path, options: dict[str, Any]) -> LLM:
@@ -133,7 +144,8 @@ def llm_options(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, 
 def work_of(case: Case) -> Work:
     requests = workload.lengths(case.lengths, case.requests)
     ids = workload.prompts(requests, SHAPES[case.shape].vocab)
-    return Work([{"prompt_token_ids": each} for each in ids], [tokens for _, tokens in requests])
+    prompts = [{"prompt_token_ids": each} for each in ids]
+    return Work(prompts, [tokens for _, tokens in requests], SAMPLING[case.sampling])
 
 
 def serve(
@@ -146,8 +158,7 @@ def serve(
     Raises:
         RuntimeError: a request ended early.
     """
-    params = [dummy_llm.greedy(tokens) for tokens in work.tokens]
-    samples = [sample for (sample,) in llm.prepare(work.prompts, params)]
+    samples = [sample for (sample,) in llm.prepare(work.prompts, work.params())]
     session, coming = llm.session, collections.deque(enumerate(samples))
     last, gaps, running = dict[Sample, float](), list[float](), 0
     begin = time.monotonic()
@@ -235,7 +246,8 @@ def amounts(served: Served, steps: Sequence[StepTimes]) -> Figures:
 def floor_seconds(case: Case, work: Work, steps: Iterable[StepTimes], copy: float) -> float:
     """The least that the same steps take without padding, at the mean length of a row."""
     config = parse_config(SHAPES[case.shape].config())
-    lengths = [len(p["prompt_token_ids"]) + n / 2 for p, n in zip(*work, strict=True)]
+    pairs = zip(work.prompts, work.tokens, strict=True)
+    lengths = [len(prompt["prompt_token_ids"]) + count / 2 for prompt, count in pairs]
     option, kernels = case.options.get, dispatch.kernels_here()[1] is None
     states = StateConfig.resolve(
         option("state_policy", "auto"), option("state_dtype", "float32"), has_kernels=kernels
@@ -302,7 +314,7 @@ def measure(llm: LLM, case: Case, repeats: int, copy: float, served_all: float) 
 
 def cases_of(args: argparse.Namespace, options: dict[str, Any]) -> list[Case]:
     """For each lengths the closed loads, with all at once first, then the open ones."""
-    same = ("shape", "rows", "drafts", "draft_vocab")
+    same = ("shape", "rows", "drafts", "draft_vocab", "sampling")
     model = {name: getattr(args, name) for name in same}
     model |= {"rates": rates_of(args), "options": options}
     cases = []
@@ -354,6 +366,7 @@ def parser() -> argparse.ArgumentParser:
     add("--drafts", type=drafts, default="auto", metavar="K", help="0 to 3, or auto (default)")
     add("--draft-vocab", type=int, metavar="N", help="default: the model's")
     add("--rates", type=float, nargs="+", default=list(RATES), help="at which drafts stand")
+    add("--sampling", choices=SAMPLING, default="greedy")
     add("--lengths", nargs="+", default=["trace"], help="trace, or as 8192x1024")
     add("--requests", type=int, help="default: the trace's, as many as rows, or 2 a place")
     add("--at-once", type=closed, nargs="*", default=[ALL], metavar="N", help="default: all")
@@ -393,9 +406,10 @@ def main() -> None:
         options.error(why)
     tuned = dict(args.options)
     copy = 1e12 * args.copy_tb_per_s if args.copy_tb_per_s else copy_bandwidth()
-    commit = record.machine()["commit"]
+    machine = record.machine()
     with dummy_llm.model_folder(args.shape) as folder:
-        llm, setting_up = dummy_llm.started(lambda: make_llm(args, folder, tuned))
+        kind = SamplingParams(**SAMPLING[args.sampling])
+        llm, setting_up = dummy_llm.started(lambda: make_llm(args, folder, tuned), kind)
     del setting_up["compile_seconds_by_program"]
     served_all = math.nan
     for case in cases_of(args, tuned):
@@ -403,7 +417,7 @@ def main() -> None:
         if case.at_once == case.requests:
             served_all = figures["requests_per_second"]
         about = json.loads(json.dumps(dataclasses.asdict(case)))  # with lists, as a file has them
-        figures |= {**setting_up, "commit": commit}
+        figures |= {**setting_up, "commit": machine["commit"], "date": machine["date"]}
         dummy_llm.keep(args.json, about, figures, dispatch.implementations())
 
 

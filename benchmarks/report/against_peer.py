@@ -84,7 +84,7 @@ def _by_defaults(
             is_load = work_of(case) == work and case["requests"] == load.requests
             is_alike = case["rows"] == ROWS and not options_of(case)
             if figures["device"] == device and is_load and is_alike and is_all_at_once(case):
-                return case[load.our_key], figures["date"]
+                return case[load.our_key], case["date"]
     return None
 
 

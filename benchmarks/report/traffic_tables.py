@@ -59,6 +59,8 @@ def work_of(case: Figures) -> str:
         words.append(f"{case['drafts']} drafts")
     if case["rates"] != RATES[: case["drafts"]]:
         words.append(f"drafts accepted at {'/'.join(f'{rate:.0%}' for rate in case['rates'])}")
+    if case.get("sampling", "greedy") != "greedy":
+        words.append(case["sampling"])
     return ", ".join([*words, case["lengths"]])
 
 
@@ -90,6 +92,7 @@ def _order(result: tuple[str, Figures]) -> tuple[Any, ...]:
     trace = case["lengths"] == "trace"
     lengths = [] if trace else [int(number) for number in case["lengths"].split("x")]
     work = list(SHAPES).index(case["shape"]), -case["drafts"], case["rates"], lengths
+    work = *work, case["sampling"] != "greedy"
     load = is_all_at_once(case), case["share"] is not None, case["at_once"] or case["share"]
     return *work, *load, case["rows"], options_of(case), card
 

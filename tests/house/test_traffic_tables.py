@@ -23,6 +23,7 @@ CASE = {
     "requests": 256,
     "at_once": 256,
     "share": None,
+    "sampling": "greedy",
     "output_tokens_per_second": 5000.4,
     "total_tokens_per_second": 19000.0,
     "ttft_ms": 4000.0,
@@ -39,13 +40,14 @@ CASE = {
     "of_floor": 0.5,
     "copy_tb_per_s": 3.0,
     "commit": "abcdef0",
+    "date": "2027-01-02",
 }
 EQUAL = CASE | {"lengths": "512x256", "requests": 64, "at_once": 64, "ms_per_token": 4.0}
 ARRIVING = CASE | {"at_once": None, "share": 0.7, "arrivals_per_second": 15.94}
 
 
 def file(*results, device="NVIDIA H100 80GB HBM3"):
-    return {"device": device, "date": "2027-01-02", "results": list(results)}
+    return {"device": device, "results": list(results)}
 
 
 def at_a_time(count, rows=64, **figures):
@@ -82,6 +84,7 @@ def test_what_is_unusual_of_drafts_is_part_of_the_work():
     assert traffic.work_of(CASE | {"drafts": 0, "rates": []}) == "9B, 0 drafts, trace"
     other = CASE | {"rates": [0.7, 0.48, 0.34]}
     assert traffic.work_of(other) == "9B, drafts accepted at 70%/48%/34%, trace"
+    assert traffic.work_of(CASE | {"sampling": "Qwen"}) == "9B, Qwen, trace"
 
 
 def test_the_same_load_on_two_cards_stands_side_by_side():
