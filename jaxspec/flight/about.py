@@ -54,7 +54,6 @@ def _place(model: str | Path) -> str:
 
 
 def is_here(model: str | Path) -> bool:
-    """Return whether `model` is the path of a folder or of a GGUF file."""
     return Path(model).is_dir() or is_gguf(Path(model))
 
 

@@ -44,7 +44,6 @@ class FlightRecorder:
         self._begin("empty")
 
     def dispatch(self, plan: StepPlan) -> Pending:
-        """Record `plan`, and enqueue it without waiting."""
         step = self._note(plan)
         pending = self._runner.dispatch(plan)
         if step is None:
@@ -52,12 +51,10 @@ class FlightRecorder:
         return _Recorded(pending, step, self, output_layout(self._shapes.num_drafts))
 
     def reset(self) -> None:
-        """Reset to an empty state, and drop the recorded steps."""
         self._runner.reset()
         self._begin("empty")
 
     def close(self) -> None:
-        """Drop the recorded steps, and close the runner."""
         self._begin("empty")
         self._runner.close()
 

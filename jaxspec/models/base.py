@@ -105,7 +105,6 @@ class Model(CheckpointModule):
 
     @property
     def has_draft_head(self) -> bool:
-        """True if the checkpoint has the tensors of a draft head."""
         return self.draft_head is not None
 
     @property
@@ -237,7 +236,6 @@ class Model(CheckpointModule):
         return self.trunk.lm_head.columns(ids)
 
     def checkpoint(self) -> Iterator[Placement]:
-        """Yield the placements of all tensors, by canonical name."""
         yield from self.trunk.checkpoint()
         if self.draft_head is not None:
             yield from self.draft_head.checkpoint()

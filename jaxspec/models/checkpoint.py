@@ -43,9 +43,7 @@ class Checkpoint(Protocol):
     def __exit__(self, *error: object) -> None: ...
 
     @property
-    def names(self) -> frozenset[str]:
-        """Names of all tensors."""
-        ...
+    def names(self) -> frozenset[str]: ...
 
     def files_of(self, name: str) -> list[str]:
         """Return the names of the files that hold a tensor: one, in a valid checkpoint."""

@@ -35,8 +35,6 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding of a head."""
-
     theta: float
     rotary_dim: int  # number of rotated channels, the first of `head_dim`
     scaling: Llama3Scaling | None = None

@@ -123,9 +123,6 @@ class Eagle3Head(CheckpointModule):
         """Read the layer's fields from either layout, and an `Eagle3Config`.
 
         A head of the speculators library has the layer's fields in `transformer_layer_config`.
-
-        Raises:
-            ValueError: A field is missing, malformed or not implemented.
         """
         layer = fields.block("transformer_layer_config").entries
         is_nested = bool(layer)
@@ -165,7 +162,6 @@ class Eagle3Head(CheckpointModule):
         return jnp.arange(self.offsets.shape[0], dtype=jnp.int32) + self.offsets[...]
 
     def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
-        """Return the spec of the layer's keys and values."""
         return self.layer.cache_specs(options)
 
     def features(self, aux_hidden: Float[Array, "tokens aux"]) -> Stream:

@@ -17,12 +17,6 @@ class Llama(Model):
 
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        """Read the common fields.
-
-        Raises:
-            ValueError: As `Fields.common`, or there are recurrent layers or sliding-window
-                attention.
-        """
         fields.refuse_all_but(_OPTIONS)
         config = fields.common(fields.attention_layer_types(), default_theta=_THETA)
         return dataclasses.replace(config, normed_heads=False)

@@ -93,9 +93,6 @@ class NemotronH(Model):
         """Read the common fields, the type of each layer, and the sizes of the types that occur.
 
         A draft head that config.json declares counts as layers that occur.
-
-        Raises:
-            ValueError: A field is missing, malformed or not implemented.
         """
         fields.refuse_all_but(_OPTIONS)
         is_latent = fields.find("moe_latent_size", SIZE) is not None

@@ -8,11 +8,6 @@ from jaxspec.models.fields import Fields
 class Qwen3(Model):
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        """Read the common fields.
-
-        Raises:
-            ValueError: As `Fields.common`, or there are recurrent layers.
-        """
         return fields.common(fields.attention_layer_types())
 
     @staticmethod

@@ -12,11 +12,6 @@ from jaxspec.models.layers.moe import MoEConfig
 class Qwen3Moe(Model):
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        """Read the common fields and those of the experts.
-
-        Raises:
-            ValueError: As `Fields.common`, or there are recurrent layers.
-        """
         renormalise = fields.need("norm_topk_prob", FLAG)
         experts = MoEConfig.read(fields, renormalise=renormalise, shared=False)
         config = fields.common(fields.attention_layer_types(), fields.feed_forward_types())

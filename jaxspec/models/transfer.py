@@ -131,8 +131,6 @@ class _OnHost(_Target):
 
 
 class _OnDevice(_Target):
-    """A parameter assembled on the device."""
-
     def __init__(self, source: Source):
         super().__init__(source)
         self.key = _Program(

@@ -67,7 +67,6 @@ class DraftModelProposer(Proposer):
         return namespaced(_OWNER, self.model_spec.model().cache_specs(options))
 
     def init_tables(self, model: Model, drafter: CheckpointModule | None) -> tuple[Array, ...]:
-        """Return the drafter's weights."""
         return self.model_spec.weights_of(drafter)
 
     def states(self, pools: Pools, rows: DecodeRegion, tables: tuple[Array, ...]) -> Pools:

@@ -57,7 +57,6 @@ class Eagle3Proposer(Proposer):
         return namespaced(_OWNER, self.model_spec.model().cache_specs(options))
 
     def init_tables(self, model: Model, drafter: CheckpointModule | None) -> tuple[Array, ...]:
-        """Return the head's weights."""
         return self.model_spec.weights_of(drafter)
 
     def propose(

@@ -23,7 +23,6 @@ from jaxspec.sampling.tables import SamplingTables
 
 
 def sampling_inputs(rows: BatchState) -> SamplingInputs:
-    """Return the sampling parameters of each row."""
     names = [field.name for field in SAMPLING_FIELDS]
     return SamplingInputs({name: getattr(rows, name) for name in names})
 

@@ -55,7 +55,6 @@ class AddedTokens:
     """
 
     def __init__(self, ids: Mapping[str, int]):
-        """Store the ids by token text."""
         self._ids = dict(ids)
         self._begun = {content[:n] for content in ids for n in range(1, len(content))}
         self._longest = max(map(len, ids), default=0)

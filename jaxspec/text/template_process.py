@@ -32,8 +32,6 @@ class TemplateFailure(Exception):
 
 
 class Rendered(NamedTuple):
-    """Rendered conversation."""
-
     text: str
     num_kept: tuple[int, ...]  # for each further turn: number of leading characters it keeps
 
@@ -45,7 +43,6 @@ class TemplateProcess:
     """
 
     def __init__(self) -> None:
-        """Create the object without a process."""
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._end = None  # finalizer that ends the process, also at interpreter exit

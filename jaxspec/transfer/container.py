@@ -185,8 +185,6 @@ class Container:
 
 
 class _Bytes:
-    """A sequential reader of bytes."""
-
     def __init__(self, content: memoryview):
         self._content, self._place = content, 0
 

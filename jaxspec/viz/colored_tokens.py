@@ -126,7 +126,6 @@ class ColoredText:
 
 
 def ansi(pieces: Iterable[Piece]) -> str:
-    """Return pieces for a terminal."""
     return "".join(map(_ansi, pieces))
 
 
@@ -173,7 +172,6 @@ def _ansi(piece: Piece) -> str:
 
 
 def _first(pieces: Iterable[Piece], length: int) -> list[Piece]:
-    """Return the pieces of the first `length` characters."""
     first = list[Piece]()
     for piece in pieces:
         first.append(Piece(piece.text[:length], piece.position))

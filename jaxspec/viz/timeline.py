@@ -26,8 +26,6 @@ class Span(NamedTuple):
 
 
 class StepRow(NamedTuple):
-    """Name and spans of a step."""
-
     name: str
     spans: list[Span]
 

@@ -96,7 +96,6 @@ class Described:
         return channels // heads
 
     def head_dim(self) -> int:
-        """Return the channels of an attention head."""
         given = self.sizes.find("attention.key_length", SIZE)
         heads = self.sizes.need("attention.head_count", SIZE)
         return given or max(1, self.sizes.need("embedding_length", SIZE) // heads)

@@ -29,7 +29,6 @@ def read_fields(path: Path) -> Fields:
 
 
 def _entries(file: GGUFFile) -> dict[str, Any]:
-    """Return the fields of a config.json."""
     _, architecture = architecture_of(file)
     model = described(file)
     sizes = model.sizes

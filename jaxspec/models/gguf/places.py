@@ -38,7 +38,6 @@ class Place(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all its tensors in the file."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def rows(self) -> np.ndarray | None:

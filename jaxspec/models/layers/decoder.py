@@ -57,7 +57,6 @@ FEED_FORWARDS: dict[str, Callable[[ModelConfig, jnp.dtype], FeedForward]] = {
 
 
 def residual_norm(config: ModelConfig, dtype: jnp.dtype) -> RMSNorm:
-    """Make a norm of the residual stream, with the model's size and epsilon."""
     zero_centred = config.zero_centred_norms
     return RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, zero_centred=zero_centred)
 

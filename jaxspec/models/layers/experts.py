@@ -47,7 +47,6 @@ class ExpertStacks(nnx.Module):
 
     @property
     def operand(self) -> Experts:
-        """The experts as kernels take them."""
         return Experts(DenseExperts(self.up[...]), DenseExperts(self.down[...]), self.activation)
 
     @property

@@ -59,7 +59,6 @@ class LatentMoE(nnx.Module):
     def __call__(
         self, stream: Stream, pending: Pending, norm: RMSNorm, live: Bool[Array, " tokens"]
     ) -> tuple[Stream, Pending]:
-        """Return `stream + pending`, and the layer's output for its norm as the new `pending`."""
         return latent_moe_feed_forward(
             stream,
             pending,

@@ -26,7 +26,6 @@ class GatedMLP(nnx.Module):
     def __call__(
         self, stream: Stream, pending: Pending, norm: RMSNorm, live: Bool[Array, " tokens"]
     ) -> tuple[Stream, Pending]:
-        """Return `stream + pending`, and the layer's output for its norm as the new `pending`."""
         gate_up, down = self.gate_up.operand, self.down.operand
         return feed_forward(stream, pending, norm.operand, gate_up, down)
 

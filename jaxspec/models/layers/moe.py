@@ -114,7 +114,6 @@ class MoE(nnx.Module):
     def __call__(
         self, stream: Stream, pending: Pending, norm: RMSNorm, live: Bool[Array, " tokens"]
     ) -> tuple[Stream, Pending]:
-        """Return `stream + pending`, and the layer's output for its norm as the new `pending`."""
         return moe_feed_forward(
             stream,
             pending,

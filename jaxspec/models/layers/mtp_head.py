@@ -44,7 +44,6 @@ class MTPHead(nnx.Module):
     def __call__(
         self, embedded: Stream, hidden: Stream, inputs: ModelInputs, pools: Pools
     ) -> tuple[Stream, Pools]:
-        """See `DraftHead`."""
         layer_inputs = LayerInputs.of(inputs, self.config.rope)
         stream, pending, pools = self.layer(
             self._combine(embedded, hidden), None, layer_inputs, pools

@@ -20,7 +20,6 @@ class RMSNorm(nnx.Module):
     """
 
     def __init__(self, size: int, eps: float, dtype: jnp.dtype, *, zero_centred: bool = False):
-        """Declare the weight; `eps` is added to the mean square."""
         self.eps = eps
         self.zero_centred = zero_centred
         init = jax.nn.initializers.zeros if zero_centred else jax.nn.initializers.ones
@@ -31,7 +30,6 @@ class RMSNorm(nnx.Module):
         return Norm(self.weight[...], self.eps, self.zero_centred)
 
     def __call__(self, x: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
-        """Norm `x` over its last axis, in its dtype."""
         return self.operand(x)
 
     def add(self, stream: Stream, pending: Pending) -> tuple[Stream, Stream]:

@@ -24,8 +24,6 @@ _Finished = Float[Array, "tokens features"]
 
 @flax.struct.dataclass
 class ParallelTokens:
-    """Per-token inputs of the two mixers."""
-
     mamba: Float[Array, "tokens columns"]  # projection
     attention: AttentionTokens
 

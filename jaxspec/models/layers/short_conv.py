@@ -71,7 +71,6 @@ class ShortConv(nnx.Module):
         return self.in_proj
 
     def cache_specs(self, options: CacheOptions) -> tuple[ShortConvSpec]:
-        """Return the spec of the last inputs of the convolution."""
         taps, channels = self.conv.shape
         return (ShortConvSpec(self.pool, 1, taps, channels, options.dtype),)
 
@@ -82,7 +81,6 @@ class ShortConv(nnx.Module):
         pools: Pools,
         layer: int,
     ) -> tuple[ShortConvTokens, Pools]:
-        """Compute the inputs of the convolution, and the gates of its output."""
         b, c, v = jnp.split(projected, 3, axis=1)
         return ShortConvTokens(b * v, c), pools
 

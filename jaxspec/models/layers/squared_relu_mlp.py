@@ -27,7 +27,6 @@ class SquaredReluMLP(nnx.Module):
     def __call__(
         self, stream: Stream, pending: Pending, norm: RMSNorm, live: Bool[Array, " tokens"]
     ) -> tuple[Stream, Pending]:
-        """Return `stream + pending`, and the layer's output for its norm as the new `pending`."""
         up, down = self.up.operand, self.down.operand
         return squared_relu_feed_forward(stream, pending, norm.operand, up, down)
 

@@ -37,13 +37,11 @@ class Trunk(nnx.Module):
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, dtype)
 
     def embed(self, tokens: Int[Array, " tokens"]) -> Stream:
-        """Return the embeddings of `tokens`; out-of-range ids are clamped."""
         return self.lm_head.embed(tokens) if self.embedding is None else self.embedding(tokens)
 
     def forward(
         self, inputs: ModelInputs, pools: Pools, taps: tuple[int, ...] = ()
     ) -> tuple[ForwardOutput, Pools]:
-        """See `Model.forward`."""
         count = len(self.layers)
         if wrong := [tap for tap in taps if not 0 <= tap <= count]:
             raise ValueError(

@@ -19,11 +19,9 @@ _MAX_CHANNELS = 4096  # channels per block: 32 per thread
 def attention_inputs_kernel(
     qkv, norm, angles, kv, layer, kv_slots, *, heads, gated, interpret=None
 ):
-    """Run `attention_inputs` with `layer` on the device, so that all layers share one kernel.
+    """Run `attention_inputs`: a block has some query heads of a token, or key heads with values.
 
-    Each block handles some query heads of one token, or some of its key heads with their values.
-    Norm and rotation are static: a None leaves them out of the compiled kernel. `interpret`:
-    parameters of Mosaic's interpreter.
+    Norm and rotation are static: a None leaves them out of the compiled kernel.
     """
     tokens, (num_pages, page_size, kv_heads, head_dim) = qkv.shape[0], kv.shape[2:]
     half = head_dim // 2 if angles is None else angles[0].shape[1]

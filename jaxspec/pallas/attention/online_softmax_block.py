@@ -70,5 +70,4 @@ def tile_iota(block_kv, dimension):
 
 
 def full(shape, value, layout):
-    """Return a float32 array filled with `value`, in registers of this layout."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)

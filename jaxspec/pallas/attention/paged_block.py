@@ -27,8 +27,6 @@ _MAX_FLOAT16 = 65280.0  # the largest bfloat16 that is finite in float16
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Static sizes of a block."""
-
     tiling: Tiling
     width: int  # tokens per row
     group: int  # query heads that share a key head
@@ -45,11 +43,9 @@ class BlockSizes:
         return -(-self.tokens * self.group // 8) * 8
 
     def query_barrier(self):
-        """Return a barrier that completes when the whole query tile has been copied."""
         return plgpu.Barrier(num_arrivals=self.tokens)
 
     def ring_barriers(self):
-        """Return one barrier per stage of a ring."""
         return self.pages.barriers(self.tiling.stages)
 
 
@@ -69,8 +65,6 @@ class Refs(NamedTuple):
 
 
 class BlockIndex(NamedTuple):
-    """Position of a block in the grid."""
-
     query_tile: jax.Array
     split: jax.Array
     head: jax.Array  # the key head
@@ -100,16 +94,13 @@ class KVSplit:
     count: jax.Array  # number of tiles
 
     def find_pages(self, tile):
-        """Return the pages of one tile of the split."""
         return self.sizes.pages.find_pages(self.refs.page_tables, self.slot, self.first + tile)
 
     def fetch_keys(self, tile, stage, pages):
-        """Start copying a tile of keys into a stage of the ring."""
         target, produced = self.smem.keys.at[stage], self.smem.k_produced.at[stage]
         self._fetch(KEYS, tile, pages, target, produced)
 
     def fetch_values(self, tile, stage, pages):
-        """Start copying a tile of values into a stage of the ring."""
         target, produced = self.smem.values.at[stage], self.smem.v_produced.at[stage]
         self._fetch(VALUES, tile, pages, target, produced)
 
@@ -118,7 +109,6 @@ class KVSplit:
         self.sizes.pages.fetch(source, kind, self.first + tile, pages, target, produced)
 
     def fill_ring(self):
-        """Start copying as many tiles as the ring holds."""
         for stage in range(self.sizes.tiling.stages):
 
             @pl.when(stage < self.count)

@@ -45,7 +45,6 @@ def smem(sizes: BlockSizes, interpreted: bool) -> Smem:
 
 
 def attend(block: Block):
-    """Attend over the block's tiles and store the result."""
     sizes, smem, kv, length = block.sizes, block.smem, block.kv, block.row.length
     tiling, dim = sizes.tiling, sizes.pages.head_dim
     newest = block.newest_position(softmax.tile_iota(tiling.block_kv, 0))

@@ -140,7 +140,6 @@ def _products(smem, stage, parts):
 
 
 def _store_to_smem(state, parts, smem):
-    """Write the output to `q_tile`, and the log-sum-exp to `lse`."""
     acc, m_i, l_i = state
     l_i = l_i.sum(axis=0)
     l_i = jnp.where(l_i == 0, 1.0, l_i)

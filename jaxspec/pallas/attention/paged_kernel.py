@@ -33,10 +33,7 @@ from jaxspec.pallas.paging.page_tiles import PageTiles, flatten_pool
 def paged_attention_kernel(
     queries, kv, layer, page_tables, rows, gate=None, *, tiling=None, interpret=None
 ):
-    """Run `paged_attention` with `layer` on the device, so that all layers share one kernel.
-
-    `tiling`: None means that of `choose_tiling`. `interpret`: parameters of Mosaic's interpreter.
-    """
+    """Run `paged_attention`; `tiling` None means that of `choose_tiling`."""
     num_rows, width, heads, head_dim = queries.shape
     page_size, kv_heads = kv.shape[3:5]
     group = heads // kv_heads

@@ -13,8 +13,6 @@ _MAX_SPLITS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Sizes that `choose_tiling` chooses."""
-
     block_kv: int  # positions per tile
     stages: int  # tiles in the shared-memory ring
     splits: int  # blocks that share the positions of a row (split-KV)

@@ -37,8 +37,6 @@ _FLOAT8_REGISTERS = {64: (224, 56), 128: (224, 56), 256: (232, 40)}  # by head_d
 
 @dataclasses.dataclass(frozen=True)
 class _BlockSizes:
-    """Static sizes of a block."""
-
     pages: PageTiles
     group: int  # query heads that share a key head
 
@@ -54,7 +52,6 @@ class _BlockSizes:
 
     @property
     def tokens(self) -> int:
-        """Tokens per block."""
         return self.warpgroup_tokens * self.warpgroup_heads * _WARPGROUPS // self.group
 
 
@@ -96,11 +93,7 @@ class _Work(NamedTuple):
 def prefill_attention_kernel(
     queries, kv, layer, page_tables, chunks, *, block_kv=None, interpret=None
 ):
-    """Run `prefill_attention` with `layer` on the device, so that all layers share one kernel.
-
-    `block_kv`: positions per tile; None means the default. `interpret`: parameters of Mosaic's
-    interpreter.
-    """
+    """Run `prefill_attention`; `block_kv`: positions per tile, None means the default."""
     num_tokens, heads, head_dim = queries.shape
     kv_heads = kv.shape[4]
     pages = PageTiles.of(kv, page_tables, block_kv or _BLOCK_KV[head_dim])
@@ -190,7 +183,6 @@ def _smem(sizes, pool_dtype, interpreted) -> _Smem:
 
 
 def _run_block(sizes, refs, smem):
-    """Read this block's work, and run each warpgroup's part."""
     head, index, warpgroup = (lax.axis_index(name) for name in ("head", "tile", "warpgroup"))
     index = refs.work.shape[0] - 1 - index  # the last tokens take longest, so they start first
     slot, token, position, end = (refs.work[index, i] for i in range(4))

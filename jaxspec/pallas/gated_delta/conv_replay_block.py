@@ -102,12 +102,10 @@ class ConvTokens:
             store(tokens.at[pl.ds(first + start, count)], heads)
 
     def values(self) -> list[Any]:
-        """Return the value of each token, in registers."""
         tokens = range(self.sizes.width)
         return [load(self.smem.v_then_o.at[t], self.ring.by_value) for t in tokens]
 
     def gates(self) -> tuple[list[Any], list[Any]]:
-        """Return log decay and write strength of each token, as scalars."""
         first, width = self.sizes.square, self.sizes.width
         gates = [self.smem.g[first + i] for i in range(2 * width)]
         return gates[:width], gates[width:]

@@ -80,7 +80,6 @@ def gdn_inputs_reference(
 
 
 def check_columns(projected: Float[Array, "rows width columns"], params: GdnParams) -> None:
-    """Raise the ValueError of `gdn_inputs` if the projection has too few columns."""
     heads, channels, columns = params.heads, params.conv.shape[1], projected.shape[2]
     needed = gates_column(channels, heads) + 2 * heads.value_heads
     if columns < needed:

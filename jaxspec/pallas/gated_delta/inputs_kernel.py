@@ -17,10 +17,10 @@ from jaxspec.pallas.recurrent.conv_update_kernel import ConvOperands
 
 @functools.partial(jax.jit, static_argnames=("heads", "interpret"))
 def gdn_inputs_kernel(projected, taps, decay, pool, layer, rows, heads, *, interpret=None):
-    """Run `gdn_inputs` with `layer` on the device; `pool` is that of the convolution.
+    """Run `gdn_inputs`; `pool` is that of the convolution.
 
     Each block computes `BLOCK_CHANNELS` channels of one row, which are whole heads; the last block
-    of a row computes its gates. `interpret`: parameters of Mosaic's interpreter.
+    of a row computes its gates.
     """
 
     key_heads, key_dim, value_heads = heads

@@ -31,7 +31,6 @@ class Sizes:
 
     @property
     def group(self) -> int:
-        """Value heads per key head."""
         return self.value_heads // self.key_heads
 
 
@@ -80,7 +79,6 @@ class _Scratch(NamedTuple):
 
 
 def prepare(sizes, operands, chunks, interpret):
-    """Return the `Prepared` of all chunks, given `Operands` and `ChunkRows`."""
     number, heads, dtype = chunks.start.shape[0], sizes.value_heads, sizes.dtype
     # The last chunk may extend past the tokens, where copies to shared memory yield zeros.
     g, beta = (jnp.pad(x, ((0, CHUNK), (0, 0))) for x in (operands.g, operands.beta))

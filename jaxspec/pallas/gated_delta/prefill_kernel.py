@@ -83,11 +83,6 @@ class _Chunk(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def gdn_prefill_kernel(tokens, states, layer, chunks, *, interpret=None):
-    """Run `gdn_prefill` with `layer` on the device, so that all layers share one kernel.
-
-    Queries, keys and all other operands of tensor cores are rounded to the dtype of `v`; sums are
-    float32. `interpret`: parameters of Mosaic's interpreter.
-    """
     q, k, v, g, beta = tokens
     num_tokens, key_heads, key_dim = k.shape
     sizes = Sizes(*states.shape, key_heads=key_heads, tokens=num_tokens, dtype=v.dtype)

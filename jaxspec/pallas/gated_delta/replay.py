@@ -130,7 +130,6 @@ def replayed_states(
 
 
 def why_not_kernel(width: int, states: States, ring: GdnRing) -> str | None:
-    """Return why `gdn_replay_kernel` does not support these operands, or None."""
     value_dim, key_dim = states.shape[4:]
     if width > 8:
         return f"{width} tokens a row, more than 8"

@@ -28,8 +28,6 @@ class OutputNorm(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GdnLaunch:
-    """Static settings of a launch, the same for all of its blocks."""
-
     sizes: ReplaySizes
     splits: int  # blocks that share a head's values
     conv_rows: int  # rows of the convolution's ring; 1 (all remainders are 0) if there is none
@@ -99,7 +97,6 @@ class GdnReplayBlock:
         self.ring.run(self._step, self._output)
 
     def _step(self):
-        """Run the step of a live row."""
         ring, state, smem, wait = self.ring, self.state, self.smem, plgpu.barrier_wait
         tokens = self.launch.tokens(self.launch, ring, state, self.part, smem)
         self._begin_copies(tokens)
@@ -213,8 +210,6 @@ class GdnReplayBlock:
         return updates
 
     def _append(self, updates, g):
-        """Store this step's updates and log decays in the ring."""
-
         def append_token(t):
             index = self.ring.update_index(self.ring.row_of_new(t))
             update = self.gmem.ring_u.at[index, self.part.values]
@@ -227,7 +222,6 @@ class GdnReplayBlock:
         self.ring.for_real_tokens(append_token)
 
     def _output(self, t):
-        """Return the reference to the output of token `t`."""
         return self.gmem.out.at[self.ring.table.row, t, self.ring.head, self.part.values]
 
     def _load_output_gates(self, norm):

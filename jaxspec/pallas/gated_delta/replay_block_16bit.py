@@ -36,7 +36,6 @@ class StateOnTensorCores:
 
     @staticmethod
     def scratch(sizes: ReplaySizes, interpreted: bool) -> dict[str, Any]:
-        """Return shared memory for the state, the step's tokens and their products."""
         # `columns` rows, not `factors`: tensor cores take a row of `tokens` for each column.
         tokens = plgpu.SMEM((sizes.columns, sizes.key_dim), jnp.float32)
         products = plgpu.SMEM((sizes.values, sizes.columns), jnp.float32)
@@ -57,7 +56,6 @@ class StateOnTensorCores:
 
     @staticmethod
     def ring_tiles(smem: Any) -> RingTiles:
-        """Return the shared memory from which the ring is replayed."""
         return RingTiles(smem.keys, smem.updates, smem.ring_decay, smem.key_products, smem.barrier)
 
     def __init__(self, ring: RingBlock, smem: Any, checkpoint: Any):
@@ -70,8 +68,6 @@ class StateOnTensorCores:
         self.key_targets = [(self.tokens, ring.sizes.width)]
 
     def begin_load(self, warp: Any) -> None:
-        """Start copying the replay base to shared memory."""
-
         @pl.when(warp == 3)
         def _():
             plgpu.copy_gmem_to_smem(self.checkpoint, self.smem.state, self.smem.state_produced)
@@ -164,6 +160,5 @@ class StateOnTensorCores:
 
 
 def _rounded_and_rest(exact, dtype):
-    """Return `exact` rounded to `dtype`, and its rounding error in `dtype`."""
     rounded = exact.astype(dtype)
     return rounded, (exact - rounded.astype(jnp.float32)).astype(dtype)

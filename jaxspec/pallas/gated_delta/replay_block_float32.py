@@ -38,7 +38,6 @@ class StateInFloat32:
 
     @staticmethod
     def scratch(sizes: ReplaySizes, interpreted: bool) -> dict[str, Any]:
-        """Return shared memory for the state, the step's tokens and their products."""
         quarter = sizes.key_dim // 4
         transforms = plgpu.TilingTransform((8, quarter)), plgpu.SwizzleTransform(4 * quarter)
         token_rows = -(-sizes.factors // 4) * 4
@@ -56,7 +55,6 @@ class StateInFloat32:
 
     @staticmethod
     def ring_tiles(smem: Any) -> RingTiles:
-        """Return the shared memory from which the ring is replayed."""
         keys, _ = smem.keys
         return RingTiles(keys, smem.updates, smem.ring_decay, smem.key_products, smem.barrier)
 

@@ -87,11 +87,7 @@ def gdn_replay_kernel(
     interpret: Any = None,
     splits: int | None = None,
 ):
-    """Run `gdn_replay` with `layer` on the device.
-
-    `interpret`: parameters of Mosaic's interpreter. `splits`: blocks per head; None means as many
-    as fill the GPU.
-    """
+    """Run `gdn_replay`; `splits`: blocks per head, None means as many as fill the GPU."""
     pools = _Pools(states, ring, None)
     out, pools = _launch("gdn_replay", tokens, pools, layer, rows, norm, splits, interpret)
     return out, pools.states, pools.ring
@@ -110,7 +106,6 @@ def gdn_conv_replay_kernel(
     interpret: Any = None,
     splits: int | None = None,
 ):
-    """Run `gdn_conv_replay` with `layer` on the device; options are as in `gdn_replay_kernel`."""
     # One extra axis, so that four leading axes can be flattened as in the other pools (`in_place`).
     pools = _Pools(states, ring, conv[..., None, :])
     out, pools = _launch("gdn_conv_replay", tokens, pools, layer, rows, norm, splits, interpret)
@@ -159,7 +154,6 @@ def _launch(name, tokens, pools, layer, rows, norm, splits, interpret):
 
 
 def _plan(tokens, pools, norm, splits):
-    """Return the `GdnLaunch` for these operands."""
     _, num_slots, _, heads, value_dim, key_dim = pools.states.shape
     width, dtype = tokens[0].shape[1], pools.states.dtype
     state = StateOnTensorCores if dtype.itemsize == 2 else StateInFloat32
@@ -205,7 +199,6 @@ def _can_norm(norm):
 
 
 def _scratch(launch, interpreted):
-    """Return shared memory and barriers of a block."""
     sizes, state = launch.sizes, launch.state
     is_loaded = launch.tokens is LoadedTokens
     scratch = {

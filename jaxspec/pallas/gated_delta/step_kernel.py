@@ -12,10 +12,7 @@ from jaxspec.pallas.recurrent.step_block import Recurrence, launch
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def gdn_step_kernel(tokens, states, layer, rows, *, interpret=None):
-    """Run `gdn_step` with `layer` on the device; `step_block` describes the work of a block.
-
-    `interpret`: parameters of Mosaic's interpreter.
-    """
+    """Run `gdn_step`; `step_block` describes the work of a block."""
     rule = Recurrence(shared=lambda tokens: (tokens.q, tokens.k), load=_load, advance=_advance)
     return launch("gdn_step", rule, tokens, states, layer, rows, interpret)
 

@@ -88,7 +88,6 @@ class ConvTokens:
         self.conv.append([inputs], self.leads)
 
     def values(self) -> tuple[list[Any], list[Any]]:
-        """Return `x`, in registers, and `dt` of each token."""
         tokens, first = range(self.sizes.width), self.sizes.square
         x = [load(self.x.at[t], self.ring.by_value) for t in tokens]
         return x, [self.dt[first + t] for t in tokens]

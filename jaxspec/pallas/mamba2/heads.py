@@ -28,7 +28,6 @@ class Mamba2Heads(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution."""
         return self.features + 2 * self.groups * self.state_dim
 
     @property

@@ -68,7 +68,6 @@ def mamba2_inputs_reference(
 
 
 def check_columns(projected: Float[Array, "*tokens columns"], params: Mamba2Params) -> None:
-    """Raise the ValueError of `mamba2_inputs`."""
     heads, columns, taps = params.heads, projected.shape[-1], params.conv.shape[1]
     if taps != heads.channels:
         raise ValueError(

@@ -26,10 +26,10 @@ class _Segment(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def mamba2_inputs_kernel(projected, params, pool, layer, rows, *, interpret=None):
-    """Run `mamba2_inputs` with `layer` on the device; `pool` is the convolution's.
+    """Run `mamba2_inputs`; `pool` is the convolution's.
 
     A block computes a range of one row's channels, all of x, of B or of C; the last block of a row
-    computes its step sizes. `interpret` holds parameters of Mosaic's interpreter.
+    computes its step sizes.
     """
     heads: Mamba2Heads = params.heads
     num_rows, width, _ = projected.shape

@@ -37,11 +37,7 @@ _MIN_TILE = 4 * CHUNK  # minimum tokens of a tile
 
 @functools.partial(jax.jit, static_argnames=("tile", "interpret"))
 def mamba2_prefill_kernel(tokens, states, layer, chunks, *, tile=None, interpret=None):
-    """Run `mamba2_prefill` with `layer` on the device, so that all layers share one kernel.
-
-    `tile` is the number of tokens per tile, in whole chunks. `interpret` holds parameters of
-    Mosaic's interpreter.
-    """
+    """Run `mamba2_prefill`; `tile` is the number of tokens per tile, in whole chunks."""
     x, dt, a, b, c, d = tokens
     num_tokens, groups, state_dim = b.shape
     dtype = x.dtype

@@ -53,7 +53,6 @@ class Tile(NamedTuple):
 
     @classmethod
     def load(cls, schedule, row) -> "Tile":
-        """Load one row of the schedule."""
         return cls(*(schedule[row, column] for column in range(len(cls._fields))))
 
     @property
@@ -216,7 +215,6 @@ class BlockIndex(NamedTuple):
 
     @classmethod
     def of_grid(cls, sizes) -> "BlockIndex":
-        """Return this block's index, on the grid of `launch_options`."""
         part, head = lax.axis_index("part"), lax.axis_index("head")
         group = lax.div(head, sizes.heads // sizes.groups)
         return cls(
@@ -279,7 +277,6 @@ def initial_state(sizes, tile, pool, layer, values):
 
 
 def add_tiles(sizes, operands, pool, interpret):
-    """Compute the `TileSums` of all tiles."""
     tiles = operands.schedule.shape[0]
     state = (tiles, sizes.heads * sizes.head_dim, sizes.state_dim)
     tile_sums = TileSums(

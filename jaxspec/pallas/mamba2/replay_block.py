@@ -26,8 +26,6 @@ from jaxspec.pallas.recurrent.replay_block import (
 
 @dataclasses.dataclass(frozen=True)
 class Mamba2Launch:
-    """Settings common to all blocks of a launch."""
-
     sizes: ReplaySizes
     block_heads: int  # heads per block, one warpgroup each
     conv_rows: int  # rows of the convolution's ring; 1 if there is none: all remainders are 0
@@ -114,7 +112,6 @@ class Mamba2ReplayBlock:
         self.ring.run(self._step, self._output)
 
     def _step(self):
-        """Run the step of a live row."""
         ring, smem, wait = self.ring, self.smem, plgpu.barrier_wait
         tokens = self.launch.tokens(self.launch, ring, smem, self.warpgroup)
         log_decay = tokens.rate * math.log2(math.e)  # exp2 costs half as much as exp
@@ -219,7 +216,6 @@ class Mamba2ReplayBlock:
             store(self.state_products.at[:, pl.ds(t, 1)], product)
 
     def _add_token(self, j, state):
-        """Return `state` with token `j` of the ring added."""
         tiles, layout = self.ring.tiles, self.by_square
         x = load(tiles.updates.at[j], layout.reduce(1)).astype(jnp.float32)
         b = load(tiles.keys.at[self.sizes.width + j], layout.reduce(0))

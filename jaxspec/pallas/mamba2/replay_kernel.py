@@ -77,11 +77,7 @@ def mamba2_replay_kernel(
     interpret: Any = None,
     block_heads: int | None = None,
 ):
-    """Run `mamba2_replay` with `layer` on the device, so that all layers share one kernel.
-
-    `interpret` holds parameters of Mosaic's interpreter. `block_heads` is the number of heads per
-    block, 1 or 2; None chooses the faster.
-    """
+    """Run `mamba2_replay` with 1 or 2 heads per block; `block_heads` None chooses the faster."""
     pools = _Pools(states, ring, None)
     out, pools = _launch("mamba2_replay", tokens, pools, layer, rows, block_heads, interpret)
     return out, pools.states, pools.ring
@@ -100,7 +96,6 @@ def mamba2_conv_replay_kernel(
     interpret: Any = None,
     block_heads: int | None = None,
 ):
-    """Run `mamba2_conv_replay`; see `mamba2_replay_kernel` for `layer` and the options."""
     tokens = Projection(projected, params.conv, params.rates, params.bias)
     # With one more axis, the convolution's ring has as many leading axes as the other pools.
     pools = _Pools(states, ring, conv[..., None, :])

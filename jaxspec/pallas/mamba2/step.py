@@ -78,7 +78,6 @@ def advance(
 
 
 def why_not_kernel(x: Float[Array, "rows width ..."], states: _States) -> str | None:
-    """Return why the step and replay kernels cannot take these operands, or None."""
     head_dim, state_dim = states.shape[4:]
     if x.shape[1] > 8:
         return f"{x.shape[1]} tokens a row, more than 8"

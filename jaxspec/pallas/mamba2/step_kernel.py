@@ -12,11 +12,7 @@ from jaxspec.pallas.recurrent.step_block import Recurrence, launch
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def mamba2_step_kernel(tokens, states, layer, rows, *, interpret=None):
-    """Run `mamba2_step` with `layer` on the device.
-
-    `step_block` describes the work of a block. `interpret` holds parameters of Mosaic's
-    interpreter.
-    """
+    """Run `mamba2_step`; `step_block` describes the work of a block."""
     rule = Recurrence(shared=lambda tokens: (tokens.b, tokens.c), load=_load, advance=_advance)
     return launch("mamba2_step", rule, tokens, states, layer, rows, interpret)
 

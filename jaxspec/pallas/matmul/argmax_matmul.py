@@ -65,7 +65,6 @@ def argmax_matmul_reference(x, weight, forbidden):
 
 
 def why_not_kernel(x, weight):
-    """Return why `argmax_matmul_kernel` cannot take these operands, or None."""
     rows, features = x.shape
     if isinstance(weight, Float8):
         if x.dtype not in products.DTYPES:

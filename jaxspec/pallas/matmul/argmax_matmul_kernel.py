@@ -34,14 +34,9 @@ _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 @functools.partial(jax.jit, static_argnames=("cluster", "interpret"))
 def argmax_matmul_kernel(x, weight, forbidden, *, cluster=None, interpret=None):
-    """Run `argmax_matmul` for `x` in the dtype of `weight`.
+    """Run `argmax_matmul` for `x` in the dtype of `weight`, a `Dense` or a `Float8`.
 
-    Args:
-        x: activations, `[rows, features]`.
-        weight: a `Dense` or a `Float8`.
-        forbidden: columns that each row skips.
-        cluster: number of blocks that share their rows; by default 1 or 2.
-        interpret: parameters of Mosaic's interpreter, which cannot copy to several blocks.
+    `cluster` blocks share their rows, by default 1 or 2; the interpreter cannot copy to several.
     """
     rows, ids = x.shape[0], weight.outer
     cluster = cluster or (2 if rows > 128 else 1)  # re-reading up to 128 rows is cheap
@@ -324,5 +319,4 @@ def _columns_of(scores):
 
 
 def _broadcast(x, scores):
-    """Broadcast one value per row to the row's scores."""
     return lax.broadcast_in_dim(x, scores.shape, (0,))

@@ -59,7 +59,6 @@ class GemmTiling:
         return self.inner // CHUNK
 
     def scratch(self) -> dict[str, Any]:
-        """Return shared memory for the ring, tiled for wgmma, and its barriers."""
         rows = self.stages, self.rows, CHUNK
         columns = self.stages, self.pieces, CHUNK, BLOCK_N
         return {
@@ -112,8 +111,7 @@ class GemmTiling:
 def gemm_kernel(x, weight, wave=None, *, interpret=None):
     """Return `x @ weight` in their dtype; `weight` is the array of a `Dense` here and below.
 
-    `wave` is the tiling from `gemm.choose`, and `interpret` holds parameters of Mosaic's
-    interpreter, here and below.
+    `wave` is the tiling from `gemm.choose`.
     """
     if wave is not None:
         return one_wave_kernel("gemm", x, weight, wave, _cast, interpret=interpret)

@@ -69,7 +69,6 @@ def norm_matmul_reference(stream, pending, norm, weight):
 
 
 def why_not_skinny(stream, pending, norm, weight):
-    """Return why no kernel for up to 8 rows takes these operands, or None."""
     expected = stream.dtype if pending is None or pending.ndim == 2 else jnp.float32
     if pending is not None and pending.dtype != expected:
         return f"{stream.dtype} and {pending.dtype}"

@@ -23,10 +23,7 @@ _NORM_COLUMNS = 1024  # normalized at a time; more would not fit into a thread's
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def norm_matmul_kernel(stream, pending, norm, weight, *, interpret=None):
-    """Run `norm_matmul` for one or two rows; `weight` is the array of a `Dense`.
-
-    `interpret` holds parameters of Mosaic's interpreter.
-    """
+    """Run `norm_matmul` for one or two rows; `weight` is the array of a `Dense`."""
     (tokens, features), outer = stream.shape, weight.shape[1]
     blocks = pl.cdiv(outer, BLOCK_N)
     reserved = 2 * (MAX_ROWS + 1) * features + 2048

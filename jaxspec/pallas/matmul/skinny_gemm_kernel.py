@@ -53,7 +53,6 @@ class SkinnyTiling:
         return gcd(self.inner, 128)
 
     def scratch(self) -> dict[str, Any]:
-        """Return shared memory for the ring and the operand's rows, tiled for wgmma."""
         tiling = plgpu.TilingTransform((8, self.swizzled))
         swizzled = tiling, plgpu.SwizzleTransform(2 * self.swizzled)
         ring = self.stages, self.chunk, BLOCK_N
@@ -72,7 +71,6 @@ class SkinnyTiling:
         return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-4, -3, -2), vector_dim=-1)
 
     def start(self, stream: WeightStream):
-        """Start the copies of as many chunks as the ring holds."""
         for j in range(self.stages):
             self._fetch(stream, j)
 

@@ -48,7 +48,7 @@ def split_matmul(x: Float[Array, "tokens inner"], weight: Weight) -> Pending:
 
 
 def split_matmul_reference(x, weight):
-    """Return the output of `split_matmul` after its parts are summed and rounded."""
+    """Reference for `split_matmul`; as in those below, the parts are summed and rounded."""
     return matmul(x, weight)
 
 
@@ -76,7 +76,6 @@ def gated_matmul(x: Float[Array, "tokens twice_inner"], weight: Weight) -> Pendi
 
 
 def gated_matmul_reference(x, weight):
-    """Return the output of `gated_matmul` after its parts are summed and rounded."""
     return matmul(Activation.SWIGLU(x), weight)
 
 
@@ -100,12 +99,10 @@ def squared_relu_matmul(x: Float[Array, "tokens inner"], weight: Weight) -> Pend
 
 
 def squared_relu_matmul_reference(x, weight):
-    """Return the output of `squared_relu_matmul` after its parts are summed and rounded."""
     return matmul(Activation.SQUARED_RELU(x), weight)
 
 
 def why_not_gate(x, weight):
-    """Return why no kernel applies the activation to these operands before the matmul, or None."""
     units, rest = divmod(weight.inner, skinny_gemm.GATE_UNIT)
     parts = skinny_gemm.num_parts(weight.inner, weight.outer, unit=skinny_gemm.GATE_UNIT)
     # A thread gates four adjacent features at a time, at most three times.
@@ -138,12 +135,10 @@ def gated_norm_matmul(heads: Heads, norm: GatedNorm, weight: Weight) -> Pending:
 
 
 def gated_norm_matmul_reference(heads, norm, weight):
-    """Return the output of `gated_norm_matmul` after its parts are summed and rounded."""
     return matmul(norm(heads), weight)
 
 
 def why_not_norm(heads, norm, weight):
-    """Return why `gated_norm_matmul_kernel` cannot take these operands, or None."""
     if heads.dtype != jnp.float32 or norm.weight.dtype != jnp.float32:
         return f"{heads.dtype} with a norm in {norm.weight.dtype}"
     if heads.shape[2] not in (64, 128) or weight.inner not in (512, 1024, 2048, 4096):

@@ -22,10 +22,7 @@ from jaxspec.pallas.norm import gated_norm_block
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def split_matmul_kernel(x, weight, *, interpret=None):
-    """Run `split_matmul`; `weight` is the array of a `Dense`, as in all these kernels.
-
-    `interpret` holds parameters of Mosaic's interpreter, here and below.
-    """
+    """Run `split_matmul`; `weight` is the array of a `Dense`, as in all these kernels."""
     parts = num_parts(*weight.shape, unit=64)
     tiling, launch = _plan(x.shape[0], weight, parts, jnp.float32, interpret)
 
@@ -128,21 +125,17 @@ class _Refs(NamedTuple):
 
 
 class _HeadRefs(NamedTuple):
-    """Operands of a gated norm."""
-
     heads: Any
     gates: Any
     scale: Any
 
 
 def _weights(tiling, refs):
-    """Return this block's part of the weight."""
     column, part = lax.axis_index("column") * BLOCK_N, lax.axis_index("part")
     return WeightStream(refs.weight, part * tiling.inner, column, refs.ring, refs.filled)
 
 
 def _multiply_tile(tiling, weights, refs):
-    """Multiply `tile` and write the result."""
     columns = pl.ds(lax.axis_index("column") * BLOCK_N, BLOCK_N)
     sums = tiling.run(refs.tile, weights)
     put_out(sums, refs.out, refs.y.at[lax.axis_index("part"), :, columns])

@@ -96,7 +96,6 @@ def tile_rows(tokens: int, parts: int, num_experts: int) -> int:
 
 
 def why_not_kernel(x, experts):
-    """Return why the kernels cannot take these operands, or None."""
     up, down = experts.up, experts.down
     if x.dtype not in DTYPES or {up.dtype, down.dtype} != {x.dtype}:
         return f"{x.dtype} and {up.dtype}"

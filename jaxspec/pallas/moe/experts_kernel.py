@@ -51,7 +51,6 @@ class _Product:
         return _Product(rows, pieces, inner, chunk, stages, matrix.dtype)
 
     def scratch(self) -> dict[str, Any]:
-        """Return shared memory for the ring, tiled for wgmma, and its barriers."""
         tile = functools.partial(tensor_cores.tile, dtype=self.dtype)
         return {
             "tokens": tile(self.stages, self.rows, self.chunk),
@@ -64,7 +63,6 @@ class _Product:
         return self.inner // self.chunk
 
     def start(self, fetch: Callable) -> None:
-        """Start the copies of as many chunks as the ring holds."""
         for j in range(min(self.stages, self.chunks)):
             fetch(j, j)
 
@@ -133,11 +131,9 @@ class Direct:
 
     @property
     def tiles(self) -> int:
-        """Number of tiles: one per choice."""
         return self.tokens * self.parts
 
     def tile(self, arrays, index) -> "_DirectTile":
-        """Return the tile of choice `index`."""
         experts, weights = arrays
         token, size = lax.div(index, self.parts), self.tiles
         layout = layouts.lane_layout(size)
@@ -221,11 +217,9 @@ class _ListedTile(NamedTuple):
 
     @property
     def is_asked(self):
-        """True if the tile has work."""
         return self.expert <= self.work.none
 
     def rows(self) -> list[_Row]:
-        """Return the output location of each row."""
         held, found, parts = self.count[self.index], [], self.work.parts
         for row in range(self.work.rows):
             is_real = row < held
@@ -235,7 +229,6 @@ class _ListedTile(NamedTuple):
         return found
 
     def weights(self, shape):
-        """Return the weight of each row, broadcast to a transposed matmul."""
         of_rows = access.load(self.weights_of, plgpu.Layout.WGMMA.reduce(0))
         return lax.broadcast_in_dim(of_rows, shape, (1,))
 
@@ -246,7 +239,7 @@ def up_kernel(x, up, arrays, activation, *, work, interpret=None):
 
     The weights are applied here, before the values are rounded, so that later kernels need not read
     them. `x` is `[tokens, features]` for `Direct`, else `[tiles, rows, features]`; `arrays` are
-    those of `work`. `interpret` holds parameters of Mosaic's interpreter, here and below.
+    those of `work`.
 
     A block has two pieces of the matrix: one of gate and one of up, or two adjacent ones of up
     alone. If the number of pieces is odd, the last block's second piece is filled with zeros, and

@@ -118,7 +118,6 @@ def moe_route(
 
 
 def why_not_kernel(scores, rule):
-    """Return why `moe_route_kernel` cannot take these scores, or None."""
     if scores.dtype != jnp.float32 or rule.num_experts % 8:
         return f"{rule.num_experts} experts in {scores.dtype}"
     if rule.top_groups < rule.groups:
@@ -157,7 +156,6 @@ def moe_route_reference(scores, bias, live, rule):
 def _in_top_groups(
     compared: Float[Array, "tokens experts"], rule: Routing
 ) -> Bool[Array, "tokens experts"]:
-    """Return True for the experts in a token's best groups."""
     grouped = compared.reshape(compared.shape[0], rule.groups, rule.num_experts // rule.groups)
     best_two, _ = lax.top_k(grouped, 2)
     _, groups = lax.top_k(jnp.sum(best_two, axis=2), rule.top_groups)

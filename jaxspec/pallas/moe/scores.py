@@ -49,7 +49,6 @@ def moe_scores_reference(x, weight):
 
 
 def why_not_kernel(x: Float[Array, "tokens features"], weight: Weight) -> str | None:
-    """Return why no kernel takes these operands, or None."""
     if why := products.why_not_dtypes(x, weight):
         return why
     inner, outer = weight.inner, weight.outer

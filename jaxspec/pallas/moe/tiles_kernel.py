@@ -29,7 +29,6 @@ def to_tiles_kernel(x, work, choices, *, none, interpret=None):
         work: `WorkList` of `choices`.
         choices: experts and weights of each token.
         none: expert of padding, whose rows are not copied.
-        interpret: parameters of Mosaic's interpreter, here and below.
     """
     (tokens, features), (tiles, rows) = x.shape, (work.expert.shape[0], work.rows)
     parts, width = choices.experts.shape[1], gcd(features, _COPY)

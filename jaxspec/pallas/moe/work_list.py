@@ -94,6 +94,5 @@ def _counted(
 
 
 def _sums_up_to(x: Int[Array, " n"]) -> Int[Array, " n"]:
-    """Return inclusive prefix sums."""
     place = jnp.arange(x.shape[0])
     return jnp.sum(jnp.where(place[None] <= place[:, None], x[None], 0), axis=1, dtype=jnp.int32)

@@ -38,7 +38,6 @@ def add_norm_reference(stream, pending, norm):
 
 
 def why_not_kernel(stream, pending, norm):
-    """Return why `add_norm_kernel` does not support these operands, or None."""
     expected = stream.dtype if pending.ndim == 2 else jnp.float32
     known = stream.dtype in _DTYPES and norm.weight.dtype in _DTYPES
     if pending.dtype != expected or not known:

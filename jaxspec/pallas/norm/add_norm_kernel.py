@@ -13,10 +13,7 @@ from jaxspec.pallas.gpu import access, layouts
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def add_norm_kernel(stream, pending, norm, *, interpret=None):
-    """Run `add_norm` for a given `pending`: each block holds one whole row in registers.
-
-    `interpret`: parameters of Mosaic's interpreter.
-    """
+    """Run `add_norm` for a given `pending`: each block holds one whole row in registers."""
     tokens, features = stream.shape
     pieces = layouts.row_pieces(features, stream.dtype.itemsize)
 

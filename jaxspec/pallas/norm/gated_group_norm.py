@@ -90,7 +90,6 @@ class GatedGroupNorm:
 def gated_group_norm_reference(
     norm: GatedGroupNorm, y: Float[Array, "tokens features"]
 ) -> Float[Array, "tokens features"]:
-    """Reference for `GatedGroupNorm`, on float32 features."""
     z = norm.gates[:, norm.first : norm.first + y.shape[1]].astype(jnp.float32)
     gate, weight = jax.nn.silu(z), norm.weight
     if weight is None:
@@ -103,7 +102,6 @@ def gated_group_norm_reference(
 
 
 def _normed(y, weight, norm):
-    """Normalise the groups, and multiply by the weight."""
     tokens, features = y.shape
     parts = y.reshape(tokens, norm.groups, features // norm.groups)
     root = lax.rsqrt(jnp.mean(parts * parts, axis=2, keepdims=True) + norm.eps)

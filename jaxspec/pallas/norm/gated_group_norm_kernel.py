@@ -14,10 +14,7 @@ from jaxspec.pallas.gpu import access, device
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def gated_group_norm_kernel(norm, y, *, interpret=None):
-    """Run a `GatedGroupNorm` on float32 `[tokens, features]`: each block has a group of a token.
-
-    `interpret`: parameters of Mosaic's interpreter.
-    """
+    """Run a `GatedGroupNorm` on float32 `[tokens, features]`: each block has a group of a token."""
     tokens, features = y.shape
     size = features // norm.groups
     # Elements that a thread loads at once, limited by the alignment of the rows of gates, and by

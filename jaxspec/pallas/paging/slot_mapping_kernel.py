@@ -18,7 +18,6 @@ def slot_mapping_kernel(page_tables, slots, positions, live, *, page_size, inter
     """Run `slot_mapping`; measurements are in benchmarks/results/kernels_h200.json.
 
     Mosaic GPU has no gather, so each block reads the page table entries of a few tokens one by one.
-    `interpret`: parameters of Mosaic's interpreter.
     """
     num_slots, num_pages = page_tables.shape
     (num_tokens,) = slots.shape

@@ -86,6 +86,5 @@ def store(ref, start, low, high, out):
 
 
 def store_zeros(ref, begin, end):
-    """Store zeros for the tokens from `begin` to `end`."""
     zeros = plgpu.layout_cast(jnp.zeros(VALUES, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
     lax.fori_loop(begin, end, lambda t, _: access.store(ref.at[t], zeros), None)

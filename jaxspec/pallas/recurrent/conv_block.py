@@ -41,7 +41,6 @@ class ConvBlock:
         self.history, self.width = ring.gmem.taps.shape[0] - 1, ring.sizes.width
 
     def load(self, channels: Any, layout: Any) -> ConvInputs:
-        """Load the inputs, taps and bias of these channels."""
         gmem, history = self.gmem, self.history
         new = [gmem.x.at[self.ring.table.row, t, channels] for t in range(self.width)]
         taps = [gmem.taps.at[i, channels] for i in range(history + 1)]

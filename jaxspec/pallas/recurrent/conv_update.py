@@ -60,7 +60,6 @@ def conv_update(
 
 
 def check_window(x: Float[Array, "rows width columns"], weight: _Taps, conv: _Conv) -> None:
-    """Raise the ValueError of `conv_update` if the window is too small."""
     width, needed = x.shape[1], weight.shape[0] - 1 + x.shape[1]
     if conv.shape[2] < needed:
         raise ValueError(
@@ -111,7 +110,6 @@ def conv_update_reference(
 
 
 def _activated(y: Any, bias: _Bias, activation: Activation) -> Any:
-    """Add the bias to a convolution's float32 sums, and apply the activation."""
     if bias is not None:
         y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
     return jax.nn.silu(y) if activation == "silu" else y

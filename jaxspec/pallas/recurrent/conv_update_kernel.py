@@ -36,11 +36,10 @@ class ConvOperands(NamedTuple):
 def conv_update_kernel(
     x, taps, pool, layer, rows, bias=None, *, activation: Activation = "silu", interpret=None
 ):
-    """Run `conv_update` with `layer` on the device.
+    """Run `conv_update`.
 
     Each block computes a range of one row's channels, `CHANNELS_PER_THREAD` in each thread. Padding
-    rows are computed from clamped indices, and their inputs are not stored. `interpret`: parameters
-    of Mosaic's interpreter.
+    rows are computed from clamped indices, and their inputs are not stored.
     """
 
     num_rows, width, channels = x.shape
@@ -112,7 +111,6 @@ def launch(body, operands, pool, out, *, grid, interpret):
     """Run `body` on a grid of parts and rows; return its outputs, and the pool, written in place.
 
     `body` gets `operands`, the pool and the outputs as references; `out` is a pytree of shapes.
-    `interpret`: parameters of Mosaic's interpreter, or None.
     """
     kernel = plgpu.kernel(
         body,

@@ -31,6 +31,5 @@ def softplus(x: Any) -> Any:
 
 
 def sigmoid(x: Any) -> Any:
-    """`1 / (1 + exp(-x))`."""
     u = exp(-jnp.abs(x))
     return jnp.where(x >= 0, 1.0, u) / (1.0 + u)

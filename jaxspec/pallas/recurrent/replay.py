@@ -88,7 +88,6 @@ class RowTable(NamedTuple):
 
     @staticmethod
     def read(table: Any, block: Any) -> "RowTable":
-        """Load the scalars of block `block` from a table in memory."""
         return RowTable(*(table[i, block] for i in range(len(RowTable._fields))))
 
 

@@ -20,7 +20,7 @@ def state_select_kernel(states, layer, rows, *, interpret=None):
 
     The size of a state must be a multiple of 4 KiB. XLA's gather is as fast in float32, where it
     can also be fused with its consumer, and slower in 16 bits (op state_select in
-    benchmarks/results/kernels_h200.json). `interpret`: parameters of Mosaic's interpreter.
+    benchmarks/results/kernels_h200.json).
     """
 
     layers, num_slots, candidates, *state = states.shape

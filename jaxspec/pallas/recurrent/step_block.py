@@ -54,11 +54,7 @@ class _Rows(NamedTuple):
 
 
 def launch(name, recurrence, tokens, states, layer, rows, interpret):
-    """Return float32 outputs `[rows, width, heads, values]`, and the pool, written in place.
-
-    `name`: name of the kernel in profiles. `layer` is on the device. `interpret`: parameters of
-    Mosaic's interpreter, or None.
-    """
+    """Return float32 outputs `[rows, width, heads, values]`, and the pool, written in place."""
     layers, num_slots, candidates, heads, value_dim, state_dim = states.shape
     first, _ = recurrence.shared(tokens)
     num_rows, width = first.shape[:2]

@@ -24,7 +24,6 @@ _BLOCKS = 16 * device.MULTIPROCESSORS  # enough blocks even when few rows are wa
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def best_noisy_kernel(scores, keys, is_noisy, last, wanted, *, interpret=None):
-    """Run `best_noisy`; `interpret` holds parameters of Mosaic's interpreter."""
     rows, vocab = scores.shape
     parts = pl.cdiv(vocab, PART)
     of_block = min(parts, max(1, rows * parts // _BLOCKS))

@@ -22,7 +22,6 @@ _BLOCKS = 16 * device.MULTIPROCESSORS  # enough blocks even when few rows are wa
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def sums_above_kernel(logits, largest, limits, counts, wanted, *, interpret=None):
-    """Run `sums_above`; `interpret` holds parameters of Mosaic's interpreter."""
     (rows, vocab), num_limits = logits.shape, limits.shape[1]
     parts = pl.cdiv(vocab, PART)
     of_block = min(parts, max(1, rows * parts // _BLOCKS))

@@ -21,8 +21,6 @@ _CLOSES = {"{": "}", "[": "]"}
 
 
 class Status(enum.Enum):
-    """Status of a reader."""
-
     READING = enum.auto()
     DONE = enum.auto()
     FAILED = enum.auto()
