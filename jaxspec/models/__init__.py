@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from jaxspec.checks import shown
 from jaxspec.models.base import CheckpointModule, Model
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.dummy import draw_weights
 from jaxspec.models.fields import Fields
 from jaxspec.models.hub import resolve_folder
 from jaxspec.models.source import naming, open_checkpoint, read_fields
-from jaxspec.models.weights import Some, compared, read_weights, undefined
+from jaxspec.models.weights import Some, compared, draw_weights, read_weights, undefined
 
 __all__ = [
     "HEADS",

@@ -1,9 +1,10 @@
-"""Match a checkpoint's tensors with a model's parameters, and load them."""
+"""Match a checkpoint's tensors with a model's parameters, and load them; random weights."""
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -216,3 +217,16 @@ def _misfit(checkpoint: Checkpoint, found: str) -> ValueError:
         f"The tensors in {checkpoint.path} must be exactly those its {checkpoint.asked_by} asks "
         f"for. {found} {checkpoint.remedy}"
     )
+
+
+def draw_weights(model: CheckpointModule) -> None:
+    """Initialise the parameters as before training, the same way every time.
+
+    The device draws one parameter after the other, so it needs little more memory than the weights,
+    and nothing is copied from the host.
+    """
+    params = {id(placement.param): placement.param for placement in model.checkpoint()}
+    key = jax.random.key(0)
+    for number, param in enumerate(params.values()):
+        draw = jax.jit(param.get_metadata("init"), static_argnums=(1, 2))
+        param.set_value(draw(jax.random.fold_in(key, number), param.shape, param.dtype))

@@ -38,7 +38,7 @@ from jaxspec.runner.draft_inputs import draft_inputs
 from jaxspec.runner.logprobs import emitted_logprobs, prompt_logprobs
 from jaxspec.runner.output import DeviceOutput, pack_output
 from jaxspec.runner.prepare import prepare
-from jaxspec.runner.programs.xla_options import XLA_OPTIONS
+from jaxspec.runner.programs import XLA_OPTIONS
 from jaxspec.runner.propose import num_dropped, propose
 from jaxspec.runner.remap import (
     remap,

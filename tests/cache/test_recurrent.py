@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.cache import Conv, PerSlot, PoolSizes, Recurrent, Replay, Ring, Snapshot
-from jaxspec.pallas.gated_delta.ring import GdnRing
+from jaxspec.pallas.gated_delta.heads import GdnRing
 
 SIZES = PoolSizes(num_pages=6, page_size=2, num_slots=5, width=4)
 BF16, F16, F32 = map(jnp.dtype, ("bfloat16", "float16", "float32"))

@@ -3,8 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.models.layers.joined import side_by_side, summed
-from jaxspec.models.layers.linear import Linear
+from jaxspec.models.layers.linear import Linear, side_by_side, summed
 
 RANDOM = np.random.default_rng(0)
 FLOAT32 = jnp.dtype(jnp.float32)

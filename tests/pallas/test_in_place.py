@@ -14,11 +14,10 @@ from jaxspec.pallas.attention.prefill import prefill_attention
 from jaxspec.pallas.gated_delta.heads import GdnTokens
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill
 from jaxspec.pallas.gated_delta.step import gdn_step
+from jaxspec.pallas.mamba2.heads import Mamba2Ring, Mamba2Tokens
 from jaxspec.pallas.mamba2.prefill import mamba2_prefill
 from jaxspec.pallas.mamba2.replay import mamba2_replay
-from jaxspec.pallas.mamba2.ring import Mamba2Ring
 from jaxspec.pallas.mamba2.step import mamba2_step
-from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
 from jaxspec.pallas.paging.kv_write import kv_write
 from jaxspec.pallas.recurrent.conv_update import conv_prefill, conv_update
 from jaxspec.regions import DecodeRegion, PrefillRegion

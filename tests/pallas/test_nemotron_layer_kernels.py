@@ -14,7 +14,7 @@ from jaxspec.models import parse_config
 from jaxspec.models.base import ModelInputs
 from jaxspec.models.layers.mixer import LayerInputs
 from jaxspec.models.nemotron_h import NemotronH
-from jaxspec.pallas.gpu.operands import ALIGNMENT
+from jaxspec.pallas.gpu.device import ALIGNMENT
 from jaxspec.pallas.recurrent.replay import default_window
 from jaxspec.regions import DecodeRegion
 

@@ -18,11 +18,8 @@ from benchmarks.measure.shapes import ATTENTION, GDN, MAMBA2
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.attention.inputs import QKNorm
 from jaxspec.pallas.attention.output_gate import OutputGate
-from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnTokens
-from jaxspec.pallas.gated_delta.ring import GdnRing
-from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params
-from jaxspec.pallas.mamba2.ring import Mamba2Ring
-from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
+from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnRing, GdnTokens
+from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params, Mamba2Ring, Mamba2Tokens
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.moe.experts import Experts
 from jaxspec.pallas.moe.feed_forward import Router

@@ -14,11 +14,10 @@ from sm90 import array
 
 from benchmarks.measure.shapes import GdnShape
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay, gdn_conv_replay_reference
-from jaxspec.pallas.gated_delta.heads import GdnParams
+from jaxspec.pallas.gated_delta.heads import GdnParams, GdnRing
 from jaxspec.pallas.gated_delta.replay_kernel import Projection, gdn_conv_replay_kernel
-from jaxspec.pallas.gated_delta.ring import GdnRing
 from jaxspec.pallas.norm.gated_norm import GatedNorm
-from jaxspec.pallas.recurrent.conv_ring import past_rows
+from jaxspec.pallas.recurrent.conv_update import past_rows
 from jaxspec.pallas.recurrent.replay import default_window, must_fold
 from jaxspec.regions import DecodeRegion
 

@@ -17,7 +17,7 @@ from jaxspec.cache import (
     Snapshot,
     TokenHistory,
 )
-from jaxspec.pallas.gated_delta.ring import GdnRing
+from jaxspec.pallas.gated_delta.heads import GdnRing
 
 F32 = jnp.dtype("float32")
 SIZES = PoolSizes(num_pages=3, page_size=2, num_slots=4, width=3)

@@ -12,26 +12,24 @@ import numpy as np
 import pytest
 
 from benchmarks.measure import shapes
-from jaxspec.pallas.gated_delta.heads import GdnTokens
+from jaxspec.pallas.gated_delta.heads import GdnRing, GdnTokens
 from jaxspec.pallas.gated_delta.inputs import gdn_inputs, gdn_inputs_reference
 from jaxspec.pallas.gated_delta.inputs_kernel import gdn_inputs_kernel
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill, gdn_prefill_reference
 from jaxspec.pallas.gated_delta.prefill_kernel import gdn_prefill_kernel
 from jaxspec.pallas.gated_delta.replay import gdn_replay, gdn_replay_reference
 from jaxspec.pallas.gated_delta.replay_kernel import gdn_replay_kernel
-from jaxspec.pallas.gated_delta.ring import GdnRing
 from jaxspec.pallas.gated_delta.step import gdn_step, gdn_step_reference
 from jaxspec.pallas.gated_delta.step_kernel import gdn_step_kernel
+from jaxspec.pallas.mamba2.heads import Mamba2Ring, Mamba2Tokens
 from jaxspec.pallas.mamba2.inputs import mamba2_inputs, mamba2_inputs_reference
 from jaxspec.pallas.mamba2.inputs_kernel import mamba2_inputs_kernel
 from jaxspec.pallas.mamba2.prefill import mamba2_prefill, mamba2_prefill_reference
 from jaxspec.pallas.mamba2.prefill_kernel import mamba2_prefill_kernel
 from jaxspec.pallas.mamba2.replay import mamba2_replay, mamba2_replay_reference
 from jaxspec.pallas.mamba2.replay_kernel import mamba2_replay_kernel
-from jaxspec.pallas.mamba2.ring import Mamba2Ring
 from jaxspec.pallas.mamba2.step import mamba2_step, mamba2_step_reference
 from jaxspec.pallas.mamba2.step_kernel import mamba2_step_kernel
-from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
 
 
 class Op(NamedTuple):

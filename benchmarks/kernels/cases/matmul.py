@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from benchmarks.kernels.case import INPUTS, MANY, Case
 from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul, argmax_matmul_reference
-from jaxspec.pallas.matmul.gemm import MAX_PARTS
-from jaxspec.pallas.matmul.matmul_silu import matmul_silu, matmul_silu_reference
-from jaxspec.pallas.matmul.matmul_squared_relu import (
+from jaxspec.pallas.matmul.feed_forward import (
+    matmul_silu,
+    matmul_silu_reference,
     matmul_squared_relu,
     matmul_squared_relu_reference,
 )
+from jaxspec.pallas.matmul.gemm import MAX_PARTS
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.products import matmul
 from jaxspec.pallas.matmul.scores import NO_TOKEN

@@ -11,8 +11,8 @@ from benchmarks.kernels.case import FEW, Case, about
 from benchmarks.measure.shapes import GDN, MAMBA2
 from jaxspec.pallas.gated_delta.heads import GdnTokens
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill, gdn_prefill_xla
+from jaxspec.pallas.mamba2.heads import Mamba2Tokens
 from jaxspec.pallas.mamba2.prefill import mamba2_prefill, mamba2_prefill_xla
-from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
 from jaxspec.regions import PrefillRegion
 
 

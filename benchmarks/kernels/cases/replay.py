@@ -14,16 +14,14 @@ from benchmarks.kernels.cases.conv import MAMBA2_SIZES, mamba2_params, mamba2_pr
 from benchmarks.kernels.cases.prefill import mamba2_tokens
 from benchmarks.measure.shapes import GDN, MAMBA2
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay, gdn_conv_replay_reference
-from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnTokens
+from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnRing, GdnTokens
 from jaxspec.pallas.gated_delta.replay import gdn_replay, gdn_replay_reference
-from jaxspec.pallas.gated_delta.ring import GdnRing
 from jaxspec.pallas.mamba2.conv_replay import (
     mamba2_conv_replay,
     mamba2_conv_replay_reference,
 )
+from jaxspec.pallas.mamba2.heads import Mamba2Ring, Mamba2Tokens
 from jaxspec.pallas.mamba2.replay import mamba2_replay, mamba2_replay_reference
-from jaxspec.pallas.mamba2.ring import Mamba2Ring
-from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
 from jaxspec.pallas.recurrent.replay import default_window, must_fold
 from jaxspec.regions import DecodeRegion
 

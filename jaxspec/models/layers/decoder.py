@@ -28,13 +28,12 @@ from jaxspec.models.layers.gated_delta_net import GatedDeltaNet
 from jaxspec.models.layers.latent_moe import LatentMoE
 from jaxspec.models.layers.mamba2 import Mamba2
 from jaxspec.models.layers.mixer import FeedForward, LayerInputs, Mixer, Stream
-from jaxspec.models.layers.mlp import GatedMLP
+from jaxspec.models.layers.mlp import GatedMLP, SquaredReluMLP
 from jaxspec.models.layers.moe import MoE
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parallel import Parallel
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.short_conv import ShortConv
-from jaxspec.models.layers.squared_relu_mlp import SquaredReluMLP
 from jaxspec.models.model_inputs import ModelInputs, Selection
 from jaxspec.pallas.norm.residual import Pending
 

@@ -18,12 +18,10 @@ from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import Placement, declare, draw_rates
 from jaxspec.models.layers.recurrent_mixer import Projected, RecurrentMixer
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay
-from jaxspec.pallas.gated_delta.gates import gates
-from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnTokens
+from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnRing, GdnTokens, gates
 from jaxspec.pallas.gated_delta.inputs import gdn_inputs, split_qkv
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill
 from jaxspec.pallas.gated_delta.replay import replayed_states
-from jaxspec.pallas.gated_delta.ring import GdnRing
 from jaxspec.pallas.gated_delta.step import gdn_step
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads

@@ -12,7 +12,7 @@ from jaxspec.models.layers.linear import Linear, LinearOfTwo
 from jaxspec.models.layers.moe import Correction, MoEConfig
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import CENTRED_COLUMNS, Placement
-from jaxspec.pallas.gpu.operands import ALIGNED_COLUMNS
+from jaxspec.pallas.gpu.device import ALIGNED_COLUMNS
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.moe.feed_forward import Router

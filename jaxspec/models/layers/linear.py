@@ -5,7 +5,7 @@ array. Only this module and the ops of `pallas.matmul` depend on the weight's re
 the kernels for it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import NORMAL, Init, Placement, declare
+from jaxspec.pallas.gpu.device import ALIGNED_COLUMNS
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.products import matmul
@@ -48,7 +49,7 @@ class Linear(nnx.Module):
             outputs: Maps each tensor of the checkpoint (without `.weight`) to its number of rows.
             dtype: Dtype of the weight.
             align: Each output starts at a multiple of this many columns. With
-                `gpu.operands.ALIGNED_COLUMNS` a kernel can read an output of a single row in place.
+                `gpu.device.ALIGNED_COLUMNS` a kernel can read an output of a single row in place.
             multiple: The number of columns is rounded up to a multiple of this. Values in padding
                 columns are arbitrary.
             joined_name: Name of one tensor with all outputs in order, which a checkpoint may have
@@ -68,7 +69,7 @@ class Linear(nnx.Module):
         self.origin = (0, 0)  # first row and column of the matrix in `weight`
 
     def become_part(self, whole: "Linear", row: int, column: int) -> None:
-        """Move the matrix into another layer's weight, at this row and column (`layers.joined`)."""
+        """Move the matrix into another layer's weight, at this row and column."""
         self.weight, self.origin = whole.weight, (row, column)
 
     def index(self, start: int, end: int) -> tuple[slice, slice]:
@@ -224,3 +225,33 @@ class LMHead(nnx.Module):
 
     def checkpoint(self, name: str) -> Iterator[Placement]:
         yield Placement(name, self.weight.shape[::-1], self.weight, transpose=True)
+
+
+def side_by_side(parts: Sequence[Linear]) -> Linear:
+    """Return a linear layer with the outputs of all `parts`, which have the same input.
+
+    Its `split` returns each part's output, padding included, aligned so that kernels can read it in
+    place. The parts must be new: their weights become columns of the merged weight, which their
+    `checkpoint` then fills.
+    """
+    outputs = {str(number): part.columns for number, part in enumerate(parts)}
+    dtype, unit = parts[0].weight.dtype, ALIGNED_COLUMNS
+    whole = Linear(parts[0].in_features, outputs, dtype, align=unit, multiple=unit)
+    for part, column in zip(parts, whole.starts, strict=True):
+        part.become_part(whole, 0, column)
+    return whole
+
+
+def summed(parts: Sequence[Linear]) -> Linear:
+    """Return a linear layer with the sum of the outputs of `parts`, for their inputs side by side.
+
+    The parts must be new and have equally many outputs without padding: their weights become rows
+    of the merged weight.
+    """
+    rows = sum(part.in_features for part in parts)
+    whole = Linear(rows, {"sum": parts[0].columns}, parts[0].weight.dtype)
+    row = 0
+    for part in parts:
+        part.become_part(whole, row, 0)
+        row += part.in_features
+    return whole

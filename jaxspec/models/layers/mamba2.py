@@ -20,13 +20,12 @@ from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import Placement, declare, draw_rates
 from jaxspec.models.layers.recurrent_mixer import Projected, RecurrentMixer
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gpu.operands import ALIGNED_COLUMNS
+from jaxspec.pallas.gpu.device import ALIGNED_COLUMNS
 from jaxspec.pallas.mamba2.conv_replay import mamba2_conv_replay
-from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params
+from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params, Mamba2Ring
 from jaxspec.pallas.mamba2.inputs import mamba2_inputs, split_tokens
 from jaxspec.pallas.mamba2.prefill import mamba2_prefill
 from jaxspec.pallas.mamba2.replay import replayed_states
-from jaxspec.pallas.mamba2.ring import Mamba2Ring
 from jaxspec.pallas.mamba2.step import mamba2_step
 from jaxspec.pallas.norm.gated_group_norm import GatedGroupNorm
 from jaxspec.pallas.norm.gated_norm import Heads

@@ -1,4 +1,4 @@
-"""The gated feed-forward layer."""
+"""Dense feed-forward layers: gated, or with squared ReLU and without a gate."""
 
 from collections.abc import Iterator
 
@@ -9,8 +9,8 @@ from jaxtyping import Array, Bool
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.norm import RMSNorm
-from jaxspec.models.layers.parameters import Placement
-from jaxspec.pallas.matmul.feed_forward import feed_forward
+from jaxspec.models.layers.parameters import CENTRED_COLUMNS, Placement
+from jaxspec.pallas.matmul.feed_forward import feed_forward, squared_relu_feed_forward
 from jaxspec.pallas.norm.residual import Pending, Stream
 
 
@@ -31,4 +31,25 @@ class GatedMLP(nnx.Module):
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         yield from self.gate_up.checkpoint(prefix)
+        yield from self.down.checkpoint(prefix)
+
+
+class SquaredReluMLP(nnx.Module):
+    """`down(relu(up(x))**2)` (So et al. 2021, "Primer", arXiv 2109.08668)."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+        hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
+        self.up = Linear(hidden_size, {"up_proj": intermediate_size}, dtype)
+        self.down = Linear(
+            intermediate_size, {"down_proj": hidden_size}, dtype, init=CENTRED_COLUMNS
+        )
+
+    def __call__(
+        self, stream: Stream, pending: Pending, norm: RMSNorm, live: Bool[Array, " tokens"]
+    ) -> tuple[Stream, Pending]:
+        up, down = self.up.operand, self.down.operand
+        return squared_relu_feed_forward(stream, pending, norm.operand, up, down)
+
+    def checkpoint(self, prefix: str) -> Iterator[Placement]:
+        yield from self.up.checkpoint(prefix)
         yield from self.down.checkpoint(prefix)

@@ -10,8 +10,7 @@ from jaxtyping import Array, Float
 from jaxspec.cache import CacheOptions, CacheSpec, Pools
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.attention import Attention, AttentionTokens
-from jaxspec.models.layers.joined import side_by_side, summed
-from jaxspec.models.layers.linear import Linear
+from jaxspec.models.layers.linear import Linear, side_by_side, summed
 from jaxspec.models.layers.mamba2 import Mamba2
 from jaxspec.models.layers.mixer import LayerInputs
 from jaxspec.models.layers.parameters import Placement

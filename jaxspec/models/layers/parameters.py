@@ -100,6 +100,6 @@ def draw_rates(key: jax.Array, count: int, dtype: jnp.dtype) -> tuple[jax.Array,
 def declare(shape: tuple[int, ...], dtype: jnp.dtype, init: Init = NORMAL) -> nnx.Param:
     """Return a parameter for a model built under `nnx.eval_shape`; values are loaded later.
 
-    `init` draws the value if there is no checkpoint (`models/dummy.py`).
+    `init` draws the value if there is no checkpoint (`models/weights.py`).
     """
     return nnx.Param(jnp.zeros(shape, dtype), init=init)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.attention import online_softmax_block as softmax
-from jaxspec.pallas.gpu import access, layouts, operands, tensor_cores
+from jaxspec.pallas.gpu import access, device, layouts, tensor_cores
 from jaxspec.pallas.paging.page_tiles import (
     KEYS,
     VALUES,
@@ -100,7 +100,7 @@ def prefill_attention_kernel(
     sizes = _BlockSizes(pages, heads // kv_heads)
     # The barrier keeps XLA from recomputing a token's row for every element that it gathers.
     work, row = lax.optimization_barrier(_schedule(sizes, chunks, num_tokens))
-    flat = operands.aligned(queries.reshape(num_tokens, heads * head_dim))
+    flat = device.aligned(queries.reshape(num_tokens, heads * head_dim))
     flat = jnp.pad(flat, ((0, max(0, sizes.tokens - num_tokens)), (0, 0)))  # at least one block
     params = {} if interpret is None else {"interpret": interpret}
 

@@ -4,10 +4,9 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gated_delta import replay as replay_op
-from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams
+from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnRing, States
 from jaxspec.pallas.gated_delta.inputs import check_columns, gdn_inputs, gdn_inputs_reference
 from jaxspec.pallas.gated_delta.replay import Outputs, gdn_replay, gdn_replay_reference
-from jaxspec.pallas.gated_delta.ring import GdnRing, States
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.recurrent.conv_update import check_window, why_not_convolve
 from jaxspec.regions import DecodeRegion

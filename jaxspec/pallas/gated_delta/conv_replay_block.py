@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxspec.pallas.gated_delta import gates as gdn_gates
-from jaxspec.pallas.gated_delta.heads import EPS, GdnHeads, gates_column
+from jaxspec.pallas.gated_delta.heads import EPS, GdnHeads, gates_column, gates_in_kernel
 from jaxspec.pallas.gated_delta.replay_block import GdnLaunch, HeadPart
 from jaxspec.pallas.gpu import layouts
 from jaxspec.pallas.gpu.access import load, store
@@ -71,7 +70,7 @@ class ConvTokens:
         """Store log decay and write strength of each token after the log decays of the ring."""
         decay = [self.gmem.decay[self.ring.head, column] for column in range(2)]
         pairs = [
-            gdn_gates.in_kernel(b.astype(jnp.float32), a.astype(jnp.float32), *decay)
+            gates_in_kernel(b.astype(jnp.float32), a.astype(jnp.float32), *decay)
             for b, a in zip(self.b, self.a, strict=True)
         ]
         for i in range(2):

@@ -1,16 +1,22 @@
-"""Heads and parameters of a Gated DeltaNet layer, and the inputs of its recurrence."""
+"""Heads and parameters of Gated DeltaNet; the inputs, gates and ring of its recurrence."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import flax.struct
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxspec.pallas.gated_delta.gates import Decay, Gates
+from jaxspec.pallas.recurrent import kernel_math
 
 EPS = 1e-6  # under the root, in the normalisation of queries and keys
 BLOCK_CHANNELS = 512  # channels per block: four per thread, so that a warp holds whole heads
 
 Keys = Float[Array, "*tokens key_heads key_dim"]
 Values = Float[Array, "*tokens value_heads value_dim"]
+Gates = Float[Array, "*tokens value_heads"]
+Decay = Float[Array, "value_heads 2"]
+States = Float[Array, "layers slots 1 value_heads value_dim key_dim"]
 
 
 class GdnHeads(NamedTuple):
@@ -49,3 +55,39 @@ class GdnTokens(NamedTuple):
 def gates_column(channels: int, heads: GdnHeads) -> int:
     """Return the first column of b in a projection, after the channels and the output gate."""
     return 2 * (channels - heads.key_heads * heads.key_dim)
+
+
+def gates(b: Gates, a: Gates, decay: Decay) -> tuple[Gates, Gates]:
+    """Return float32 log decays and write strengths.
+
+    The log decay is `-exp(decay[:, 0]) * softplus(a + decay[:, 1])`, as in Mamba2, and the write
+    strength `sigmoid(b)` (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464). `b` and `a`
+    may have any float dtype. The parameters of the decay, `A_log` and `dt_bias`, are float32 and
+    share one array, because a kernel takes whole arrays without a copy.
+    """
+    rate, bias = (jnp.broadcast_to(x, a.shape) for x in (-jnp.exp(decay[:, 0]), decay[:, 1]))
+    step = jax.nn.softplus(a.astype(jnp.float32) + bias)
+    return rate * step, jax.nn.sigmoid(b.astype(jnp.float32))
+
+
+def gates_in_kernel(b: Any, a: Any, log_rate: Any, bias: Any) -> tuple[Any, Any]:
+    """`gates` inside a kernel, on float32 registers; `log_rate`, `bias` are columns of `decay`."""
+    return -kernel_math.exp(log_rate) * kernel_math.softplus(a + bias), kernel_math.sigmoid(b)
+
+
+@flax.struct.dataclass
+class GdnRing:
+    """Factors that each token added to its slot's state: `u k^T`, after a decay of `g`.
+
+    `recurrent.replay` defines the row of each token. `k` and `u` have the replay base's dtype.
+    """
+
+    k: Float[Array, "layers slots ring key_heads key_dim"]
+    u: Float[Array, "layers slots ring value_heads value_dim"]
+    g: Float[Array, "layers slots ring value_heads"]  # float32, log decay
+    window: int = flax.struct.field(pytree_node=False)  # tokens kept between steps
+
+    @property
+    def num_rows(self) -> int:
+        """Rows per slot: the window, and one for each token of the widest step."""
+        return self.k.shape[2]

@@ -5,7 +5,6 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gated_delta.gates import gates
 from jaxspec.pallas.gated_delta.heads import (
     BLOCK_CHANNELS,
     EPS,
@@ -14,6 +13,7 @@ from jaxspec.pallas.gated_delta.heads import (
     GdnTokens,
     Keys,
     Values,
+    gates,
     gates_column,
 )
 from jaxspec.pallas.recurrent.conv_update import (

@@ -8,8 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxspec.pallas.gated_delta import gates as gdn_gates
-from jaxspec.pallas.gated_delta.heads import BLOCK_CHANNELS, EPS, GdnTokens, gates_column
+from jaxspec.pallas.gated_delta.heads import (
+    BLOCK_CHANNELS,
+    EPS,
+    GdnTokens,
+    gates_column,
+    gates_in_kernel,
+)
 from jaxspec.pallas.gpu import access, layouts
 from jaxspec.pallas.recurrent import conv_update_kernel
 from jaxspec.pallas.recurrent.conv_update_kernel import ConvOperands
@@ -110,6 +115,6 @@ def _put_gates(x, first, decay, out):
     a = [load(x.at[row, t, pl.ds(first + heads, heads)]) for t in range(width)]
     log_rate, bias = (load(decay.at[:, column]) for column in range(2))
     for t in range(width):
-        g, beta = gdn_gates.in_kernel(b[t], a[t], log_rate, bias)
+        g, beta = gates_in_kernel(b[t], a[t], log_rate, bias)
         access.store(out.g.at[row, t], g)
         access.store(out.beta.at[row, t], beta)

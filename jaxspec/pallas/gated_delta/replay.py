@@ -6,8 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gated_delta.heads import GdnTokens
-from jaxspec.pallas.gated_delta.ring import GdnRing, States
+from jaxspec.pallas.gated_delta.heads import GdnRing, GdnTokens, States
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.recurrent.replay import check_ring, must_fold, rounded_to, sums_after
 from jaxspec.pallas.recurrent.state_select import state_select_reference

@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gated_delta.conv_replay_block import ConvTokens, Projection
-from jaxspec.pallas.gated_delta.heads import GdnTokens
+from jaxspec.pallas.gated_delta.heads import GdnRing, GdnTokens, States
 from jaxspec.pallas.gated_delta.replay_block import (
     GdnLaunch,
     GdnReplayBlock,
@@ -49,7 +49,6 @@ from jaxspec.pallas.gated_delta.replay_block import (
 )
 from jaxspec.pallas.gated_delta.replay_block_16bit import StateOnTensorCores
 from jaxspec.pallas.gated_delta.replay_block_float32 import StateInFloat32
-from jaxspec.pallas.gated_delta.ring import GdnRing, States
 from jaxspec.pallas.gpu.device import MULTIPROCESSORS
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.recurrent.replay import row_table

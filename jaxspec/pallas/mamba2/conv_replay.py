@@ -4,10 +4,9 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.mamba2 import replay as replay_op
-from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params
+from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params, Mamba2Ring
 from jaxspec.pallas.mamba2.inputs import check_columns, mamba2_inputs, mamba2_inputs_reference
 from jaxspec.pallas.mamba2.replay import mamba2_replay, mamba2_replay_reference
-from jaxspec.pallas.mamba2.ring import Mamba2Ring
 from jaxspec.pallas.recurrent.conv_update import check_window, why_not_convolve
 from jaxspec.pallas.recurrent.replay import check_ring
 from jaxspec.regions import DecodeRegion

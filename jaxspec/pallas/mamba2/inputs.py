@@ -5,8 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.mamba2.heads import BLOCK_CHANNELS, Mamba2Params, key_block
-from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
+from jaxspec.pallas.mamba2.heads import BLOCK_CHANNELS, Mamba2Params, Mamba2Tokens, key_block
 from jaxspec.pallas.recurrent.conv_update import (
     check_window,
     conv_update,

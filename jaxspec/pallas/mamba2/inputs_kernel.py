@@ -9,8 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxspec.pallas.gpu import access, device, layouts
-from jaxspec.pallas.mamba2.heads import BLOCK_CHANNELS, Mamba2Heads, key_block
-from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
+from jaxspec.pallas.mamba2.heads import BLOCK_CHANNELS, Mamba2Heads, Mamba2Tokens, key_block
 from jaxspec.pallas.recurrent import conv_update_kernel, kernel_math
 from jaxspec.pallas.recurrent.conv_update_kernel import ConvOperands
 

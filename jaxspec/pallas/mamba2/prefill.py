@@ -4,8 +4,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.mamba2.heads import Mamba2Tokens
 from jaxspec.pallas.mamba2.step import advance
-from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
 from jaxspec.pallas.recurrent.chunks import chunk_by_chunk, product, token_by_token
 from jaxspec.regions import PrefillRegion
 

@@ -7,9 +7,8 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.mamba2 import step as step_op
-from jaxspec.pallas.mamba2.ring import Mamba2Ring
+from jaxspec.pallas.mamba2.heads import Mamba2Ring, Mamba2Tokens
 from jaxspec.pallas.mamba2.step import advance
-from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
 from jaxspec.pallas.recurrent.replay import check_ring, must_fold, rounded_to, sums_after
 from jaxspec.pallas.recurrent.state_select import state_select_reference
 from jaxspec.regions import DecodeRegion, real_tokens

@@ -41,10 +41,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas.gpu import tensor_cores
 from jaxspec.pallas.gpu.device import MULTIPROCESSORS
 from jaxspec.pallas.mamba2.conv_replay_block import ConvTokens, Projection
-from jaxspec.pallas.mamba2.heads import Mamba2Params
+from jaxspec.pallas.mamba2.heads import Mamba2Params, Mamba2Ring, Mamba2Tokens
 from jaxspec.pallas.mamba2.replay_block import LoadedTokens, Mamba2Launch, Mamba2ReplayBlock
-from jaxspec.pallas.mamba2.ring import Mamba2Ring
-from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
 from jaxspec.pallas.recurrent.replay import row_table
 from jaxspec.pallas.recurrent.replay_block import (
     COMPILER_PARAMS,

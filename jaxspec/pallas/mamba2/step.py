@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
+from jaxspec.pallas.mamba2.heads import Mamba2Tokens
 from jaxspec.pallas.recurrent.state_select import state_select_reference, state_write_reference
 from jaxspec.regions import DecodeRegion
 

@@ -1,9 +1,12 @@
 """Matmuls with a weight, fused with the operations before and after them."""
 
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul
-from jaxspec.pallas.matmul.feed_forward import feed_forward, squared_relu_feed_forward
-from jaxspec.pallas.matmul.matmul_silu import matmul_silu
-from jaxspec.pallas.matmul.matmul_squared_relu import matmul_squared_relu
+from jaxspec.pallas.matmul.feed_forward import (
+    feed_forward,
+    matmul_silu,
+    matmul_squared_relu,
+    squared_relu_feed_forward,
+)
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.split_matmul import (
     gated_matmul,

@@ -1,8 +1,12 @@
-"""Feed-forward layers of a decoder, with the residual add and the norm before them."""
+"""Feed-forward layers, with the residual add and the norm before them; their first matmuls."""
 
-from jaxspec.pallas.matmul.matmul_silu import matmul_silu
-from jaxspec.pallas.matmul.matmul_squared_relu import matmul_squared_relu
+from jaxtyping import Array, Float
+
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.matmul import gemm
+from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
+from jaxspec.pallas.matmul.products import check_inner, matmul
 from jaxspec.pallas.matmul.skinny_gemm import MAX_ROWS
 from jaxspec.pallas.matmul.split_matmul import gated_matmul, split_matmul, squared_relu_matmul
 from jaxspec.pallas.norm.add_norm import add_norm
@@ -48,3 +52,56 @@ def squared_relu_feed_forward(
         return stream, squared_relu_matmul(product, down)
     stream, normed = add_norm(stream, pending, norm)
     return stream, split_matmul(matmul_squared_relu(normed, up), down)
+
+
+def matmul_silu(x: Float[Array, "tokens features"], weight: Weight) -> Float[Array, "tokens inner"]:
+    """Return `silu(gate) * up`; `gate` and `up` are the halves of the columns of `x @ weight`.
+
+    The matmul is rounded to the dtype of `x` before the gate, and the result has that dtype
+    (Shazeer 2020, "GLU Variants Improve Transformer", arXiv 2002.05202). Rows are independent, so
+    padding and NaN stay in their own row.
+
+    One kernel computes it for 16 to 64 rows in 16 bits. The same holds for up to 256 rows if every
+    block gets a multiprocessor; above 2048 features most multiprocessors must have a block
+    (`gemm`).
+
+    Raises:
+        ValueError: `weight` does not match the features of `x`, or its number of columns is odd.
+    """
+    check_inner(x.shape[1], weight)
+    Activation.SWIGLU.check(weight.outer)
+    why, wave = gemm.choose(x, weight, x.shape[1], gate_up=True)
+    if dispatch.runs_kernel("matmul_silu", why, rows=x.shape[0], by_choice=True):
+        from jaxspec.pallas.matmul.gemm_kernel import matmul_silu_kernel
+
+        return matmul_silu_kernel(x, weight.array, wave)
+    return matmul_silu_reference(x, weight)
+
+
+def matmul_silu_reference(x, weight):
+    return Activation.SWIGLU(matmul(x, weight))
+
+
+def matmul_squared_relu(
+    x: Float[Array, "tokens features"], weight: Weight
+) -> Float[Array, "tokens outer"]:
+    """Return `relu(x @ weight) ** 2` (So et al. 2021, "Primer", arXiv 2109.08668).
+
+    The matmul is rounded to the dtype of `x` before the square, and the result has that dtype. Rows
+    are independent, so padding and NaN stay in their own row. One kernel computes it for 16 to 256
+    rows in 16 bits, where `gemm.choose` finds one.
+
+    Raises:
+        ValueError: `weight` does not match the features of `x`.
+    """
+    check_inner(x.shape[1], weight)
+    why, wave = gemm.choose(x, weight, x.shape[1])
+    if dispatch.runs_kernel("matmul_squared_relu", why, rows=x.shape[0], by_choice=True):
+        from jaxspec.pallas.matmul.gemm_kernel import matmul_squared_relu_kernel
+
+        return matmul_squared_relu_kernel(x, weight.array, wave)
+    return matmul_squared_relu_reference(x, weight)
+
+
+def matmul_squared_relu_reference(x, weight):
+    return Activation.SQUARED_RELU(matmul(x, weight))

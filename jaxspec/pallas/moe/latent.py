@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jaxspec.pallas.gpu.operands import ALIGNED_COLUMNS
+from jaxspec.pallas.gpu.device import ALIGNED_COLUMNS
 from jaxspec.pallas.matmul.products import matmul
 from jaxspec.pallas.matmul.split_matmul import split_matmul
 from jaxspec.pallas.moe.experts import Experts, moe_experts

@@ -1,20 +1,38 @@
 """Causal depthwise convolution over a ring of inputs that persists between steps."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
-from jaxspec.pallas.recurrent.conv_ring import (
-    CHANNELS_PER_THREAD,
-    Activation,
-    past_rows,
-    ring_place,
-)
 from jaxspec.regions import DecodeRegion, PrefillRegion
+
+# With more channels, a thread needs more registers and fewer blocks fit on a multiprocessor
+# (benchmarks/results/kernels_h200.json, op conv_update).
+CHANNELS_PER_THREAD = 2
+
+Activation = Literal["silu"] | None  # applied to a convolution's sums
+
+
+def past_rows(
+    num_computed: Int[Array, " rows"], history: int, window: int
+) -> Int[Array, "rows history"]:
+    """Return the ring rows of the `history` inputs before `num_computed`, oldest first.
+
+    past_rows([5], 3, 7) == [[2, 3, 4]];  past_rows([1], 3, 7) == [[5, 6, 0]]
+    """
+    ago = jnp.arange(history, 0, -1, dtype=jnp.int32)[None, :]
+    return (ring_place(num_computed, window)[:, None] - ago) % window
+
+
+def ring_place(position: Int[Array, "..."], window: int) -> Int[Array, "..."]:
+    """Return the ring row of the input at `position`; 0 for negative positions, of padding."""
+    return lax.rem(jnp.maximum(position, 0), window)
+
 
 _Conv = Float[Array, "layers slots window channels"]
 _Taps = Float[Array, "kernel channels"]

@@ -23,9 +23,8 @@ from jax import export
 
 from jaxspec import device
 from jaxspec.pallas import dispatch
-from jaxspec.runner.programs import program_key
+from jaxspec.runner.programs import XLA_OPTIONS, program_key
 from jaxspec.runner.programs.own_files import own_folder, read_own, write_own
-from jaxspec.runner.programs.xla_options import XLA_OPTIONS
 
 _log = logging.getLogger(__name__)
 _MAX_BYTES = 2**28  # limit for all files; a program of Qwen3.5-9B has 1.5 MB

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.pallas.gated_delta.gates import gates, in_kernel
+from jaxspec.pallas.gated_delta.heads import gates, gates_in_kernel
 
 
 def test_decay_and_strength_are_those_of_the_paper():
@@ -22,5 +22,5 @@ def test_a_kernel_s_gates_are_the_gates():
     b, a = (jnp.asarray(6 * rng.normal(size=(5, 3)), jnp.float32) for _ in range(2))
     decay = jnp.asarray(rng.normal(size=(3, 2)), jnp.float32)
     columns = (jnp.broadcast_to(column, b.shape) for column in decay.T)
-    for ours, theirs in zip(in_kernel(b, a, *columns), gates(b, a, decay), strict=True):
+    for ours, theirs in zip(gates_in_kernel(b, a, *columns), gates(b, a, decay), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-6)

@@ -24,9 +24,8 @@ from sm90 import array, assert_lean, compile_for
 
 from benchmarks.measure.shapes import GdnShape
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gated_delta.heads import GdnTokens
+from jaxspec.pallas.gated_delta.heads import GdnRing, GdnTokens
 from jaxspec.pallas.gated_delta.replay import gdn_replay
-from jaxspec.pallas.gated_delta.ring import GdnRing
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.recurrent.replay import next_ring_length
 

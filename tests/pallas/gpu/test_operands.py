@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sm90 import array, compile_for, operand_starts
 
-from jaxspec.pallas.gpu import operands
+from jaxspec.pallas.gpu import device
 
 OPTIMIZED = True  # as for a user
 
@@ -14,7 +14,7 @@ OPTIMIZED = True  # as for a user
 @pytest.mark.parametrize("columns", [64, 128, 192])
 def test_rows_keep_their_values(columns):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(5, columns)), jnp.bfloat16)
-    np.testing.assert_array_equal(jax.jit(lambda x: operands.aligned(x[1:]))(x), x[1:])
+    np.testing.assert_array_equal(jax.jit(lambda x: device.aligned(x[1:]))(x), x[1:])
 
 
 @pytest.mark.parametrize("columns", [1088, 1152, 1216])
@@ -32,5 +32,5 @@ def test_rows_from_anywhere_begin_at_a_multiple_or_are_copied(h200, monkeypatch,
         return operand_starts(compile_for(h200, monkeypatch, step, (x, weight)).as_text())
 
     assert starts(lambda x: x[3:]) == [3 * 2 * columns]
-    aligned = starts(lambda x: operands.aligned(x[3:]))
-    assert aligned == ([] if columns % operands.ALIGNED_COLUMNS else [3 * 2 * columns])
+    aligned = starts(lambda x: device.aligned(x[3:]))
+    assert aligned == ([] if columns % device.ALIGNED_COLUMNS else [3 * 2 * columns])

@@ -12,7 +12,7 @@ from sm90 import array, assert_lean, compile_for
 
 from benchmarks.measure.shapes import Mamba2Shape
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
+from jaxspec.pallas.mamba2.heads import Mamba2Tokens
 from jaxspec.pallas.recurrent.replay import must_fold, next_ring_length
 from jaxspec.regions import DecodeRegion
 

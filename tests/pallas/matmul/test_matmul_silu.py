@@ -8,8 +8,8 @@ from products import check, operands, product
 
 from benchmarks.measure.shapes import HIDDEN, INTERMEDIATE
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.matmul.feed_forward import matmul_silu, matmul_silu_reference
 from jaxspec.pallas.matmul.gemm import choose
-from jaxspec.pallas.matmul.matmul_silu import matmul_silu, matmul_silu_reference
 from jaxspec.weight import Dense
 
 

@@ -8,11 +8,11 @@ from products import check, operands, product
 from races import assert_no_races
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.matmul.gemm import OneWave, choose
-from jaxspec.pallas.matmul.matmul_squared_relu import (
+from jaxspec.pallas.matmul.feed_forward import (
     matmul_squared_relu,
     matmul_squared_relu_reference,
 )
+from jaxspec.pallas.matmul.gemm import OneWave, choose
 from jaxspec.weight import Dense
 
 SIZES = {"nemotron-3-nano-4b": (3136, 12544), "nemotron-nano-9b-v2": (4480, 15680)}

@@ -10,9 +10,8 @@ from sm90 import array, assert_lean, compile_for
 from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul
+from jaxspec.pallas.matmul.feed_forward import matmul_silu, matmul_squared_relu
 from jaxspec.pallas.matmul.gemm import MAX_PARTS, choose
-from jaxspec.pallas.matmul.matmul_silu import matmul_silu
-from jaxspec.pallas.matmul.matmul_squared_relu import matmul_squared_relu
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.split_matmul import (
     gated_matmul,

@@ -8,7 +8,7 @@ from sm90 import array, assert_lean, compile_for, operand_starts
 
 from benchmarks.measure.mixtures import mixture
 from jaxspec.models.layers.moe import MoEConfig
-from jaxspec.pallas.gpu.operands import ALIGNMENT
+from jaxspec.pallas.gpu.device import ALIGNMENT
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.moe.experts import Experts

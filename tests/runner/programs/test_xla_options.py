@@ -2,8 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.runner.programs import program_cache
-from jaxspec.runner.programs.xla_options import XLA_OPTIONS
+from jaxspec.runner.programs import XLA_OPTIONS, program_cache
 
 X = np.float32([1.0078125, 3.140625]).astype(jnp.bfloat16)
 SQUARES = np.float32(np.float32(X) ** 2).astype(jnp.bfloat16).astype(np.float32)
