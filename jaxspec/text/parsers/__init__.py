@@ -2,8 +2,7 @@
 
 from jaxspec.text.parsers.assembly import Message, ToolCall, assemble
 from jaxspec.text.parsers.dialects import parser_for, starts_in_reasoning
-from jaxspec.text.parsers.output_parser import PLAIN, Dialect, OutputParser
-from jaxspec.text.parsers.piece import Piece, joined
+from jaxspec.text.parsers.output_parser import PLAIN, Dialect, OutputParser, Piece, joined
 
 __all__ = [
     "PLAIN",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jaxspec.text.parsers.piece import Piece
+from jaxspec.text.parsers.output_parser import Piece
 
 
 class ToolCall(NamedTuple):

@@ -1,13 +1,19 @@
-"""Protocol of tool-call readers, and the tools of a request by name."""
+"""Protocol of tool-call readers, their events, and the tools of a request by name."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from jaxspec.text.parsers.json_reader import Status
-from jaxspec.text.parsers.piece import Event
 
 _NAME = re.compile(r"[\w.:/-]{1,256}")
+
+
+class Event(NamedTuple):
+    """Event of a tool-call reader: a name begins a call, and "end" completes it."""
+
+    kind: Literal["name", "arguments", "end"]
+    text: str = ""
 
 
 class Tools:

@@ -9,9 +9,8 @@ import enum
 import json
 import re
 
-from jaxspec.text.parsers.calls import Tools, may_name
+from jaxspec.text.parsers.calls import Event, Tools, may_name
 from jaxspec.text.parsers.json_reader import JsonReader, Status, is_json
-from jaxspec.text.parsers.piece import Event
 
 _ARGUMENTS = ("arguments", "parameters")
 _SPACE = re.compile(r"[ \t\n\r]*")

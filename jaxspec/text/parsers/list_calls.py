@@ -10,10 +10,9 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from jaxspec.text.parsers.calls import Tools, may_name
+from jaxspec.text.parsers.calls import Event, Tools, may_name
 from jaxspec.text.parsers.json_reader import Status
 from jaxspec.text.parsers.markers import Markers
-from jaxspec.text.parsers.piece import Event
 
 MAX_CHARACTERS = 2**18
 """Longest list of calls; a longer one is not parsed and counts as text."""

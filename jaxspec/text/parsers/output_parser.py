@@ -4,15 +4,36 @@ import enum
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from jaxspec.text.parsers.calls import CallReader, MakeReader, Tools
+from jaxspec.text.parsers.calls import CallReader, Event, MakeReader, Tools
 from jaxspec.text.parsers.json_reader import Status
 from jaxspec.text.parsers.markers import Markers
-from jaxspec.text.parsers.piece import Event, Kind, Piece, joined
 
 THINK, THINK_ENDS = "<think>", "</think>"
 _BLANK = re.compile(r"[ \t\r\n]*")
+Kind = Literal["reasoning", "content", "tool_name", "tool_arguments"]
+
+
+class Piece(NamedTuple):
+    """A part of the text with its kind."""
+
+    kind: Kind
+    text: str
+    index: int = 0  # index of the tool call, from 0; 0 for reasoning and content
+
+
+def joined(pieces: list[Piece]) -> list[Piece]:
+    """Join adjacent pieces of the same kind and call, and drop empty ones."""
+    if len(pieces) < 2:
+        return [piece for piece in pieces if piece.text]
+    runs: list[tuple[Kind, int, list[str]]] = []
+    for kind, text, index in pieces:
+        if runs and runs[-1][:2] == (kind, index):
+            runs[-1][2].append(text)
+        elif text:
+            runs.append((kind, index, [text]))
+    return [Piece(kind, "".join(texts), index) for kind, index, texts in runs]
 
 
 class Dialect(NamedTuple):

@@ -16,10 +16,9 @@ import json
 import re
 
 from jaxspec.text.parsers.arguments import ArgumentWriter, kinds_of
-from jaxspec.text.parsers.calls import Tools, may_name
+from jaxspec.text.parsers.calls import Event, Tools, may_name
 from jaxspec.text.parsers.json_reader import Status
 from jaxspec.text.parsers.markers import Markers
-from jaxspec.text.parsers.piece import Event
 
 FUNCTION = "<function="
 _PARAMETER, _VALUE_ENDS = "<parameter=", "</parameter>"

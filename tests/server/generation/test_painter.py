@@ -9,7 +9,7 @@ from jaxspec.api.loading import EMBEDDED_MODEL
 from jaxspec.requests.outputs import TextDelta
 from jaxspec.server.generation.chat_pieces import TokenAttribution
 from jaxspec.text.parsers import parser_for
-from jaxspec.text.parsers.piece import joined
+from jaxspec.text.parsers.output_parser import joined
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.viz.colored_tokens import TokenPieces
 
