@@ -36,7 +36,7 @@ from jaxspec.options.draft_methods import MTPOptions
 from jaxspec.pallas.gated_delta.replay import replayed_states
 from jaxspec.pallas.mamba2.heads import Mamba2Ring
 from jaxspec.pallas.mamba2.replay import replayed_states as mamba2_states
-from jaxspec.pallas.recurrent.conv_update import past_rows
+from jaxspec.pallas.recurrent.conv_ring import past_rows
 from jaxspec.plan.plan import plan_layout
 from jaxspec.regions import DecodeRegion
 from jaxspec.requests.request import Finish

@@ -17,7 +17,7 @@ from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay, gdn_conv_rep
 from jaxspec.pallas.gated_delta.heads import GdnParams, GdnRing
 from jaxspec.pallas.gated_delta.replay_kernel import Projection, gdn_conv_replay_kernel
 from jaxspec.pallas.norm.gated_norm import GatedNorm
-from jaxspec.pallas.recurrent.conv_update import past_rows
+from jaxspec.pallas.recurrent.conv_ring import past_rows
 from jaxspec.pallas.recurrent.replay import default_window, must_fold
 from jaxspec.regions import DecodeRegion
 

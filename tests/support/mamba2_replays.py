@@ -11,7 +11,7 @@ from replays import LAYERS, pools
 
 from jaxspec.pallas.mamba2.conv_replay import mamba2_conv_replay, mamba2_conv_replay_reference
 from jaxspec.pallas.mamba2.replay_kernel import mamba2_conv_replay_kernel
-from jaxspec.pallas.recurrent.conv_update import past_rows
+from jaxspec.pallas.recurrent.conv_ring import past_rows
 
 SLOTS, WINDOW = 7, 12
 

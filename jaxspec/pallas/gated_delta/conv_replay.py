@@ -48,15 +48,7 @@ def gdn_conv_replay(
     return out, conv, states, ring
 
 
-def gdn_conv_replay_reference(
-    projected: Float[Array, "rows width columns"],
-    params: GdnParams,
-    conv: _Conv,
-    states: States,
-    ring: GdnRing,
-    layer: int,
-    rows: DecodeRegion,
-) -> tuple[Outputs, _Conv, States, GdnRing]:
+def gdn_conv_replay_reference(projected, params, conv, states, ring, layer, rows):
     tokens, conv = gdn_inputs_reference(projected, params, conv, layer, rows)
     out, states, ring = gdn_replay_reference(tokens, states, ring, layer, rows)
     return out, conv, states, ring

@@ -67,13 +67,7 @@ def gdn_inputs(
     return GdnTokens(*split_qkv(y, params.heads), *gates(b, a, params.decay)), conv
 
 
-def gdn_inputs_reference(
-    projected: Float[Array, "rows width columns"],
-    params: GdnParams,
-    conv: _Conv,
-    layer: int,
-    rows: DecodeRegion,
-) -> tuple[GdnTokens, _Conv]:
+def gdn_inputs_reference(projected, params, conv, layer, rows):
     qkv, b, a = _columns(projected, params)
     y, conv = conv_update_reference(qkv, params.conv, conv, layer, rows)
     return GdnTokens(*split_qkv(y, params.heads), *gates(b, a, params.decay)), conv

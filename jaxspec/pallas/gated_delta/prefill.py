@@ -6,7 +6,12 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gated_delta.heads import GdnTokens, Values
-from jaxspec.pallas.recurrent.chunks import chunk_by_chunk, product, token_by_token
+from jaxspec.pallas.recurrent.chunks import (
+    chunk_by_chunk,
+    product,
+    token_by_token,
+    why_not_chunk_blocks,
+)
 from jaxspec.regions import PrefillRegion
 
 _States = Float[Array, "layers slots candidates value_heads value_dim key_dim"]
@@ -34,7 +39,7 @@ def gdn_prefill(
         u_t + beta_t sum_{i<t} e^{G_t - G_i} (k_i . k_t) u_i = beta_t (v_t - e^{G_t} S_0 k_t)
         o_t = e^{G_t} S_0 q_t + sum_{i<=t} e^{G_t - G_i} (k_i . q_t) u_i
     """
-    why = _why_not_kernel(tokens.v, states)
+    why = why_not_chunk_blocks(tokens.v, states)
     if dispatch.runs_kernel("gdn_prefill", why, rows=tokens.v.shape[0]):
         from jaxspec.pallas.gated_delta.prefill_kernel import gdn_prefill_kernel
 
@@ -42,22 +47,7 @@ def gdn_prefill(
     return gdn_prefill_xla(tokens, states, layer, chunks)
 
 
-def _why_not_kernel(v, states):
-    value_dim, key_dim = states.shape[4:]
-    if v.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"values in {v.dtype}, not 16 bits"
-    if states.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"states in {states.dtype}"
-    if value_dim not in (64, 128) or key_dim not in (64, 128):
-        return f"heads of {value_dim} x {key_dim}, not 64 or 128"
-    if v.shape[0] % 8:
-        return f"{v.shape[0]} tokens, no multiple of 8"
-    return None
-
-
-def gdn_prefill_xla(
-    tokens: GdnTokens, states: _States, layer: int, chunks: PrefillRegion
-) -> tuple[Values, _States]:
+def gdn_prefill_xla(tokens, states, layer, chunks):
     """`gdn_prefill` in XLA: one chunk after the other, all heads at once."""
     group = tokens.v.shape[1] // tokens.k.shape[1]
 
@@ -98,9 +88,7 @@ def _chunk(tokens, state):
     return state, out
 
 
-def gdn_prefill_reference(
-    tokens: GdnTokens, states: _States, layer: int, chunks: PrefillRegion
-) -> tuple[Values, _States]:
+def gdn_prefill_reference(tokens, states, layer, chunks):
     """Reference for `gdn_prefill`: one token after the other."""
     group = tokens.v.shape[1] // tokens.k.shape[1]
 

@@ -8,9 +8,17 @@ from jaxtyping import Array, Float
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gated_delta.heads import GdnRing, GdnTokens, States
 from jaxspec.pallas.norm.gated_norm import GatedNorm
-from jaxspec.pallas.recurrent.replay import check_ring, must_fold, rounded_to, sums_after
-from jaxspec.pallas.recurrent.state_select import state_select_reference
-from jaxspec.regions import DecodeRegion, real_tokens
+from jaxspec.pallas.recurrent.replay import (
+    check_ring,
+    must_fold,
+    ring_reader,
+    ring_writer,
+    rounded_to,
+    sums_after,
+    write_folded,
+)
+from jaxspec.pallas.recurrent.state_select import state_select_reference, why_not_states
+from jaxspec.regions import DecodeRegion
 
 Outputs = Float[Array, "rows width value_heads value_dim"] | Float[Array, "rows width features"]
 
@@ -62,21 +70,12 @@ def check(num_rows: int, width: int, states: States, ring: GdnRing, norm: GatedN
         norm.check(num_rows * width, states.shape[3] * states.shape[4])
 
 
-def gdn_replay_reference(
-    tokens: GdnTokens, states: States, ring: GdnRing, layer: int, rows: DecodeRegion
-) -> tuple[Outputs, States, GdnRing]:
+def gdn_replay_reference(tokens, states, ring, layer, rows):
     """Reference for `gdn_replay`: fold where necessary, then one token after the other."""
     q, k, v, g, beta = tokens
-    width, group, num_slots = q.shape[1], states.shape[3] // q.shape[2], states.shape[1]
-    live = rows.is_live(num_slots)
-    token = jnp.arange(width, dtype=jnp.int32)[None, :]
-    ring_row = (rows.num_computed[:, None] + token) % ring.num_rows
-    is_real = live[:, None] & real_tokens(rows.query_len, width)
-    target = jnp.where(is_real, rows.slots[:, None], num_slots)
-
-    def append(pool, new):
-        return pool.at[layer, target, ring_row].set(new.astype(pool.dtype), mode="drop")
-
+    width, group = q.shape[1], states.shape[3] // q.shape[2]
+    live = rows.is_live(states.shape[1])
+    append = ring_writer(ring, layer, rows, live, width)
     # Written before the ring is read, in rows that do not count yet: XLA need not copy it then.
     ring = dataclasses.replace(ring, k=append(ring.k, k), g=append(ring.g, g))
     start = replayed_states(states, ring, layer, rows)
@@ -95,8 +94,7 @@ def gdn_replay_reference(
         outputs.append(jnp.einsum("rhvk,rhk->rhv", state, q_h, precision="highest"))
         updates.append(u_t)
 
-    target_slot = jnp.where(folds, rows.slots, num_slots)
-    states = states.at[layer, target_slot, 0].set(start.astype(states.dtype), mode="drop")
+    states = write_folded(states, start, folds, layer, rows)
     ring = dataclasses.replace(ring, u=append(ring.u, jnp.stack(updates, axis=1)))
     return jnp.stack(outputs, axis=1), states, ring
 
@@ -105,21 +103,8 @@ def replayed_states(
     states: States, ring: GdnRing, layer: int, rows: DecodeRegion
 ) -> Float[Array, "rows value_heads value_dim key_dim"]:
     """Return each row's float32 state before its step: its replay base plus the ring's tokens."""
-    group, num_rows = states.shape[3] // ring.k.shape[3], ring.num_rows
-    slot = jnp.clip(rows.slots, 0, states.shape[1] - 1)
-    # By age, the newest last; rows older than `ring_length` may hold anything.
-    age = jnp.arange(num_rows, 0, -1, dtype=jnp.int32)[None, :]
-    ring_row = (rows.num_computed[:, None] - age) % num_rows
-    # Rows older than the window are written by this step.
-    counts = age <= jnp.minimum(rows.ring_length, ring.window)[:, None]
-
-    # One extra row, for the reason given in `state_select_reference`.
-    slot_and_null, ring_row = jnp.pad(slot, (0, 1))[:, None], jnp.pad(ring_row, ((0, 1), (0, 0)))
-
-    def gather(pool):
-        found = pool[layer, slot_and_null, ring_row][:-1].astype(jnp.float32)
-        return jnp.where(counts.reshape(*counts.shape, *(1,) * (found.ndim - 2)), found, 0.0)
-
+    group = states.shape[3] // ring.k.shape[3]
+    gather = ring_reader(ring, layer, rows)
     k, u, g = jnp.repeat(gather(ring.k), group, axis=2), gather(ring.u), gather(ring.g)
     after = sums_after(g)
     decay = jnp.exp(jnp.sum(g, axis=1))[..., None, None]
@@ -129,15 +114,12 @@ def replayed_states(
 
 
 def why_not_kernel(width: int, states: States, ring: GdnRing) -> str | None:
-    value_dim, key_dim = states.shape[4:]
     if width > 8:
         return f"{width} tokens a row, more than 8"
     if ring.window > 64:
         return f"a ring with a window of {ring.window} tokens, more than 64"
-    if states.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"states in {states.dtype}"
+    if why := why_not_states(states):
+        return why
     if not states.dtype == ring.k.dtype == ring.u.dtype:
         return f"a ring in {ring.k.dtype} for states in {states.dtype}"
-    if value_dim not in (64, 128) or key_dim not in (64, 128):
-        return f"heads of {value_dim} x {key_dim}, not 64 or 128"
     return None

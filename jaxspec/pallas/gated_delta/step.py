@@ -7,7 +7,12 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gated_delta.heads import GdnTokens, Values
-from jaxspec.pallas.recurrent.state_select import state_select_reference, state_write_reference
+from jaxspec.pallas.recurrent.state_select import (
+    check_candidates,
+    state_select_reference,
+    state_write_reference,
+    why_not_states,
+)
 from jaxspec.regions import DecodeRegion
 
 _States = Float[Array, "layers slots candidates value_heads value_dim key_dim"]
@@ -35,13 +40,9 @@ def gdn_step(
     Raises:
         ValueError: The pool has fewer candidates than tokens per row.
     """
-    width, candidates = tokens.q.shape[1], states.shape[2]
-    if candidates < width:
-        raise ValueError(
-            f"A slot must hold one state for each of the {width} tokens of a row, but the pool "
-            f"has {candidates} a slot. Allocate the pool with num_drafts >= {width - 1}."
-        )
-    why = _why_not_kernel(width, states)
+    width = tokens.q.shape[1]
+    check_candidates(states, width)
+    why = f"{width} tokens a row, more than 8" if width > 8 else why_not_states(states)
     if dispatch.runs_kernel("gdn_step", why, rows=tokens.q.shape[0]):
         from jaxspec.pallas.gated_delta.step_kernel import gdn_step_kernel
 
@@ -51,9 +52,7 @@ def gdn_step(
     return gdn_step_reference(tokens, states, layer, rows)
 
 
-def gdn_step_reference(
-    tokens: GdnTokens, states: _States, layer: int, rows: DecodeRegion
-) -> tuple[Values, _States]:
+def gdn_step_reference(tokens, states, layer, rows):
     """Reference for `gdn_step`: one token after the other."""
     width, group = tokens.q.shape[1], states.shape[3] // tokens.q.shape[2]
     state = state_select_reference(states, layer, rows).astype(jnp.float32)
@@ -144,14 +143,3 @@ def _inverse(strictly_lower: Float[Array, "... n n"]) -> Float[Array, "... n n"]
         inverse = times(inverse, one + power)
         terms *= 2
     return inverse
-
-
-def _why_not_kernel(width, states):
-    value_dim, key_dim = states.shape[4:]
-    if width > 8:
-        return f"{width} tokens a row, more than 8"
-    if states.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"states in {states.dtype}"
-    if value_dim not in (64, 128) or key_dim not in (64, 128):
-        return f"heads of {value_dim} x {key_dim}, not 64 or 128"
-    return None

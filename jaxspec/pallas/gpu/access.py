@@ -1,4 +1,4 @@
-"""Load and store helpers for Mosaic GPU kernels.
+"""Loads, stores and compiler parameters of Mosaic GPU kernels.
 
 Only kernel modules may import this module, `layouts` and `tensor_cores`: they import Mosaic GPU,
 which takes 0.2 s and fails with some CPU builds of jaxlib.
@@ -8,6 +8,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+EXPLICIT_BARRIERS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
+"""For kernels with barriers wherever a thread reads what another wrote, and sums within warps."""
 
 
 def next_stage(stage: Any, stages: int) -> Any:

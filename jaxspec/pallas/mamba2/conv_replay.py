@@ -47,15 +47,7 @@ def mamba2_conv_replay(
     return out, conv, states, ring
 
 
-def mamba2_conv_replay_reference(
-    projected: Float[Array, "rows width columns"],
-    params: Mamba2Params,
-    conv: _Conv,
-    states: _States,
-    ring: Mamba2Ring,
-    layer: int,
-    rows: DecodeRegion,
-) -> tuple[_Outputs, _Conv, _States, Mamba2Ring]:
+def mamba2_conv_replay_reference(projected, params, conv, states, ring, layer, rows):
     tokens, conv = mamba2_inputs_reference(projected, params, conv, layer, rows)
     out, states, ring = mamba2_replay_reference(tokens, states, ring, layer, rows)
     return out, conv, states, ring

@@ -53,13 +53,7 @@ def mamba2_inputs(
     return split_tokens(y, _steps(projected, params), params), conv
 
 
-def mamba2_inputs_reference(
-    projected: Float[Array, "rows width columns"],
-    params: Mamba2Params,
-    conv: _Conv,
-    layer: int,
-    rows: DecodeRegion,
-) -> tuple[Mamba2Tokens, _Conv]:
+def mamba2_inputs_reference(projected, params, conv, layer, rows):
     y, conv = conv_update_reference(
         projected[..., : params.heads.channels], params.conv, conv, layer, rows, bias=params.bias
     )

@@ -6,7 +6,12 @@ from jaxtyping import Array, Float
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.mamba2.heads import Mamba2Tokens
 from jaxspec.pallas.mamba2.step import advance
-from jaxspec.pallas.recurrent.chunks import chunk_by_chunk, product, token_by_token
+from jaxspec.pallas.recurrent.chunks import (
+    chunk_by_chunk,
+    product,
+    token_by_token,
+    why_not_chunk_blocks,
+)
 from jaxspec.regions import PrefillRegion
 
 _States = Float[Array, "layers slots candidates heads head_dim state_dim"]
@@ -34,7 +39,7 @@ def mamba2_prefill(
         y_t = e^{G_t} S_0 C_t + sum_{i<=t} e^{G_t - G_i} (B_i . C_t) dt_i x_i + D x_t
         S_T = e^{G_T} S_0 + sum_i e^{G_T - G_i} dt_i x_i B_i^T
     """
-    why = _why_not_kernel(tokens.x, states)
+    why = why_not_chunk_blocks(tokens.x, states)
     if dispatch.runs_kernel("mamba2_prefill", why, rows=tokens.x.shape[0]):
         from jaxspec.pallas.mamba2.prefill_kernel import mamba2_prefill_kernel
 
@@ -44,22 +49,7 @@ def mamba2_prefill(
     return mamba2_prefill_xla(tokens, states, layer, chunks)
 
 
-def _why_not_kernel(x, states):
-    head_dim, state_dim = states.shape[4:]
-    if x.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"tokens in {x.dtype}, not 16 bits"
-    if states.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"states in {states.dtype}"
-    if head_dim not in (64, 128) or state_dim not in (64, 128):
-        return f"heads of {head_dim} x {state_dim}, not 64 or 128"
-    if x.shape[0] % 8:
-        return f"{x.shape[0]} tokens, no multiple of 8"
-    return None
-
-
-def mamba2_prefill_xla(
-    tokens: Mamba2Tokens, states: _States, layer: int, chunks: PrefillRegion
-) -> tuple[_Outputs, _States]:
+def mamba2_prefill_xla(tokens, states, layer, chunks):
     """Compute `mamba2_prefill` with XLA: one chunk after the other, all heads at once."""
     head_dim = tokens.x.shape[-1]
     x, dt, a, b, c, d = tokens.padded_to(states.shape[4])
@@ -96,9 +86,7 @@ def _chunk(state, tokens):
     return state, out
 
 
-def mamba2_prefill_reference(
-    tokens: Mamba2Tokens, states: _States, layer: int, chunks: PrefillRegion
-) -> tuple[_Outputs, _States]:
+def mamba2_prefill_reference(tokens, states, layer, chunks):
     head_dim = tokens.x.shape[-1]
     x, dt, a, b, c, d = tokens.padded_to(states.shape[4])
 

@@ -9,9 +9,17 @@ from jaxspec.pallas import dispatch
 from jaxspec.pallas.mamba2 import step as step_op
 from jaxspec.pallas.mamba2.heads import Mamba2Ring, Mamba2Tokens
 from jaxspec.pallas.mamba2.step import advance
-from jaxspec.pallas.recurrent.replay import check_ring, must_fold, rounded_to, sums_after
+from jaxspec.pallas.recurrent.replay import (
+    check_ring,
+    must_fold,
+    ring_reader,
+    ring_writer,
+    rounded_to,
+    sums_after,
+    write_folded,
+)
 from jaxspec.pallas.recurrent.state_select import state_select_reference
-from jaxspec.regions import DecodeRegion, real_tokens
+from jaxspec.regions import DecodeRegion
 
 _States = Float[Array, "layers slots 1 heads head_dim state_dim"]
 _Outputs = Float[Array, "rows width heads head_dim"]
@@ -48,22 +56,12 @@ def mamba2_replay(
     return mamba2_replay_reference(tokens, states, ring, layer, rows)
 
 
-def mamba2_replay_reference(
-    tokens: Mamba2Tokens, states: _States, ring: Mamba2Ring, layer: int, rows: DecodeRegion
-) -> tuple[_Outputs, _States, Mamba2Ring]:
+def mamba2_replay_reference(tokens, states, ring, layer, rows):
     """Reference for `mamba2_replay`: replay each row's ring, then advance token by token."""
     head_dim = tokens.x.shape[-1]
     x, dt, a, b, c, d = tokens.padded_to(states.shape[4])
-    width, num_slots = x.shape[1], states.shape[1]
-    live = rows.is_live(num_slots)
-    token = jnp.arange(width, dtype=jnp.int32)[None, :]
-    ring_row = (rows.num_computed[:, None] + token) % ring.num_rows
-    is_real = live[:, None] & real_tokens(rows.query_len, width)
-    target = jnp.where(is_real, rows.slots[:, None], num_slots)
-
-    def append(pool, new):
-        return pool.at[layer, target, ring_row].set(new.astype(pool.dtype), mode="drop")
-
+    width, live = x.shape[1], rows.is_live(states.shape[1])
+    append = ring_writer(ring, layer, rows, live, width)
     # Written before the ring is read, so that XLA need not copy it; the read masks these rows.
     x_ring, b_ring, dt_ring = append(ring.x, x), append(ring.b, b), append(ring.dt, dt)
     ring = dataclasses.replace(ring, x=x_ring, b=b_ring, dt=dt_ring)
@@ -76,8 +74,7 @@ def mamba2_replay_reference(
         outputs.append(y + d[None, :, None] * x[:, t].astype(jnp.float32))
 
     folds = live & must_fold(rows.ring_length, width, ring.window)
-    target_slot = jnp.where(folds, rows.slots, num_slots)
-    states = states.at[layer, target_slot, 0].set(start.astype(states.dtype), mode="drop")
+    states = write_folded(states, start, folds, layer, rows)
     return jnp.stack(outputs, axis=1)[..., :head_dim], states, ring
 
 
@@ -85,18 +82,8 @@ def replayed_states(
     states: _States, ring: Mamba2Ring, a: Float[Array, " heads"], layer: int, rows: DecodeRegion
 ) -> Float[Array, "rows heads head_dim state_dim"]:
     """Return each row's state before its step: its replay base plus the ring's tokens, float32."""
-    group, num_rows = ring.x.shape[3] // ring.b.shape[3], ring.num_rows
-    slot = jnp.clip(rows.slots, 0, states.shape[1] - 1)
-    # By age, the newest last; rows beyond `ring_length` may hold anything.
-    age = jnp.arange(num_rows, 0, -1, dtype=jnp.int32)[None, :]
-    ring_row = (rows.num_computed[:, None] - age) % num_rows
-    # Rows beyond the window are written by this step.
-    counts = age <= jnp.minimum(rows.ring_length, ring.window)[:, None]
-
-    def gather(pool):
-        found = pool[layer, slot[:, None], ring_row].astype(jnp.float32)
-        return jnp.where(counts.reshape(*counts.shape, *(1,) * (found.ndim - 2)), found, 0.0)
-
+    group = ring.x.shape[3] // ring.b.shape[3]
+    gather = ring_reader(ring, layer, rows)
     x, b, dt = gather(ring.x), jnp.repeat(gather(ring.b), group, axis=2), gather(ring.dt)
     after = sums_after(dt)
     decay = jnp.exp(a[None] * jnp.sum(dt, axis=1))[..., None, None]

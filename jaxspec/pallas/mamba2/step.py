@@ -5,7 +5,12 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.mamba2.heads import Mamba2Tokens
-from jaxspec.pallas.recurrent.state_select import state_select_reference, state_write_reference
+from jaxspec.pallas.recurrent.state_select import (
+    check_candidates,
+    state_select_reference,
+    state_write_reference,
+    why_not_states,
+)
 from jaxspec.regions import DecodeRegion
 
 _States = Float[Array, "layers slots candidates heads head_dim state_dim"]
@@ -30,12 +35,7 @@ def mamba2_step(
     Raises:
         ValueError: the pool has fewer candidates per slot than rows have tokens.
     """
-    width, candidates = tokens.x.shape[1], states.shape[2]
-    if candidates < width:
-        raise ValueError(
-            f"A slot must hold one state for each of the {width} tokens of a row, but the pool "
-            f"has {candidates} a slot. Allocate the pool with num_drafts >= {width - 1}."
-        )
+    check_candidates(states, tokens.x.shape[1])
     why = why_not_kernel(tokens.x, states)
     if dispatch.runs_kernel("mamba2_step", why, rows=tokens.x.shape[0]):
         from jaxspec.pallas.mamba2.step_kernel import mamba2_step_kernel
@@ -46,9 +46,7 @@ def mamba2_step(
     return mamba2_step_reference(tokens, states, layer, rows)
 
 
-def mamba2_step_reference(
-    tokens: Mamba2Tokens, states: _States, layer: int, rows: DecodeRegion
-) -> tuple[_Outputs, _States]:
+def mamba2_step_reference(tokens, states, layer, rows):
     head_dim = tokens.x.shape[-1]
     x, dt, a, b, c, d = tokens.padded_to(states.shape[4])
     state = state_select_reference(states, layer, rows).astype(jnp.float32)
@@ -78,12 +76,8 @@ def advance(
 
 
 def why_not_kernel(x: Float[Array, "rows width ..."], states: _States) -> str | None:
-    head_dim, state_dim = states.shape[4:]
     if x.shape[1] > 8:
         return f"{x.shape[1]} tokens a row, more than 8"
-    for operand, dtype in (("tokens", x.dtype), ("states", states.dtype)):
-        if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            return f"{operand} in {dtype}"
-    if head_dim not in (64, 128) or state_dim not in (64, 128):
-        return f"heads of {head_dim} x {state_dim}, not 64 or 128"
-    return None
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"tokens in {x.dtype}"
+    return why_not_states(states)

@@ -60,10 +60,7 @@ def argmax_matmul_kernel(x, weight, forbidden, *, cluster=None, interpret=None):
         cluster_names=("part",),
         num_threads=tiling.warpgroups + 1,
         thread_name="warpgroup",
-        # The kernel has explicit barriers, and no maximum crosses warps.
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
+        compiler_params=access.EXPLICIT_BARRIERS,
         **({} if interpret is None else {"interpret": interpret}),
     )
     table, low, high = _forbidden_table(forbidden, ids, tiling.padded)

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu import device, tensor_cores
+from jaxspec.pallas.gpu import access, device, tensor_cores
 from jaxspec.pallas.gpu.tensor_cores import CHUNK
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.gemm import num_parts, split_rows
@@ -221,10 +221,7 @@ def _launch(name, x, weight, starts, step, finish, y, interpret):
         # The last axis varies fastest: blocks that share a part of the weight run side by side.
         grid=(parts, columns, row_blocks),
         grid_names=("part", "column", "row"),
-        # The kernel has explicit barriers.
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
+        compiler_params=access.EXPLICIT_BARRIERS,
         **({} if interpret is None else {"interpret": interpret}),
     )
     return kernel(x, weight)

@@ -45,10 +45,7 @@ def norm_matmul_kernel(stream, pending, norm, weight, *, interpret=None):
         scratch_types=scratch,
         grid=(blocks,),
         grid_names=("block",),
-        # The kernel has explicit barriers, and each row is summed by one warp.
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
+        compiler_params=access.EXPLICIT_BARRIERS,
         **({} if interpret is None else {"interpret": interpret}),
     )
     if pending is None:

@@ -78,10 +78,7 @@ def one_wave_kernel(
         cluster_names=("row",),
         num_threads=wave.warpgroups + 1,
         thread_name="warpgroup",
-        # The kernel has explicit barriers.
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
+        compiler_params=access.EXPLICIT_BARRIERS,
         **({} if interpret is None else {"interpret": interpret}),
     )(x, weight)
     return y if wave.parts > 1 else y[0]

@@ -103,10 +103,7 @@ def _plan(tokens, weight, parts, dtype, interpret, copies=0):
             | scratch,
             grid=(columns, parts),
             grid_names=("column", "part"),
-            # The kernel has explicit barriers, and each head is summed by one warp.
-            compiler_params=plgpu.CompilerParams(
-                unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-            ),
+            compiler_params=access.EXPLICIT_BARRIERS,
             **({} if interpret is None else {"interpret": interpret}),
         )
 

@@ -22,12 +22,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas.gpu import access, device, layouts, tensor_cores
 from jaxspec.pallas.matmul.products import BLOCK_N
 
-_PARAMS = plgpu.CompilerParams(
-    # The kernel has explicit barriers.
-    unsafe_no_auto_barriers=True,
-    reduction_scratch_bytes=0,
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
@@ -283,7 +277,7 @@ def up_kernel(x, up, arrays, activation, *, work, interpret=None):
         | {"out": tensor_cores.tile(work.rows, BLOCK_N, dtype=x.dtype)},
         grid=(work.tiles, columns),
         grid_names=("tile", "column"),
-        compiler_params=_PARAMS,
+        compiler_params=access.EXPLICIT_BARRIERS,
         **({} if interpret is None else {"interpret": interpret}),
     )
     return kernel(x, up, *arrays)
@@ -327,7 +321,7 @@ def down_kernel(hidden, down, arrays, *, work, interpret=None):
         scratch_types=product.scratch() | {"out": plgpu.SMEM((work.rows, BLOCK_N), jnp.float32)},
         grid=(work.tiles, features // BLOCK_N),
         grid_names=("tile", "column"),
-        compiler_params=_PARAMS,
+        compiler_params=access.EXPLICIT_BARRIERS,
         **({} if interpret is None else {"interpret": interpret}),
     )
     return kernel(hidden, down, *arrays)
@@ -391,7 +385,7 @@ def one_token_down_kernel(hidden, down, experts, *, parts, interpret=None):
         | {"out": plgpu.SMEM((hidden.shape[1], BLOCK_N), jnp.float32)},
         grid=(parts, features // BLOCK_N),
         grid_names=("part", "column"),
-        compiler_params=_PARAMS,
+        compiler_params=access.EXPLICIT_BARRIERS,
         **({} if interpret is None else {"interpret": interpret}),
     )
     return kernel(hidden, down, experts)
@@ -438,7 +432,7 @@ def tiled_down_kernel(hidden, down, arrays, *, work, interpret=None):
         | {"out": tensor_cores.tile(work.rows, BLOCK_N, dtype=hidden.dtype)},
         grid=(work.tiles, features // width),
         grid_names=("tile", "column"),
-        compiler_params=_PARAMS,
+        compiler_params=access.EXPLICIT_BARRIERS,
         **({} if interpret is None else {"interpret": interpret}),
     )
     return kernel(hidden, down, *arrays)

@@ -62,9 +62,7 @@ def to_tiles_kernel(x, work, choices, *, none, interpret=None):
         scratch_types={"row": plgpu.SMEM(pieces, x.dtype), "filled": plgpu.Barrier()},
         grid=(tokens,),
         grid_names=("token",),
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
+        compiler_params=access.EXPLICIT_BARRIERS,
         **({} if interpret is None else {"interpret": interpret}),
     )
     tiled, at_place, scales = kernel(

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
+from jaxspec.pallas.norm.gated_norm import check_gates
 
 _DTYPES = jnp.float32, jnp.bfloat16, jnp.float16
 _SMALL = 512  # features; fewer than any published model has, and XLA is as fast
@@ -47,17 +48,7 @@ class GatedGroupNorm:
             ValueError: The gates have the wrong number of rows or too few columns, the weight has
                 the wrong length, or the groups would not be equal.
         """
-        rows, columns = self.gates.shape
-        if columns < self.first + features:
-            raise ValueError(
-                f"The gates must be columns {self.first} to {self.first + features - 1}, but there "
-                f"are {columns} columns. Hand over all of the projection."
-            )
-        if rows != tokens:
-            raise ValueError(
-                f"There must be gates of {tokens} tokens, but these are of {rows}. Hand over the "
-                "projection of the same tokens, padding too."
-            )
+        check_gates(self.gates, self.first, tokens, features)
         if self.weight is not None and self.weight.shape[0] != features:
             raise ValueError(
                 f"The weight must have an entry for each of {features} features, but it has "
@@ -87,9 +78,7 @@ class GatedGroupNorm:
         return gated_group_norm_reference(self, y)
 
 
-def gated_group_norm_reference(
-    norm: GatedGroupNorm, y: Float[Array, "tokens features"]
-) -> Float[Array, "tokens features"]:
+def gated_group_norm_reference(norm, y):
     z = norm.gates[:, norm.first : norm.first + y.shape[1]].astype(jnp.float32)
     gate, weight = jax.nn.silu(z), norm.weight
     if weight is None:

@@ -13,6 +13,23 @@ from jaxspec.pallas.norm.rms_norm import rms_norm
 Heads = Float[Array, "tokens heads dim"] | Float[Array, "tokens features"]
 
 
+def check_gates(
+    gates: Float[Array, "tokens columns"], first: int, tokens: int, features: int
+) -> None:
+    """Raise ValueError unless `gates` has `tokens` rows, and `features` columns from `first` on."""
+    rows, columns = gates.shape
+    if columns < first + features:
+        raise ValueError(
+            f"The gates must be columns {first} to {first + features - 1}, but there "
+            f"are {columns} columns. Hand over all of the projection."
+        )
+    if rows != tokens:
+        raise ValueError(
+            f"There must be gates of {tokens} tokens, but these are of {rows}. Hand over the "
+            "projection of the same tokens, padding too."
+        )
+
+
 @flax.struct.dataclass
 class GatedNorm:
     """RMSNorm over heads, with gates (Yang et al. 2024, arXiv 2412.06464).
@@ -42,17 +59,7 @@ class GatedNorm:
             ValueError: The gates have the wrong number of rows or too few columns, or the length of
                 the weight does not divide the features.
         """
-        rows, columns = self.gates.shape
-        if columns < self.first + features:
-            raise ValueError(
-                f"The gates must be columns {self.first} to {self.first + features - 1}, but there "
-                f"are {columns} columns. Hand over all of the projection."
-            )
-        if rows != tokens:
-            raise ValueError(
-                f"There must be gates of {tokens} tokens, but these are of {rows}. Hand over the "
-                "projection of the same tokens, padding too."
-            )
+        check_gates(self.gates, self.first, tokens, features)
         if features % self.weight.shape[0]:
             raise ValueError(
                 f"A norm's weight must be as long as a head, but {features} features are no "

@@ -33,14 +33,7 @@ def slot_mapping(
     return slot_mapping_reference(page_tables, slots, positions, live, page_size=page_size)
 
 
-def slot_mapping_reference(
-    page_tables: Int[Array, "slots pages"],
-    slots: Int[Array, " tokens"],
-    positions: Int[Array, " tokens"],
-    live: Bool[Array, " tokens"],
-    *,
-    page_size: int,
-) -> Int[Array, " tokens"]:
+def slot_mapping_reference(page_tables, slots, positions, live, *, page_size):
     """Reference for `slot_mapping`.
 
     With pages of 16, position 37 is offset 5 of its request's page 2. If entry 2 of the page table

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxspec.pallas.recurrent.state_select import state_select
+from jaxspec.pallas.recurrent.state_select import state_select, why_not_states
 from jaxspec.regions import PrefillRegion
 
 CHUNK = 64  # tokens per chunk; a chunk never spans two sequences
@@ -95,6 +95,14 @@ def token_by_token(
     final, out = jax.lax.scan(take_token, initial, (owner, real, tokens))
     target = jnp.where(live, chunks.slots, num_slots)
     return out, states.at[layer, target, 0].set(final.astype(states.dtype), mode="drop")
+
+
+def why_not_chunk_blocks(x: Float[Array, "tokens heads values"], states: _States) -> str | None:
+    """Return why the kernels' walk (`chunk_blocks`) does not support these operands, or None."""
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"tokens in {x.dtype}, not 16 bits"
+    why = why_not_states(states)
+    return why or (f"{x.shape[0]} tokens, no multiple of 8" if x.shape[0] % 8 else None)
 
 
 def _without_chunks(num_tokens, states):

@@ -1,38 +1,20 @@
 """Causal depthwise convolution over a ring of inputs that persists between steps."""
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
+from jaxspec.pallas.recurrent.conv_ring import (
+    CHANNELS_PER_THREAD,
+    Activation,
+    past_rows,
+    ring_place,
+)
 from jaxspec.regions import DecodeRegion, PrefillRegion
-
-# With more channels, a thread needs more registers and fewer blocks fit on a multiprocessor
-# (benchmarks/results/kernels_h200.json, op conv_update).
-CHANNELS_PER_THREAD = 2
-
-Activation = Literal["silu"] | None  # applied to a convolution's sums
-
-
-def past_rows(
-    num_computed: Int[Array, " rows"], history: int, window: int
-) -> Int[Array, "rows history"]:
-    """Return the ring rows of the `history` inputs before `num_computed`, oldest first.
-
-    past_rows([5], 3, 7) == [[2, 3, 4]];  past_rows([1], 3, 7) == [[5, 6, 0]]
-    """
-    ago = jnp.arange(history, 0, -1, dtype=jnp.int32)[None, :]
-    return (ring_place(num_computed, window)[:, None] - ago) % window
-
-
-def ring_place(position: Int[Array, "..."], window: int) -> Int[Array, "..."]:
-    """Return the ring row of the input at `position`; 0 for negative positions, of padding."""
-    return lax.rem(jnp.maximum(position, 0), window)
-
 
 _Conv = Float[Array, "layers slots window channels"]
 _Taps = Float[Array, "kernel channels"]
@@ -88,15 +70,8 @@ def check_window(x: Float[Array, "rows width columns"], weight: _Taps, conv: _Co
 
 
 def conv_update_reference(
-    x: Float[Array, "rows width channels"],
-    weight: _Taps,
-    conv: _Conv,
-    layer: int,
-    rows: DecodeRegion,
-    *,
-    bias: _Bias = None,
-    activation: Activation = "silu",
-) -> tuple[Float[Array, "rows width channels"], _Conv]:
+    x, weight, conv, layer, rows, *, bias=None, activation: Activation = "silu"
+):
     """Reference for `conv_update`. With kernel 4 and 3 drafts, of which 1 is accepted:
 
     row           0   1   2   3   4   5   6
@@ -166,19 +141,6 @@ def conv_prefill(
     for those before the prompt. Chunks that are not live leave the pool unchanged; tokens from
     `query_start[-1]` on are padding, with output 0.
     """
-    return conv_prefill_reference(x, weight, conv, layer, chunks, bias=bias, activation=activation)
-
-
-def conv_prefill_reference(
-    x: Float[Array, "tokens channels"],
-    weight: _Taps,
-    conv: _Conv,
-    layer: int,
-    chunks: PrefillRegion,
-    *,
-    bias: _Bias = None,
-    activation: Activation = "silu",
-) -> tuple[Float[Array, "tokens channels"], _Conv]:
     num_tokens, history = x.shape[0], weight.shape[0] - 1
     _, num_slots, window, _ = conv.shape
     start, seqs = chunks.query_start, chunks.slots.shape[0]

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, layouts
-from jaxspec.pallas.recurrent.conv_update import CHANNELS_PER_THREAD, Activation, ring_place
+from jaxspec.pallas.recurrent.conv_ring import CHANNELS_PER_THREAD, Activation, ring_place
 from jaxspec.regions import DecodeRegion
 
 

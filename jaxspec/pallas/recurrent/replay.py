@@ -24,13 +24,15 @@ token of the widest step, so that no step writes a row that it reads. For exampl
 "ReplaySSM" (Dao AI Lab and NVIDIA, 2026) replays Mamba2 like this, with the counts on the host.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.regions import DecodeRegion
+from jaxspec.regions import DecodeRegion, real_tokens
 
 _DEFAULT_WINDOWS = {4: 32, 2: 16}  # by bytes per element of a state
 # Rows that fold start within the first 3/5 of a launch. On an H200, any share from .3 to .75 takes
@@ -74,6 +76,49 @@ def next_ring_length(
 ) -> Int[Array, "..."]:
     """Return `ring_length` after a step of `width` tokens, of which `kept` count."""
     return jnp.where(must_fold(ring_length, width, window), 0, ring_length) + kept
+
+
+def ring_writer(
+    ring: Any, layer: int, rows: DecodeRegion, live: Bool[Array, " rows"], width: int
+) -> Callable[[Array, Array], Array]:
+    """Return `append(pool, new)`, which stores a step's real tokens in one array of the ring."""
+    num_slots = jax.tree.leaves(ring)[0].shape[1]
+    token = jnp.arange(width, dtype=jnp.int32)[None, :]
+    ring_row = (rows.num_computed[:, None] + token) % ring.num_rows
+    is_real = live[:, None] & real_tokens(rows.query_len, width)
+    target = jnp.where(is_real, rows.slots[:, None], num_slots)
+    return lambda pool, new: pool.at[layer, target, ring_row].set(
+        new.astype(pool.dtype), mode="drop"
+    )
+
+
+def ring_reader(ring: Any, layer: int, rows: DecodeRegion) -> Callable[[Array], Array]:
+    """Return `gather(pool)`: one array of the ring by age, float32 `[rows, ring, ...]`.
+
+    The newest token is last. Tokens that do not count, of age `ring_length` or more, are 0.
+    """
+    num_slots, num_rows = jax.tree.leaves(ring)[0].shape[1], ring.num_rows
+    slot = jnp.clip(rows.slots, 0, num_slots - 1)
+    age = jnp.arange(num_rows, 0, -1, dtype=jnp.int32)[None, :]
+    ring_row = (rows.num_computed[:, None] - age) % num_rows
+    # Rows older than the window are written by this step.
+    counts = age <= jnp.minimum(rows.ring_length, ring.window)[:, None]
+    # One extra row, for the reason given in `state_select_reference`.
+    slot_and_null, ring_row = jnp.pad(slot, (0, 1))[:, None], jnp.pad(ring_row, ((0, 1), (0, 0)))
+
+    def gather(pool):
+        found = pool[layer, slot_and_null, ring_row][:-1].astype(jnp.float32)
+        return jnp.where(counts.reshape(*counts.shape, *(1,) * (found.ndim - 2)), found, 0.0)
+
+    return gather
+
+
+def write_folded(
+    states: Array, start: Array, folds: Bool[Array, " rows"], layer: int, rows: DecodeRegion
+) -> Array:
+    """Return the pool with `start`, the state before the step, as replay base of rows that fold."""
+    slot = jnp.where(folds, rows.slots, states.shape[1])
+    return states.at[layer, slot, 0].set(start.astype(states.dtype), mode="drop")
 
 
 class RowTable(NamedTuple):

@@ -29,9 +29,7 @@ def state_select(
     return state_select_reference(states, layer, rows)
 
 
-def state_select_reference(
-    states: _States, layer: int, rows: DecodeRegion | PrefillRegion
-) -> Float[Array, "rows ..."]:
+def state_select_reference(states, layer, rows):
     """Reference for `state_select`.
 
     Candidate 0 is the state after the token that was already certain; candidate `i` is the state
@@ -58,6 +56,29 @@ def state_write_reference(
     is_stored = rows.is_live(num_slots)[:, None] & (token < rows.query_len[:, None])
     target = jnp.where(is_stored, rows.slots[:, None], num_slots)
     return states.at[layer, target, token].set(after.astype(states.dtype), mode="drop")
+
+
+def check_candidates(states: _States, width: int) -> None:
+    """Check that a slot has a state for each of the `width` tokens of a row.
+
+    Raises:
+        ValueError: It has fewer.
+    """
+    if states.shape[2] < width:
+        raise ValueError(
+            f"A slot must hold one state for each of the {width} tokens of a row, but the pool "
+            f"has {states.shape[2]} a slot. Allocate the pool with num_drafts >= {width - 1}."
+        )
+
+
+def why_not_states(states: _States) -> str | None:
+    """Return why the kernels of recurrent layers do not support these states, or None."""
+    if states.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"states in {states.dtype}"
+    rows, keys = states.shape[4:]
+    if rows not in (64, 128) or keys not in (64, 128):
+        return f"heads of {rows} x {keys}, not 64 or 128"
+    return None
 
 
 def _why_not_kernel(states):

@@ -9,12 +9,8 @@ from regions import decode_region, prefill_region
 
 from benchmarks.measure.shapes import GDN
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.recurrent.conv_update import (
-    conv_prefill,
-    conv_update,
-    conv_update_reference,
-    past_rows,
-)
+from jaxspec.pallas.recurrent.conv_ring import past_rows
+from jaxspec.pallas.recurrent.conv_update import conv_prefill, conv_update, conv_update_reference
 from jaxspec.pallas.recurrent.conv_update_kernel import conv_update_kernel
 
 LAYERS, SLOTS, KERNEL, CHANNELS, DRAFTS = 2, 5, 4, 6, 3
