@@ -4,26 +4,25 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gated_delta import replay as replay_op
-from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnRing, States
+from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnRing, ReplayBases
 from jaxspec.pallas.gated_delta.inputs import check_columns, gdn_inputs, gdn_inputs_reference
 from jaxspec.pallas.gated_delta.replay import Outputs, gdn_replay, gdn_replay_reference
 from jaxspec.pallas.norm.gated_norm import GatedNorm
+from jaxspec.pallas.recurrent.conv_ring import ConvPool
 from jaxspec.pallas.recurrent.conv_update import check_window, why_not_convolve
 from jaxspec.regions import DecodeRegion
-
-_Conv = Float[Array, "layers slots conv_ring channels"]
 
 
 def gdn_conv_replay(
     projected: Float[Array, "rows width columns"],
     params: GdnParams,
-    conv: _Conv,
-    states: States,
+    conv: ConvPool,
+    states: ReplayBases,
     ring: GdnRing,
     layer: int,
     rows: DecodeRegion,
     norm: GatedNorm | None = None,
-) -> tuple[Outputs, _Conv, States, GdnRing]:
+) -> tuple[Outputs, ConvPool, ReplayBases, GdnRing]:
     """Run `gdn_inputs` on a projection, then `gdn_replay`; return the outputs and the new pools.
 
     Operands, dtypes, padding and errors are those of the two ops. The convolution's ring, like the

@@ -16,7 +16,8 @@ Keys = Float[Array, "*tokens key_heads key_dim"]
 Values = Float[Array, "*tokens value_heads value_dim"]
 Gates = Float[Array, "*tokens value_heads"]
 Decay = Float[Array, "value_heads 2"]
-States = Float[Array, "layers slots 1 value_heads value_dim key_dim"]
+States = Float[Array, "layers slots candidates value_heads value_dim key_dim"]
+ReplayBases = Float[Array, "layers slots 1 value_heads value_dim key_dim"]
 
 
 class GdnHeads(NamedTuple):

@@ -16,6 +16,7 @@ from jaxspec.pallas.gated_delta.heads import (
     gates,
     gates_column,
 )
+from jaxspec.pallas.recurrent.conv_ring import ConvPool
 from jaxspec.pallas.recurrent.conv_update import (
     check_window,
     conv_update,
@@ -24,16 +25,14 @@ from jaxspec.pallas.recurrent.conv_update import (
 )
 from jaxspec.regions import DecodeRegion
 
-_Conv = Float[Array, "layers slots window channels"]
-
 
 def gdn_inputs(
     projected: Float[Array, "rows width columns"],
     params: GdnParams,
-    conv: _Conv,
+    conv: ConvPool,
     layer: int,
     rows: DecodeRegion,
-) -> tuple[GdnTokens, _Conv]:
+) -> tuple[GdnTokens, ConvPool]:
     """Compute the recurrence's float32 tokens from a projection; also return the convolution pool.
 
     `projected` is a whole projection, with these columns in order:

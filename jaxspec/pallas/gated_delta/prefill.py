@@ -2,10 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gated_delta.heads import GdnTokens, Values
+from jaxspec.pallas.gated_delta.heads import GdnTokens, States, Values
 from jaxspec.pallas.recurrent.chunks import (
     chunk_by_chunk,
     product,
@@ -14,12 +13,10 @@ from jaxspec.pallas.recurrent.chunks import (
 )
 from jaxspec.regions import PrefillRegion
 
-_States = Float[Array, "layers slots candidates value_heads value_dim key_dim"]
-
 
 def gdn_prefill(
-    tokens: GdnTokens, states: _States, layer: int, chunks: PrefillRegion
-) -> tuple[Values, _States]:
+    tokens: GdnTokens, states: States, layer: int, chunks: PrefillRegion
+) -> tuple[Values, States]:
     """Run the gated delta rule over each sequence; return float32 outputs, and the new pool.
 
     `tokens` are `[tokens, ...]`, and the outputs have the shape of `v`; the rule is that of

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gated_delta.heads import GdnRing, GdnTokens, States
+from jaxspec.pallas.gated_delta.heads import GdnRing, GdnTokens, ReplayBases
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.recurrent.replay import (
     check_ring,
@@ -25,12 +25,12 @@ Outputs = Float[Array, "rows width value_heads value_dim"] | Float[Array, "rows 
 
 def gdn_replay(
     tokens: GdnTokens,
-    states: States,
+    states: ReplayBases,
     ring: GdnRing,
     layer: int,
     rows: DecodeRegion,
     norm: GatedNorm | None = None,
-) -> tuple[Outputs, States, GdnRing]:
+) -> tuple[Outputs, ReplayBases, GdnRing]:
     """Run the gated delta rule over each row's tokens; return outputs, new pool and new ring.
 
     The rule is that of `gdn_step`, and `tokens` are `[rows, width, ...]`. The state of a slot is
@@ -63,7 +63,9 @@ def gdn_replay(
     return gdn_replay_reference(tokens, states, ring, layer, rows)
 
 
-def check(num_rows: int, width: int, states: States, ring: GdnRing, norm: GatedNorm | None) -> None:
+def check(
+    num_rows: int, width: int, states: ReplayBases, ring: GdnRing, norm: GatedNorm | None
+) -> None:
     """Raise the ValueError of `gdn_replay` for `num_rows` rows of `width` tokens."""
     check_ring(width, ring.window, ring.num_rows)
     if norm is not None:
@@ -100,7 +102,7 @@ def gdn_replay_reference(tokens, states, ring, layer, rows):
 
 
 def replayed_states(
-    states: States, ring: GdnRing, layer: int, rows: DecodeRegion
+    states: ReplayBases, ring: GdnRing, layer: int, rows: DecodeRegion
 ) -> Float[Array, "rows value_heads value_dim key_dim"]:
     """Return each row's float32 state before its step: its replay base plus the ring's tokens."""
     group = states.shape[3] // ring.k.shape[3]
@@ -113,7 +115,7 @@ def replayed_states(
     return decay * checkpoint.astype(jnp.float32) + added
 
 
-def why_not_kernel(width: int, states: States, ring: GdnRing) -> str | None:
+def why_not_kernel(width: int, states: ReplayBases, ring: GdnRing) -> str | None:
     if width > 8:
         return f"{width} tokens a row, more than 8"
     if ring.window > 64:

@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gated_delta.conv_replay_block import ConvTokens, Projection
-from jaxspec.pallas.gated_delta.heads import GdnRing, GdnTokens, States
+from jaxspec.pallas.gated_delta.heads import GdnRing, GdnTokens, ReplayBases
 from jaxspec.pallas.gated_delta.replay_block import (
     GdnLaunch,
     GdnReplayBlock,
@@ -66,7 +66,7 @@ _NORM_DTYPES = jnp.float32, jnp.bfloat16, jnp.float16
 class _Pools(NamedTuple):
     """Arrays that the kernel writes in place."""
 
-    states: States
+    states: ReplayBases
     ring: GdnRing
     conv: jax.Array | None  # [layers, slots, conv_ring, 1, channels]
 
@@ -77,7 +77,7 @@ _POOL_NAMES = "states", "ring_k", "ring_u", "ring_g", "conv"  # the arrays of `_
 @functools.partial(jax.jit, static_argnames=("interpret", "splits"))
 def gdn_replay_kernel(
     tokens: GdnTokens,
-    states: States,
+    states: ReplayBases,
     ring: GdnRing,
     layer: jax.Array,
     rows: DecodeRegion,
@@ -96,7 +96,7 @@ def gdn_replay_kernel(
 def gdn_conv_replay_kernel(
     tokens: Projection,
     conv: jax.Array,
-    states: States,
+    states: ReplayBases,
     ring: GdnRing,
     layer: jax.Array,
     rows: DecodeRegion,

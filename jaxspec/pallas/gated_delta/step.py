@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gated_delta.heads import GdnTokens, Values
+from jaxspec.pallas.gated_delta.heads import GdnTokens, States, Values
 from jaxspec.pallas.recurrent.state_select import (
     check_candidates,
     state_select_reference,
@@ -15,12 +15,10 @@ from jaxspec.pallas.recurrent.state_select import (
 )
 from jaxspec.regions import DecodeRegion
 
-_States = Float[Array, "layers slots candidates value_heads value_dim key_dim"]
-
 
 def gdn_step(
-    tokens: GdnTokens, states: _States, layer: int, rows: DecodeRegion
-) -> tuple[Values, _States]:
+    tokens: GdnTokens, states: States, layer: int, rows: DecodeRegion
+) -> tuple[Values, States]:
     """Run the gated delta rule over each row's tokens; return float32 outputs, and the new pool.
 
     Per token and value head, with `S [value_dim, key_dim]` in float32 (Yang et al. 2024, "Gated

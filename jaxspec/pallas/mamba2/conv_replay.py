@@ -4,27 +4,24 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.mamba2 import replay as replay_op
-from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params, Mamba2Ring
+from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params, Mamba2Ring, Outputs, ReplayBases
 from jaxspec.pallas.mamba2.inputs import check_columns, mamba2_inputs, mamba2_inputs_reference
 from jaxspec.pallas.mamba2.replay import mamba2_replay, mamba2_replay_reference
+from jaxspec.pallas.recurrent.conv_ring import ConvPool
 from jaxspec.pallas.recurrent.conv_update import check_window, why_not_convolve
 from jaxspec.pallas.recurrent.replay import check_ring
 from jaxspec.regions import DecodeRegion
-
-_Conv = Float[Array, "layers slots conv_ring channels"]
-_States = Float[Array, "layers slots 1 heads head_dim state_dim"]
-_Outputs = Float[Array, "rows width heads head_dim"]
 
 
 def mamba2_conv_replay(
     projected: Float[Array, "rows width columns"],
     params: Mamba2Params,
-    conv: _Conv,
-    states: _States,
+    conv: ConvPool,
+    states: ReplayBases,
     ring: Mamba2Ring,
     layer: int,
     rows: DecodeRegion,
-) -> tuple[_Outputs, _Conv, _States, Mamba2Ring]:
+) -> tuple[Outputs, ConvPool, ReplayBases, Mamba2Ring]:
     """Run `mamba2_inputs` and `mamba2_replay` on a projection: outputs, and the new pools.
 
     Operands, dtypes, padding and errors are those of the two ops. The convolution's ring, like the

@@ -8,6 +8,10 @@ from jaxtyping import Array, Float
 
 BLOCK_CHANNELS = 256  # channels per block: two per thread, as in `conv_update`
 
+States = Float[Array, "layers slots candidates heads head_dim state_dim"]
+ReplayBases = Float[Array, "layers slots 1 heads head_dim state_dim"]
+Outputs = Float[Array, "*tokens heads head_dim"]
+
 
 class Mamba2Heads(NamedTuple):
     """Heads of a layer, and the groups that share `B` and `C`.

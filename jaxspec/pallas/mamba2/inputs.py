@@ -6,6 +6,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.mamba2.heads import BLOCK_CHANNELS, Mamba2Params, Mamba2Tokens, key_block
+from jaxspec.pallas.recurrent.conv_ring import ConvPool
 from jaxspec.pallas.recurrent.conv_update import (
     check_window,
     conv_update,
@@ -14,16 +15,14 @@ from jaxspec.pallas.recurrent.conv_update import (
 )
 from jaxspec.regions import DecodeRegion
 
-_Conv = Float[Array, "layers slots window channels"]
-
 
 def mamba2_inputs(
     projected: Float[Array, "rows width columns"],
     params: Mamba2Params,
-    conv: _Conv,
+    conv: ConvPool,
     layer: int,
     rows: DecodeRegion,
-) -> tuple[Mamba2Tokens, _Conv]:
+) -> tuple[Mamba2Tokens, ConvPool]:
     """Return the recurrence's tokens and the new convolution pool.
 
     `projected` is a whole projection; `Mamba2Heads` lists its columns. The channels go through

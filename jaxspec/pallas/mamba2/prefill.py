@@ -1,10 +1,9 @@
 """Mamba2 prefill: prompt chunks on one flat axis of tokens, one final state per sequence."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.mamba2.heads import Mamba2Tokens
+from jaxspec.pallas.mamba2.heads import Mamba2Tokens, Outputs, States
 from jaxspec.pallas.mamba2.step import advance
 from jaxspec.pallas.recurrent.chunks import (
     chunk_by_chunk,
@@ -14,13 +13,10 @@ from jaxspec.pallas.recurrent.chunks import (
 )
 from jaxspec.regions import PrefillRegion
 
-_States = Float[Array, "layers slots candidates heads head_dim state_dim"]
-_Outputs = Float[Array, "tokens heads head_dim"]
-
 
 def mamba2_prefill(
-    tokens: Mamba2Tokens, states: _States, layer: int, chunks: PrefillRegion
-) -> tuple[_Outputs, _States]:
+    tokens: Mamba2Tokens, states: States, layer: int, chunks: PrefillRegion
+) -> tuple[Outputs, States]:
     """Run the selective state space over each sequence: float32 outputs, and the new pool.
 
     `tokens` are `[tokens, ...]`; the rule is that of `mamba2_step`. Sequence `s` is

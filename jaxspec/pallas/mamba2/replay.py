@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.mamba2 import step as step_op
-from jaxspec.pallas.mamba2.heads import Mamba2Ring, Mamba2Tokens
+from jaxspec.pallas.mamba2.heads import Mamba2Ring, Mamba2Tokens, Outputs, ReplayBases
 from jaxspec.pallas.mamba2.step import advance
 from jaxspec.pallas.recurrent.replay import (
     check_ring,
@@ -21,13 +21,10 @@ from jaxspec.pallas.recurrent.replay import (
 from jaxspec.pallas.recurrent.state_select import state_select_reference
 from jaxspec.regions import DecodeRegion
 
-_States = Float[Array, "layers slots 1 heads head_dim state_dim"]
-_Outputs = Float[Array, "rows width heads head_dim"]
-
 
 def mamba2_replay(
-    tokens: Mamba2Tokens, states: _States, ring: Mamba2Ring, layer: int, rows: DecodeRegion
-) -> tuple[_Outputs, _States, Mamba2Ring]:
+    tokens: Mamba2Tokens, states: ReplayBases, ring: Mamba2Ring, layer: int, rows: DecodeRegion
+) -> tuple[Outputs, ReplayBases, Mamba2Ring]:
     """Run the selective state space over each row's tokens: float32 outputs, new pool, new ring.
 
     The rule is that of `mamba2_step`, and `tokens` are `[rows, width, ...]`. A slot's state is its
@@ -79,7 +76,7 @@ def mamba2_replay_reference(tokens, states, ring, layer, rows):
 
 
 def replayed_states(
-    states: _States, ring: Mamba2Ring, a: Float[Array, " heads"], layer: int, rows: DecodeRegion
+    states: ReplayBases, ring: Mamba2Ring, a: Float[Array, " heads"], layer: int, rows: DecodeRegion
 ) -> Float[Array, "rows heads head_dim state_dim"]:
     """Return each row's state before its step: its replay base plus the ring's tokens, float32."""
     group = ring.x.shape[3] // ring.b.shape[3]
@@ -94,7 +91,7 @@ def replayed_states(
 
 
 def why_not_kernel(
-    x: Float[Array, "rows width ..."], states: _States, ring: Mamba2Ring
+    x: Float[Array, "rows width ..."], states: ReplayBases, ring: Mamba2Ring
 ) -> str | None:
     """Return why a replay kernel cannot take these operands, or None.
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.mamba2.heads import Mamba2Tokens
+from jaxspec.pallas.mamba2.heads import Mamba2Tokens, Outputs, States
 from jaxspec.pallas.recurrent.state_select import (
     check_candidates,
     state_select_reference,
@@ -13,13 +13,10 @@ from jaxspec.pallas.recurrent.state_select import (
 )
 from jaxspec.regions import DecodeRegion
 
-_States = Float[Array, "layers slots candidates heads head_dim state_dim"]
-_Outputs = Float[Array, "rows width heads head_dim"]
-
 
 def mamba2_step(
-    tokens: Mamba2Tokens, states: _States, layer: int, rows: DecodeRegion
-) -> tuple[_Outputs, _States]:
+    tokens: Mamba2Tokens, states: States, layer: int, rows: DecodeRegion
+) -> tuple[Outputs, States]:
     """Run the selective state space over each row's tokens: float32 outputs, and the new pool.
 
     Per token and head, with `S [head_dim, state_dim]` in float32 (Dao and Gu 2024, "Transformers
@@ -75,7 +72,7 @@ def advance(
     return state, jnp.einsum("rhpn,rhn->rhp", state, c, precision="highest")
 
 
-def why_not_kernel(x: Float[Array, "rows width ..."], states: _States) -> str | None:
+def why_not_kernel(x: Float[Array, "rows width ..."], states: States) -> str | None:
     if x.shape[1] > 8:
         return f"{x.shape[1]} tokens a row, more than 8"
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):

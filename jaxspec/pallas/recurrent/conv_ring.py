@@ -4,12 +4,13 @@ from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 # With more channels, a thread needs more registers and fewer blocks fit on a multiprocessor
 # (benchmarks/results/kernels_h200.json, op conv_update).
 CHANNELS_PER_THREAD = 2
 
+ConvPool = Float[Array, "layers slots window channels"]
 Activation = Literal["silu"] | None  # applied to a convolution's sums
 
 

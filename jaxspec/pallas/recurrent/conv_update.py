@@ -11,12 +11,12 @@ from jaxspec.pallas.gpu import device
 from jaxspec.pallas.recurrent.conv_ring import (
     CHANNELS_PER_THREAD,
     Activation,
+    ConvPool,
     past_rows,
     ring_place,
 )
 from jaxspec.regions import DecodeRegion, PrefillRegion
 
-_Conv = Float[Array, "layers slots window channels"]
 _Taps = Float[Array, "kernel channels"]
 _Bias = Float[Array, " channels"] | None
 
@@ -24,13 +24,13 @@ _Bias = Float[Array, " channels"] | None
 def conv_update(
     x: Float[Array, "rows width channels"],
     weight: _Taps,
-    conv: _Conv,
+    conv: ConvPool,
     layer: int,
     rows: DecodeRegion,
     *,
     bias: _Bias = None,
     activation: Activation = "silu",
-) -> tuple[Float[Array, "rows width channels"], _Conv]:
+) -> tuple[Float[Array, "rows width channels"], ConvPool]:
     """Convolve each row's tokens causally; return outputs in the dtype of `x`, and the new pool.
 
     Mamba2 adds a `bias` before the activation, SiLU; LFM2's convolution has no activation.
@@ -59,7 +59,7 @@ def conv_update(
     return conv_update_reference(x, weight, conv, layer, rows, bias=bias, activation=activation)
 
 
-def check_window(x: Float[Array, "rows width columns"], weight: _Taps, conv: _Conv) -> None:
+def check_window(x: Float[Array, "rows width columns"], weight: _Taps, conv: ConvPool) -> None:
     width, needed = x.shape[1], weight.shape[0] - 1 + x.shape[1]
     if conv.shape[2] < needed:
         raise ValueError(
@@ -109,7 +109,7 @@ def _activated(y: Any, bias: _Bias, activation: Activation) -> Any:
 
 
 def why_not_convolve(
-    x: Float[Array, "rows width columns"], weight: _Taps, conv: _Conv
+    x: Float[Array, "rows width columns"], weight: _Taps, conv: ConvPool
 ) -> str | None:
     """Return why no convolving kernel supports these operands, or None.
 
@@ -127,13 +127,13 @@ def why_not_convolve(
 def conv_prefill(
     x: Float[Array, "tokens channels"],
     weight: _Taps,
-    conv: _Conv,
+    conv: ConvPool,
     layer: int,
     chunks: PrefillRegion,
     *,
     bias: _Bias = None,
     activation: Activation = "silu",
-) -> tuple[Float[Array, "tokens channels"], _Conv]:
+) -> tuple[Float[Array, "tokens channels"], ConvPool]:
     """`conv_update` for flat prompt chunks; runs in XLA on every device.
 
     A chunk that starts its prompt (`num_computed` 0) is preceded by zeros, any other chunk by the
