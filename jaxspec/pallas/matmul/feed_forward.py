@@ -22,8 +22,7 @@ def feed_forward(
 
     Returns the sum and the layer's output, which is pending in turn (`norm.residual`). The output
     is `down(silu(gate) * up)`; the columns of `gate_up` are the gate's, then up's (Shazeer 2020,
-    "GLU Variants Improve Transformer", arXiv 2002.05202). Rows are independent, so padding and NaN
-    stay in their own row.
+    "GLU Variants Improve Transformer", arXiv 2002.05202).
 
     For up to 8 rows, the second matmul applies the gate. Each block of the first matmul then has
     columns of gate or of up alone, and there are twice as many blocks. For more rows, the first
@@ -58,8 +57,7 @@ def matmul_silu(x: Float[Array, "tokens features"], weight: Weight) -> Float[Arr
     """Return `silu(gate) * up`; `gate` and `up` are the halves of the columns of `x @ weight`.
 
     The matmul is rounded to the dtype of `x` before the gate, and the result has that dtype
-    (Shazeer 2020, "GLU Variants Improve Transformer", arXiv 2002.05202). Rows are independent, so
-    padding and NaN stay in their own row.
+    (Shazeer 2020, "GLU Variants Improve Transformer", arXiv 2002.05202).
 
     One kernel computes it for 16 to 64 rows in 16 bits. The same holds for up to 256 rows if every
     block gets a multiprocessor; above 2048 features most multiprocessors must have a block
@@ -87,9 +85,8 @@ def matmul_squared_relu(
 ) -> Float[Array, "tokens outer"]:
     """Return `relu(x @ weight) ** 2` (So et al. 2021, "Primer", arXiv 2109.08668).
 
-    The matmul is rounded to the dtype of `x` before the square, and the result has that dtype. Rows
-    are independent, so padding and NaN stay in their own row. One kernel computes it for 16 to 256
-    rows in 16 bits, where `gemm.choose` finds one.
+    The matmul is rounded to the dtype of `x` before the square, and the result has that dtype. One
+    kernel computes it for 16 to 256 rows in 16 bits, where `gemm.choose` finds one.
 
     Raises:
         ValueError: `weight` does not match the features of `x`.

@@ -28,7 +28,7 @@ def norm_matmul(
     """Return `stream + pending`, rounded to the stream's dtype, and the norm of it times `weight`.
 
     `pending` is None, tokens, or partial sums, which are summed and rounded first
-    (`norm.residual`). Rows are independent, so padding and NaN stay in their own row.
+    (`norm.residual`).
 
     One kernel computes everything for 1 or 2 rows of 1024 or 2048 features in 16 bits; each block
     normalizes all rows. For more rows, or more than `MAX_SUMS` sums per row, `add_norm` runs before

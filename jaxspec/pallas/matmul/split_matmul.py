@@ -24,7 +24,7 @@ def split_matmul(x: Float[Array, "tokens inner"], weight: Weight) -> Pending:
     tokens, outer]`, with a block for nearly every multiprocessor. `norm_matmul` and `add_norm` sum
     the parts when they add them to the residual stream. For 16 to 256 rows a kernel of `gemm`
     returns partial sums, or tokens if one part has enough blocks. Otherwise XLA returns tokens,
-    `[tokens, outer]`. Rows are independent, so padding and NaN stay in their own row.
+    `[tokens, outer]`.
 
     Raises:
         ValueError: `weight` does not match the features of `x`.

@@ -98,8 +98,8 @@ def moe_route(
 ) -> Choices:
     """Choose the experts of each token.
 
-    The lower expert wins ties. Rows are independent. A live row with NaN among its experts' scores
-    gets arbitrary experts, and NaN as the weight of each chosen one.
+    The lower expert wins ties. A live row with NaN among its experts' scores gets arbitrary
+    experts, and NaN as the weight of each chosen one.
 
     Args:
         scores: float32. One column per routed expert, then the gate of the shared ones if there is

@@ -25,7 +25,7 @@ def moe_scores(
     leave most multiprocessors idle. So for up to 8 rows in 16 bits, one kernel returns `[parts,
     tokens, columns]`, with enough parts to occupy the multiprocessors. For 16 to 128 rows a kernel
     of `gemm` does the same where XLA would copy the weight to pad it: where the features are not a
-    multiple of 256. Otherwise XLA returns `[tokens, columns]`. Rows are independent.
+    multiple of 256. Otherwise XLA returns `[tokens, columns]`.
 
     Raises:
         ValueError: `weight` does not match the features of `x`.

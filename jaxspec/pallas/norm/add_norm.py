@@ -17,7 +17,6 @@ def add_norm(stream: Stream, pending: Pending, norm: Norm) -> tuple[Stream, Stre
     """Return `stream + pending`, rounded to the dtype of the stream, and the norm of that sum.
 
     `pending` is defined in `residual`; if it is None, nothing is added and XLA computes the norm.
-    Rows are independent, so padding and NaN do not affect other rows.
 
     The kernel supports streams and norm weights in float32, bfloat16 or float16 (they may differ),
     and 512 to 8192 features in multiples of 128.
