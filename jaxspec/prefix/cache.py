@@ -31,6 +31,8 @@ from jaxspec.requests.request import Finish, PageTable, Request
 from jaxspec.requests.sampling_features import PENALTIES
 from jaxspec.requests.waiting_queue import urgency
 
+MAX_DISK_SECONDS = 10.0  # longest wait for the disk while no step runs
+
 
 class _Look(NamedTuple):
     """Result of the last lookup of a request."""
@@ -64,11 +66,11 @@ class PrefixArrivals:
         the pools before the next plan. With `can_wait=False` (no step runs) it waits here for the
         disk, and after a timeout continues without the blocks.
         """
-        way = self._look(request)
-        while any(map(self._tier.is_loading, way.blocks)):
+        way, disk = self._look(request), self._tier.disk
+        while disk is not None and any(map(disk.is_loading, way.blocks)):
             if can_wait:
                 return True
-            if not self._tier.load(way.blocks):
+            if not disk.wait(way.blocks, MAX_DISK_SECONDS):
                 self.drop(request)
                 return False
             way = self._look(request)  # unreadable blocks are gone

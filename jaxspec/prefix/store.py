@@ -186,7 +186,11 @@ class PrefixStore:
         gone = list[Node]()
         while self.tree.num_evictable and len(gone) < self._num_at_once:
             gone += self.tree.remove(self.tree.oldest())
-        self._to_host(gone)
+        if self._tier is not None:
+            self.copies += self._tier.save_pages(gone)
+            for node in gone:
+                if node.checkpoint:
+                    self.copies += self._tier.save_state(node, node.checkpoint)
         self._figures.num_evicted_checkpoints += sum([self.slots.drop(node) for node in gone])
         self._figures.num_evicted_pages += len(gone)
         return [node.page for node in gone]
@@ -204,22 +208,6 @@ class PrefixStore:
             tokens = request.tokens[index * size : (index + 1) * size]
             node = self.tree.add(node, tokens, pages[index - first])
         return node
-
-    def _to_host(self, gone: Sequence[Node]) -> None:
-        """Plan copies of evicted pages and states that the host lacks."""
-        if self._tier is None:
-            return
-        pages = [node for node in gone if self._tier.lacks_page(node)]
-        size = self._shapes.block_pages
-        for first in range(0, len(pages), size):
-            self.copies.append(self._tier.add_pages(pages[first : first + size]))
-        for node in gone:
-            if node.checkpoint:
-                self._state_to_host(node, node.checkpoint)
-
-    def _state_to_host(self, node: Node, slot: int) -> None:
-        if self._tier is not None and self._tier.lacks_state(node):
-            self.copies.append(self._tier.add_state(node, slot))
 
     def has(self, node: Node, tail: Sequence[int]) -> bool:
         """Return whether this state is cached; a hit marks it as used."""
@@ -252,7 +240,8 @@ class PrefixStore:
         slot, loser = self.slots.take()
         if loser is not None:
             self._figures.num_evicted_checkpoints += 1
-            self._state_to_host(loser, slot)
+            if self._tier is not None:
+                self.copies += self._tier.save_state(loser, slot)
             if len(loser.tokens) < self._shapes.page_size:  # a tail exists only for its state
                 self.pool.add_free(node.page for node in self.tree.remove(loser))
         if not slot:

@@ -279,10 +279,10 @@ class FakeDevice:
         tier = scheduler.prefixes.tier
         if tier is None:
             return
-        assert tier.num_bytes <= tier.max_bytes
-        for piece in tier.index:
+        assert tier.index.num_bytes <= tier.max_bytes
+        for piece in tier.index.blocks:
             pages, state = piece.arrays or ((), None)
-            for place, (_, tokens) in enumerate(tier.index._keys[piece] if pages else ()):
+            for place, (_, tokens) in enumerate(piece.keys if pages else ()):
                 count = len(tokens)
                 if piece.is_state:
                     assert state[len(state) - count :] == tokens, "another state"
