@@ -24,8 +24,8 @@ from jaxspec.plan.plan import Fork
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.prefix.block_index import BlockRef
 from jaxspec.prefix.host_tier import HostPrefixMatch, HostTier
-from jaxspec.prefix.page_pool import PagePool, PrefixMetrics
-from jaxspec.prefix.store import Copy, PrefixStore
+from jaxspec.prefix.page_pool import PagePool
+from jaxspec.prefix.store import Copy, PrefixMetrics, PrefixStore
 from jaxspec.prefix.tree import Node, PrefixMatch
 from jaxspec.requests.request import Finish, PageTable, Request
 from jaxspec.requests.sampling_features import PENALTIES

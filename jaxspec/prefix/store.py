@@ -5,20 +5,45 @@ them. So a cached state can be found by a request before the device has copied i
 order in which they are planned. So a page or slot can be reused as soon as a copy of it is planned.
 """
 
+import dataclasses
+from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxspec.plan.block_plan import Read, Write
 from jaxspec.plan.plan import Fork, StateExport
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.prefix.host_tier import HostTier
-from jaxspec.prefix.page_pool import PagePool, PrefixMetrics
-from jaxspec.prefix.state_slots import StateSlots
+from jaxspec.prefix.page_pool import PagePool, StateSlots
 from jaxspec.prefix.tree import Node, PrefixTree
 from jaxspec.requests.request import Request
 
 Copy = StateExport | Read | Write | Fork
 """Export of a state, copy to or from a block, or start of a request at a cached prefix."""
+
+
+@dataclasses.dataclass
+class PrefixMetrics:
+    """Counts over the life of an engine; tokens count on the first entry of a request."""
+
+    num_queries: int = 0  # tokens looked up
+    num_hits: int = 0  # tokens found in the cache
+    num_without_state: int = 0  # tokens with cached pages but no cached state at their end
+    num_resumed: int = 0  # tokens found by preempted requests when they entered again
+    num_checkpoints: int = 0  # states cached
+    num_evicted_checkpoints: int = 0
+    num_evicted_pages: int = 0
+    skipped: Counter[str] = dataclasses.field(default_factory=Counter)  # by reason
+
+    def of_request(self, num_tokens: int, num_cached: int, num_matched: int) -> None:
+        """Count a request on its first entry into the batch."""
+        self.num_queries += num_tokens
+        self.num_hits += num_cached
+        self.num_without_state += max(0, num_matched - num_cached)
+
+    def told(self) -> dict[str, Any]:
+        """Return all counts by name."""
+        return {**vars(self), "skipped": dict(self.skipped)}
 
 
 class _Pending(NamedTuple):
@@ -30,12 +55,12 @@ class _Pending(NamedTuple):
 
 
 class PrefixStore:
-    """The `Reserve` of its `pool`; evicts only pages that no request holds."""
+    """Cached pages and states; evicts only pages that no request holds."""
 
     def __init__(self, shapes: StepShapes, figures: PrefixMetrics, tier: HostTier | None = None):
         """Start empty, and count in `figures`; evictions go to `tier` if there is one."""
         self.tree = PrefixTree(shapes.page_size)
-        self.pool = PagePool(shapes.num_pages, self)
+        self.pool = PagePool(shapes.num_pages, self.tree, self.evict)
         self._shapes, self._figures, self._tier = shapes, figures, tier
         # A copy of a block takes as long as one of a page, so whole blocks are evicted to the host.
         # At most an eighth of a small pool is evicted at once.
@@ -128,6 +153,7 @@ class PrefixStore:
         if slot := self._slot(request):
             pages = request.pages[node.depth :]
             self.pool.share(pages)
+            self.pool.num_droppable += len(pages)
             self._pending[request] = _Pending(node, pages, slot)
             self.copies.append(StateExport(request.row, slot))
 
@@ -138,7 +164,7 @@ class PrefixStore:
         """
         if request not in self._pending:
             return
-        node, pages, slot = self._pending.pop(request)
+        node, pages, slot = self._pop_pending(request)
         length, first = len(request.tokens) - 1, node.depth
         if first == 0:
             node = self.tree.root(request.cache_salt)
@@ -154,26 +180,14 @@ class PrefixStore:
     def drop(self, request: Request) -> None:
         """Drop the pending state of a request, if any."""
         if request in self._pending:
-            pending = self._pending.pop(request)
+            pending = self._pop_pending(request)
             self._skip("dropped", pending.slot)
             self.pool.release(pending.pages)
 
-    # `Reserve`
-
-    @property
-    def num_evictable(self) -> int:
-        """Pages in the tree or of pending states that no running request holds."""
-        pending = sum(len(each.pages) for each in self._pending.values())
-        return self.tree.num_evictable + pending
-
-    def holds(self, page: int) -> bool:
-        return self.tree.holds(page)
-
-    def pin(self, page: int) -> None:
-        self.tree.pin(page)
-
-    def unpin(self, page: int) -> None:
-        self.tree.unpin(page)
+    def _pop_pending(self, request: Request) -> _Pending:
+        pending = self._pending.pop(request)
+        self.pool.num_droppable -= len(pending.pages)
+        return pending
 
     def evict(self) -> list[int]:
         """Evict the least recently used page, or with a host tier up to a block of pages.

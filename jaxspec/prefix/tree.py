@@ -186,7 +186,7 @@ class PrefixTree:
         if salt in self._roots and self._roots[salt].is_leaf:
             self._roots.pop(salt).is_alive = False
 
-    # Called by `PrefixStore` as a `Reserve`
+    # Called by the `PagePool`
 
     def holds(self, page: int) -> bool:
         return page in self._by_page

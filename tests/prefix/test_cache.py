@@ -37,7 +37,7 @@ def check_that_nothing_is_left(loop):
     """All is free once what is kept is forgotten."""
     loop.scheduler.prefixes.clear()
     store = loop.scheduler.prefixes.store
-    assert len(store) == len(store.slots) == store.num_evictable == 0
+    assert len(store) == len(store.slots) == store.pool.num_evictable == 0
     assert sorted(loop.scheduler.pages._free) == list(range(1, loop.scheduler.shapes.num_pages))
     assert len(store.slots._free) == loop.scheduler.shapes.num_checkpoints
 

@@ -40,7 +40,7 @@ def check_that_nothing_is_left(loop):
     )
     prefixes.clear()
     store, tier = prefixes.store, prefixes.tier
-    assert len(store) == len(store.slots) == store.num_evictable == len(tier.index.blocks) == 0
+    assert len(store) == len(store.slots) == store.pool.num_evictable == len(tier.index.blocks) == 0
     assert not tier.index.num_bytes and not store.tree._roots
     assert sorted(loop.scheduler.pages._free) == list(range(1, loop.scheduler.shapes.num_pages))
     assert len(store.slots._free) == loop.scheduler.shapes.num_checkpoints

@@ -3,8 +3,7 @@
 from fake_device import make_buckets, make_group
 
 from jaxspec.plan.plan import StateExport
-from jaxspec.prefix.page_pool import PrefixMetrics
-from jaxspec.prefix.store import PrefixStore
+from jaxspec.prefix.store import PrefixMetrics, PrefixStore
 
 
 def make(num_checkpoints=2, **sizes):
@@ -32,10 +31,10 @@ def test_full_pages_are_published_and_stay_when_their_request_leaves():
     store = make()
     request = running(store)
     node = publish(store, request, 9)
-    assert node.depth == 2 and len(store) == 2 and store.num_evictable == 0
+    assert node.depth == 2 and len(store) == 2 and store.pool.num_evictable == 0
     num_free = store.pool.num_free
     leave(store, request)
-    assert store.num_evictable == 2 and store.pool.num_free == num_free + 3
+    assert store.pool.num_evictable == 2 and store.pool.num_free == num_free + 3
 
 
 def test_a_partly_filled_page_is_copied_unless_its_request_leaves():
@@ -50,7 +49,7 @@ def test_a_partly_filled_page_is_copied_unless_its_request_leaves():
     store.keep(request, node, 10, gives_page=True)
     assert store.take_copies() == [StateExport(3, 2)]
     leave(store, request)
-    assert store.tree.holds(third) and store.num_evictable == 4
+    assert store.tree.holds(third) and store.pool.num_evictable == 4
 
 
 def test_what_is_there_is_not_kept_again():
@@ -91,12 +90,12 @@ def test_a_row_in_flight_is_kept_where_it_turns_out_to_stand():
     node = publish(store, request, 9)
     store.keep_unsettled(request, node)
     leave(store, request)
-    assert store.take_copies() == [StateExport(3, 1)] and store.num_evictable == 4
+    assert store.take_copies() == [StateExport(3, 1)] and store.pool.num_evictable == 4
     request.tokens += [1, 2, 3, 4]
     store.settle(request)
     hit = store.tree.match(None, request.tokens, 13)
     assert len(hit.nodes) == 3 and hit.at_checkpoint.tokens == (request.tokens[12],)
-    assert store.num_evictable == 4 and store.pool.num_free == store._shapes.num_pages - 1
+    assert store.pool.num_evictable == 4 and store.pool.num_free == store._shapes.num_pages - 1
 
 
 def test_clear_frees_what_nobody_holds():
@@ -106,7 +105,17 @@ def test_clear_frees_what_nobody_holds():
     leave(store, request)
     publish(store, other, 9)
     store.clear()
-    assert store.num_evictable == len(store) == 0 and store.take_copies() == []
+    assert store.pool.num_evictable == len(store) == 0 and store.take_copies() == []
     assert store.pool.num_free == store._shapes.num_pages - 1 - 3
     leave(store, other)
     assert store.pool.num_free == store._shapes.num_pages - 1
+
+
+def test_tokens_are_counted_as_looked_up_found_and_found_without_a_state():
+    figures = PrefixMetrics()
+    figures.of_request(30, num_cached=16, num_matched=24)
+    figures.of_request(20, num_cached=19, num_matched=16)  # behind a partly filled page
+    figures.skipped["no slot"] += 1
+    told = figures.told()
+    assert (told["num_queries"], told["num_hits"], told["num_without_state"]) == (50, 35, 8)
+    assert told["skipped"] == {"no slot": 1} and told["skipped"] is not figures.skipped
