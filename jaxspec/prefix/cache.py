@@ -16,16 +16,15 @@ What the device evicts is copied to host memory if there is a `HostTier`; `Prefi
 back for waiting requests. `copy_out` and `copy_in` copy the prefix of a request between engines.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxspec.plan.block_plan import Block, Copied, Read, Write
+from jaxspec.plan.block_plan import Block, Copied, Read
 from jaxspec.plan.plan import Fork
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.prefix.block_index import BlockRef
 from jaxspec.prefix.host_tier import HostPrefixMatch, HostTier
 from jaxspec.prefix.page_pool import PagePool
-from jaxspec.prefix.store import Copy, PrefixMetrics, PrefixStore
+from jaxspec.prefix.store import PrefixMetrics, PrefixStore
 from jaxspec.prefix.tree import Node, PrefixMatch
 from jaxspec.requests.request import Finish, PageTable, Request
 from jaxspec.requests.sampling_features import PENALTIES
@@ -81,7 +80,9 @@ class PrefixArrivals:
             return False  # too few pages for it to enter
         if can_wait and not all(map(self._tier.mover.has_landed, way.blocks)):
             return True
-        self._bring(request, way)
+        if self._store.restore(request.cache_salt, way):
+            num_known = len(way.nodes) * self._store.tree.page_size
+            self._tier.num_hits += way.num_tokens - num_known
         return False
 
     def drop(self, request: Request) -> None:
@@ -125,53 +126,6 @@ class PrefixArrivals:
         ahead = [block for blocks in others for block in blocks]
         self._tier.stage(first, ahead)
         self._unfilled = [block for block in (*first, *ahead) if block.arrays is None]
-
-    def _bring(self, request: Request, way: HostPrefixMatch) -> None:
-        if bring(self._store, request, way):
-            num_known = len(way.nodes) * self._store.tree.page_size
-            self._tier.num_hits += way.num_tokens - num_known
-
-
-def bring(store: PrefixStore, request: Request, way: HostPrefixMatch) -> bool:
-    """Plan writes of the blocks of a match to newly allocated pages and a state slot.
-
-    Return False without any effect if pages are short.
-    """
-    there = [node.page for node in way.nodes]
-    store.pool.share(there)  # held, so that allocations do not evict them
-    count = len(way.pages) + bool(way.state and way.state.tokens)
-    has_room = count <= store.pool.num_free
-    if has_room:
-        pages = store.pool.allocate(count)
-        node = way.nodes[-1] if way.nodes else store.tree.root(request.cache_salt)
-        for found, page in zip(way.pages, pages, strict=False):
-            node = store.tree.add(node, found.tokens, page)
-        store.copies += _writes(way.pages, pages)
-        if way.state is not None:
-            _bring_state(store, way.state, node, pages[len(way.pages) :])
-        store.pool.release(pages)
-    store.pool.release(there)
-    store.tree.prune(request.cache_salt)
-    return has_room
-
-
-def _bring_state(store: PrefixStore, state: BlockRef, node: Node, tail: Sequence[int]) -> None:
-    """Plan the write of a state to a slot; `tail` holds its partly filled page, if any."""
-    slot = store.take_slot()
-    if slot:
-        store.put(node, state.tokens, tail[0] if tail else 0, slot)
-        store.copies.append(Write(state.block, (0,) * len(tail), tuple(tail), slot))
-
-
-def _writes(found: Sequence[BlockRef], pages: Sequence[int]) -> list[Write]:
-    """Return one write per block, with the page for each page found."""
-    by_block: dict[Block, list[tuple[int, int]]] = {}
-    for each, page in zip(found, pages, strict=False):
-        by_block.setdefault(each.block, []).append((each.place, page))
-    return [
-        Write(block, tuple(place for place, _ in moves), tuple(page for _, page in moves))
-        for block, moves in by_block.items()
-    ]
 
 
 MIN_UNCACHED = 1000  # least uncached tokens for which caching the state at the end pays off
@@ -243,7 +197,10 @@ class PrefixCache:
         """Return the stats by name; empty if prefixes are not cached."""
         if not self._is_on:
             return {}
-        now: dict[str, Any] = {"num_pages": len(self.store), "num_states": len(self.store.slots)}
+        now: dict[str, Any] = {
+            "num_pages": len(self.store.tree),
+            "num_states": len(self.store.slots),
+        }
         now |= {"host": self.tier.figures()} if self.tier is not None else {}
         return {"prefix_cache": {**self.stats.told(), **now}}
 
@@ -308,7 +265,6 @@ class PrefixCache:
         else:
             self.stats.num_resumed += hit.num_cached
         if hit.node is not None:
-            self.store.begin_late()
             self.store.touch(hit.node)
             for length in request.cache_boundaries:
                 self.store.touch_before(request, hit.node, length)
@@ -414,14 +370,6 @@ class PrefixCache:
         if self._arrivals is not None:
             self._arrivals.drop(request)
 
-    @property
-    def lets_in(self) -> bool:
-        """True if a request enters at a cached prefix with the next plan."""
-        return any(isinstance(copy, Fork) for copy in self.store.copies)
-
-    def take_copies(self) -> list[Copy]:
-        return self.store.take_copies()
-
     def _publish(self, request: Request, num_computed: int) -> None:
         self._at[request] = self.store.publish(request, self._at[request], num_computed)
 
@@ -469,4 +417,6 @@ def copy_in(prefixes: PrefixCache, request: Request, copied: Copied) -> None:
     state = None
     if copied.state is not None:
         state = BlockRef(tokens[num_full * size : copied.num_tokens], copied.state)
-    bring(store, request, HostPrefixMatch(copied.num_tokens, nodes, tuple(pages), state))
+    store.restore(
+        request.cache_salt, HostPrefixMatch(copied.num_tokens, nodes, tuple(pages), state)
+    )

@@ -7,13 +7,14 @@ order in which they are planned. So a page or slot can be reused as soon as a co
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-from jaxspec.plan.block_plan import Read, Write
+from jaxspec.plan.block_plan import Block, Read, Write
 from jaxspec.plan.plan import Fork, StateExport
 from jaxspec.plan.step_shapes import StepShapes
-from jaxspec.prefix.host_tier import HostTier
+from jaxspec.prefix.block_index import BlockRef
+from jaxspec.prefix.host_tier import HostPrefixMatch, HostTier
 from jaxspec.prefix.page_pool import PagePool, StateSlots
 from jaxspec.prefix.tree import Node, PrefixTree
 from jaxspec.requests.request import Request
@@ -79,11 +80,6 @@ class PrefixStore:
         self.slots = StateSlots(self._shapes.num_checkpoints, self.tree)
         self._pending: dict[Request, _Pending] = {}
         self.copies: list[Copy] = []  # before the step of the next plan
-        self._is_late = False
-
-    def __len__(self) -> int:
-        """Number of cached pages."""
-        return len(self.tree)
 
     # Running requests
 
@@ -101,15 +97,16 @@ class PrefixStore:
         if depth <= node.depth:
             while node.parent is not None and node.depth > depth:
                 node = node.parent
-            self.has(node, self._tail(request, length))
+            self._has(node, self._tail(request, length))
 
-    def begin_late(self) -> None:
-        """Allow no more exports of states in the next plan: a request enters in it."""
-        self._is_late = True
+    @property
+    def lets_in(self) -> bool:
+        """True if a request enters at a cached prefix with the next plan."""
+        return any(isinstance(copy, Fork) for copy in self.copies)
 
     def take_copies(self) -> list[Copy]:
         """Return the copies to run before the step of the current plan, in order."""
-        copies, self.copies, self._is_late = self.copies, [], False
+        copies, self.copies = self.copies, []
         return copies
 
     def publish(self, request: Request, node: Node, num_computed: int) -> Node:
@@ -130,7 +127,7 @@ class PrefixStore:
         A partly filled page is copied, or with `gives_page` taken over from a request that leaves.
         """
         tail = self._tail(request, length)
-        if length < 1 or node.depth != length // self._shapes.page_size or self.has(node, tail):
+        if length < 1 or node.depth != length // self._shapes.page_size or self._has(node, tail):
             return
         slot = self._slot(request)
         if not slot:
@@ -142,7 +139,7 @@ class PrefixStore:
                 self._skip("no page", slot)
                 return
             source, (target,) = page, self.pool.allocate(1)
-        self.put(node, tail, target or page, slot)
+        self._put(node, tail, target or page, slot)
         self.pool.release([target] if target else [])
         self.copies.append(StateExport(request.row, slot, source, target))
 
@@ -171,10 +168,10 @@ class PrefixStore:
         if node.is_alive:
             node = self._add(request, node, length // self._shapes.page_size, pages)
         tail = self._tail(request, length)
-        if node.is_alive and self.has(node, tail):
+        if node.is_alive and self._has(node, tail):
             self.slots.give_back(slot)
         else:
-            self.put(node, tail, pages[node.depth - first] if tail else 0, slot)
+            self._put(node, tail, pages[node.depth - first] if tail else 0, slot)
         self.pool.release(pages)
 
     def drop(self, request: Request) -> None:
@@ -209,6 +206,37 @@ class PrefixStore:
         self._figures.num_evicted_pages += len(gone)
         return [node.page for node in gone]
 
+    # Blocks
+
+    def restore(self, salt: Hashable, match: HostPrefixMatch) -> bool:
+        """Plan writes of the blocks of a match to newly allocated pages and a state slot.
+
+        Return False without any effect if pages are short.
+        """
+        there = [node.page for node in match.nodes]
+        self.pool.share(there)  # held, so that allocations do not evict them
+        count = len(match.pages) + bool(match.state and match.state.tokens)
+        has_room = count <= self.pool.num_free
+        if has_room:
+            pages = self.pool.allocate(count)
+            node = match.nodes[-1] if match.nodes else self.tree.root(salt)
+            for found, page in zip(match.pages, pages, strict=False):
+                node = self.tree.add(node, found.tokens, page)
+            self.copies += _writes(match.pages, pages)
+            if match.state is not None:
+                self._restore_state(match.state, node, pages[len(match.pages) :])
+            self.pool.release(pages)
+        self.pool.release(there)
+        self.tree.prune(salt)
+        return has_room
+
+    def _restore_state(self, state: BlockRef, node: Node, tail: Sequence[int]) -> None:
+        """Plan the write of a state to a slot; `tail` holds its partly filled page, if any."""
+        slot = self._take_slot()
+        if slot:
+            self._put(node, state.tokens, tail[0] if tail else 0, slot)
+            self.copies.append(Write(state.block, (0,) * len(tail), tuple(tail), slot))
+
     # Helpers
 
     def _tail(self, request: Request, length: int) -> list[int]:
@@ -223,7 +251,7 @@ class PrefixStore:
             node = self.tree.add(node, tokens, pages[index - first])
         return node
 
-    def has(self, node: Node, tail: Sequence[int]) -> bool:
+    def _has(self, node: Node, tail: Sequence[int]) -> bool:
         """Return whether this state is cached; a hit marks it as used."""
         there = node.tails.get(tuple(tail)) if tail else node
         if there is None or not there.checkpoint:
@@ -231,7 +259,7 @@ class PrefixStore:
         self.touch(there)
         return True
 
-    def put(self, node: Node, tail: Sequence[int], page: int, slot: int) -> None:
+    def _put(self, node: Node, tail: Sequence[int], page: int, slot: int) -> None:
         """Assign a slot to the state after `node` and `tail`, whose held page is `page`.
 
         Skipped if the allocation of the page or slot has evicted `node`.
@@ -244,12 +272,12 @@ class PrefixStore:
 
     def _slot(self, request: Request) -> int:
         """Return a slot for the state of a row; 0 if there is none or it is too late."""
-        if self._is_late or request.row < 0:
+        if self.lets_in or request.row < 0:  # states are exported before a request enters
             self._skip("too late")
             return 0
-        return self.take_slot()
+        return self._take_slot()
 
-    def take_slot(self) -> int:
+    def _take_slot(self) -> int:
         """Return a slot for a state, evicting another one if needed; 0 if there is none."""
         slot, loser = self.slots.take()
         if loser is not None:
@@ -266,3 +294,14 @@ class PrefixStore:
         self._figures.skipped[reason] += 1
         if slot:
             self.slots.give_back(slot)
+
+
+def _writes(found: Sequence[BlockRef], pages: Sequence[int]) -> list[Write]:
+    """Return one write per block, with the page for each page found."""
+    by_block: dict[Block, list[tuple[int, int]]] = {}
+    for each, page in zip(found, pages, strict=False):
+        by_block.setdefault(each.block, []).append((each.place, page))
+    return [
+        Write(block, tuple(place for place, _ in moves), tuple(page for _, page in moves))
+        for block, moves in by_block.items()
+    ]

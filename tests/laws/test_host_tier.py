@@ -41,8 +41,8 @@ def push_out(engine):
     pool, store = engine.scheduler.pages, engine.scheduler.prefixes.store
     pool.release(pool.allocate(pool.num_free))
     while len(store.slots):
-        store.slots.give_back(store.take_slot())
-    assert not len(store)
+        store.slots.give_back(store._take_slot())
+    assert not len(store.tree)
 
 
 def check_all_is_free(engine):

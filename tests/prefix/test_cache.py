@@ -37,7 +37,7 @@ def check_that_nothing_is_left(loop):
     """All is free once what is kept is forgotten."""
     loop.scheduler.prefixes.clear()
     store = loop.scheduler.prefixes.store
-    assert len(store) == len(store.slots) == store.pool.num_evictable == 0
+    assert len(store.tree) == len(store.slots) == store.pool.num_evictable == 0
     assert sorted(loop.scheduler.pages._free) == list(range(1, loop.scheduler.shapes.num_pages))
     assert len(store.slots._free) == loop.scheduler.shapes.num_checkpoints
 
@@ -230,9 +230,9 @@ def test_an_error_forgets_all_that_is_kept():
     loop = loop_of(ALL)
     run(loop, group_of(1, 22, 22))
     prefixes = loop.scheduler.prefixes
-    assert len(prefixes.store) and len(prefixes.store.slots)
+    assert len(prefixes.store.tree) and len(prefixes.store.slots)
     prefixes.ended(loop.requests[1], Finish.ERROR)
-    assert not len(prefixes.store) and not len(prefixes.store.slots)
+    assert not len(prefixes.store.tree) and not len(prefixes.store.slots)
     assert run(loop, group_of(2, 22, 22)) == [0]
 
 
@@ -244,7 +244,7 @@ def test_after_a_reset_nothing_is_found_and_what_runs_goes_on():
     loop.turn()
     loop.scheduler.prefixes.clear()
     loop.run()
-    assert len(loop.scheduler.prefixes.store) == 0  # nor was anything kept of what ran
+    assert len(loop.scheduler.prefixes.store.tree) == 0  # nor was anything kept of what ran
     assert run(loop, group_of(3, 22, 22)) == [0]
 
 

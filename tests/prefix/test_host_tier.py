@@ -7,7 +7,7 @@ from loop import Loop, wander
 from pairwise import crossed
 
 from jaxspec.plan.block_plan import Block, Read, Write
-from jaxspec.prefix import cache, host_tier
+from jaxspec.prefix import host_tier
 from jaxspec.prefix import store as prefix_store
 from jaxspec.prefix import tree as prefix_tree
 from jaxspec.prefix.block_index import BlockIndex
@@ -40,7 +40,13 @@ def check_that_nothing_is_left(loop):
     )
     prefixes.clear()
     store, tier = prefixes.store, prefixes.tier
-    assert len(store) == len(store.slots) == store.pool.num_evictable == len(tier.index.blocks) == 0
+    assert (
+        len(store.tree)
+        == len(store.slots)
+        == store.pool.num_evictable
+        == len(tier.index.blocks)
+        == 0
+    )
     assert not tier.index.num_bytes and not store.tree._roots
     assert sorted(loop.scheduler.pages._free) == list(range(1, loop.scheduler.shapes.num_pages))
     assert len(store.slots._free) == loop.scheduler.shapes.num_checkpoints
@@ -375,7 +381,7 @@ def test_a_digest_is_of_a_text_and_its_salt_and_the_same_in_every_process():
 
 
 REAL_TAKE = prefix_store.PrefixStore.take_copies
-REAL_BRING = cache._bring_state
+REAL_RESTORE = prefix_store.PrefixStore._restore_state
 
 
 def read_after_the_page_was_used_again(store):
@@ -414,7 +420,7 @@ def no_salt_in_digests(node):
 
 
 def pages_without_their_state(store, state, node, tail):
-    REAL_BRING(store, state, node, tail)
+    REAL_RESTORE(store, state, node, tail)
     store.copies.pop()
 
 
@@ -433,7 +439,7 @@ BUGS = {
     ),
     "no salt in digests": (prefix_tree, "digest_of", no_salt_in_digests),
     "pages without their state": (
-        cache, "_bring_state", pages_without_their_state,
+        prefix_store.PrefixStore, "_restore_state", pages_without_their_state,
     ),
 }  # fmt: skip
 

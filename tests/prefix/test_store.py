@@ -2,7 +2,7 @@
 
 from fake_device import make_buckets, make_group
 
-from jaxspec.plan.plan import StateExport
+from jaxspec.plan.plan import Fork, StateExport
 from jaxspec.prefix.store import PrefixMetrics, PrefixStore
 
 
@@ -31,7 +31,7 @@ def test_full_pages_are_published_and_stay_when_their_request_leaves():
     store = make()
     request = running(store)
     node = publish(store, request, 9)
-    assert node.depth == 2 and len(store) == 2 and store.pool.num_evictable == 0
+    assert node.depth == 2 and len(store.tree) == 2 and store.pool.num_evictable == 0
     num_free = store.pool.num_free
     leave(store, request)
     assert store.pool.num_evictable == 2 and store.pool.num_free == num_free + 3
@@ -66,19 +66,19 @@ def test_the_state_used_longest_ago_makes_room_and_takes_its_own_page_along():
     first, second = running(store, 9), running(store, 10, seed=2)
     store.keep(first, publish(store, first, 9), 9, gives_page=True)
     leave(store, first)
-    num_pages = len(store)
+    num_pages = len(store.tree)
     store.keep(second, publish(store, second, 8), 8)
     assert [each.checkpoint for each in store.take_copies()] == [1, 1]
-    assert len(store) == num_pages - 1 + 2 and store._figures.num_evicted_checkpoints == 1
+    assert len(store.tree) == num_pages - 1 + 2 and store._figures.num_evicted_checkpoints == 1
 
 
 def test_what_would_come_too_late_is_not_kept():
     store = make()
     request = running(store)
     node = publish(store, request, 8)
-    store.begin_late()
+    store.copies.append(Fork(1, 2, 0, 0, (1,)))
     store.keep(request, node, 8)
-    assert store.take_copies() == [] and store._figures.skipped["too late"] == 1
+    assert len(store.take_copies()) == 1 and store._figures.skipped["too late"] == 1
     store.keep(request, node, 8)
     assert len(store.take_copies()) == 1
 
@@ -105,7 +105,7 @@ def test_clear_frees_what_nobody_holds():
     leave(store, request)
     publish(store, other, 9)
     store.clear()
-    assert store.pool.num_evictable == len(store) == 0 and store.take_copies() == []
+    assert store.pool.num_evictable == len(store.tree) == 0 and store.take_copies() == []
     assert store.pool.num_free == store._shapes.num_pages - 1 - 3
     leave(store, other)
     assert store.pool.num_free == store._shapes.num_pages - 1
