@@ -30,104 +30,6 @@ from jaxspec.requests.request import Finish, PageTable, Request
 from jaxspec.requests.sampling_features import PENALTIES
 from jaxspec.requests.waiting_queue import urgency
 
-MAX_DISK_SECONDS = 10.0  # longest wait for the disk while no step runs
-
-
-class _Look(NamedTuple):
-    """Result of the last lookup of a request."""
-
-    version: tuple[int, ...]  # limit of the tokens, then versions of the tiers
-    match: PrefixMatch
-    way: HostPrefixMatch
-
-
-class PrefixArrivals:
-    """Restores blocks of the host `tier` for waiting requests into `store`."""
-
-    def __init__(self, store: PrefixStore, tier: HostTier):
-        self._store, self._tier = store, tier
-        self.clear()
-
-    def clear(self) -> None:
-        """Drop all lookups and staged blocks."""
-        self._coming: dict[Request, _Look] = {}
-        self._stage()
-
-    def expect(self, request: Request) -> None:
-        """Start to load the blocks of a request that will enter soon."""
-        if request not in self._coming and not request.in_flight:
-            self._look(request)
-
-    def is_coming(self, request: Request, num_pages: int, *, can_wait: bool) -> bool:
-        """Return whether a request must wait for blocks that are being loaded.
-
-        If False and `num_pages` pages are available for the request, the blocks are written into
-        the pools before the next plan. With `can_wait=False` (no step runs) it waits here for the
-        disk, and after a timeout continues without the blocks.
-        """
-        way, disk = self._look(request), self._tier.disk
-        while disk is not None and any(map(disk.is_loading, way.blocks)):
-            if can_wait:
-                return True
-            if not disk.wait(way.blocks, MAX_DISK_SECONDS):
-                self.drop(request)
-                return False
-            way = self._look(request)  # unreadable blocks are gone
-        if not way.num_tokens:
-            return False
-        held = sum(node.is_held for node in way.nodes)
-        if num_pages > self._store.pool.num_free + held:
-            return False  # too few pages for it to enter
-        if can_wait and not all(map(self._tier.mover.has_landed, way.blocks)):
-            return True
-        if self._store.restore(request.cache_salt, way):
-            num_known = len(way.nodes) * self._store.tree.page_size
-            self._tier.num_hits += way.num_tokens - num_known
-        return False
-
-    def drop(self, request: Request) -> None:
-        """Stop loading blocks for a request."""
-        if self._coming.pop(request, None) is not None:
-            self._stage()
-
-    def num_matched(self, request: Request) -> int:
-        """Return the tokens in full pages that the last lookup found in any tier."""
-        return self._coming[request].way.num_matched if request in self._coming else 0
-
-    def match(self, request: Request) -> PrefixMatch:
-        """Return the current match on the device, without the last token."""
-        look, tree = self._coming.get(request), self._store.tree
-        limit = len(request.tokens) - 1
-        if look is not None and look.version[:2] == (limit, tree.version):
-            return look.match
-        return tree.match(request.cache_salt, request.tokens, limit)
-
-    def _look(self, request: Request) -> HostPrefixMatch:
-        """Return the match in all tiers; it is looked up again only if a tier has changed."""
-        tree, salt = self._store.tree, request.cache_salt
-        limit = len(request.tokens) - 1
-        version = limit, tree.version, *self._tier.versions()
-        look = self._coming.get(request)
-        if look is None or look.version != version:
-            match = self.match(request)
-            way = self._tier.find(match, tree.root(salt), request.tokens, limit)
-            tree.prune(salt)
-            self._coming[request] = look = _Look(version, match, way)
-            self._stage()
-        elif any(block.arrays is not None for block in self._unfilled):
-            self._stage()
-        return look.way
-
-    def _stage(self) -> None:
-        """Start to copy the blocks of waiting requests, the most urgent request first."""
-        # Among equals, preempted requests come first, as in the queue.
-        waiting = sorted(self._coming, key=lambda each: (urgency(each), not each.generation))
-        first, *others = [self._coming[each].way.blocks for each in waiting] or [[]]
-        ahead = [block for blocks in others for block in blocks]
-        self._tier.stage(first, ahead)
-        self._unfilled = [block for block in (*first, *ahead) if block.arrays is None]
-
-
 MIN_UNCACHED = 1000  # least uncached tokens for which caching the state at the end pays off
 # Least new tokens of a chat turn for a cached state at its boundary. A step of Qwen3.5-9B takes as
 # long as about 200 prompt tokens: benchmarks/results, prefill_h200 and decode_h200.
@@ -202,7 +104,7 @@ class PrefixCache:
             "num_states": len(self.store.slots),
         }
         now |= {"host": self.tier.figures()} if self.tier is not None else {}
-        return {"prefix_cache": {**self.stats.told(), **now}}
+        return {"prefix_cache": {**self.stats.as_dict(), **now}}
 
     # Lookups
 
@@ -375,6 +277,104 @@ class PrefixCache:
 
     def _keep_all(self, request: Request, length: int) -> None:
         self.store.keep(request, self._at[request], length, gives_page=True)
+
+
+MAX_DISK_SECONDS = 10.0  # longest wait for the disk while no step runs
+
+
+class _Look(NamedTuple):
+    """Result of the last lookup of a request."""
+
+    version: tuple[int, ...]  # limit of the tokens, then versions of the tiers
+    device: PrefixMatch
+    host: HostPrefixMatch
+
+
+class PrefixArrivals:
+    """Restores blocks of the host `tier` for waiting requests into `store`."""
+
+    def __init__(self, store: PrefixStore, tier: HostTier):
+        self._store, self._tier = store, tier
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all lookups and staged blocks."""
+        self._coming: dict[Request, _Look] = {}
+        self._stage()
+
+    def expect(self, request: Request) -> None:
+        """Start to load the blocks of a request that will enter soon."""
+        if request not in self._coming and not request.in_flight:
+            self._look(request)
+
+    def is_coming(self, request: Request, num_pages: int, *, can_wait: bool) -> bool:
+        """Return whether a request must wait for blocks that are being loaded.
+
+        If False and `num_pages` pages are available for the request, the blocks are written into
+        the pools before the next plan. With `can_wait=False` (no step runs) it waits here for the
+        disk, and after a timeout continues without the blocks.
+        """
+        match, disk = self._look(request), self._tier.disk
+        while disk is not None and any(map(disk.is_loading, match.blocks)):
+            if can_wait:
+                return True
+            if not disk.wait(match.blocks, MAX_DISK_SECONDS):
+                self.drop(request)
+                return False
+            match = self._look(request)  # unreadable blocks are gone
+        if not match.num_tokens:
+            return False
+        held = sum(node.is_held for node in match.nodes)
+        if num_pages > self._store.pool.num_free + held:
+            return False  # too few pages for it to enter
+        if can_wait and not all(map(self._tier.mover.has_landed, match.blocks)):
+            return True
+        if self._store.restore(request.cache_salt, match):
+            num_known = len(match.nodes) * self._store.tree.page_size
+            self._tier.num_hits += match.num_tokens - num_known
+        return False
+
+    def drop(self, request: Request) -> None:
+        """Stop loading blocks for a request."""
+        if self._coming.pop(request, None) is not None:
+            self._stage()
+
+    def num_matched(self, request: Request) -> int:
+        """Return the tokens in full pages that the last lookup found in any tier."""
+        return self._coming[request].host.num_matched if request in self._coming else 0
+
+    def match(self, request: Request) -> PrefixMatch:
+        """Return the current match on the device, without the last token."""
+        look, tree = self._coming.get(request), self._store.tree
+        limit = len(request.tokens) - 1
+        if look is not None and look.version[:2] == (limit, tree.version):
+            return look.device
+        return tree.match(request.cache_salt, request.tokens, limit)
+
+    def _look(self, request: Request) -> HostPrefixMatch:
+        """Return the match in all tiers; it is looked up again only if a tier has changed."""
+        tree, salt = self._store.tree, request.cache_salt
+        limit = len(request.tokens) - 1
+        version = limit, tree.version, *self._tier.versions()
+        look = self._coming.get(request)
+        if look is None or look.version != version:
+            device = self.match(request)
+            host = self._tier.find(device, tree.root(salt), request.tokens, limit)
+            tree.prune(salt)
+            self._coming[request] = look = _Look(version, device, host)
+            self._stage()
+        elif any(block.arrays is not None for block in self._unfilled):
+            self._stage()
+        return look.host
+
+    def _stage(self) -> None:
+        """Start to copy the blocks of waiting requests, the most urgent request first."""
+        # Among equals, preempted requests come first, as in the queue.
+        waiting = sorted(self._coming, key=lambda each: (urgency(each), not each.generation))
+        first, *others = [self._coming[each].host.blocks for each in waiting] or [[]]
+        ahead = [block for blocks in others for block in blocks]
+        self._tier.stage(first, ahead)
+        self._unfilled = [block for block in (*first, *ahead) if block.arrays is None]
 
 
 def copy_out(prefixes: PrefixCache, request: Request) -> Copied:

@@ -42,7 +42,7 @@ class PrefixMetrics:
         self.num_hits += num_cached
         self.num_without_state += max(0, num_matched - num_cached)
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return all counts by name."""
         return {**vars(self), "skipped": dict(self.skipped)}
 
@@ -58,11 +58,11 @@ class _Pending(NamedTuple):
 class PrefixStore:
     """Cached pages and states; evicts only pages that no request holds."""
 
-    def __init__(self, shapes: StepShapes, figures: PrefixMetrics, tier: HostTier | None = None):
-        """Start empty, and count in `figures`; evictions go to `tier` if there is one."""
+    def __init__(self, shapes: StepShapes, metrics: PrefixMetrics, tier: HostTier | None = None):
+        """Start empty, and count in `metrics`; evictions go to `tier` if there is one."""
         self.tree = PrefixTree(shapes.page_size)
         self.pool = PagePool(shapes.num_pages, self.tree, self.evict)
-        self._shapes, self._figures, self._tier = shapes, figures, tier
+        self._shapes, self._metrics, self._tier = shapes, metrics, tier
         # A copy of a block takes as long as one of a page, so whole blocks are evicted to the host.
         # At most an eighth of a small pool is evicted at once.
         many = min(shapes.block_pages, max(1, shapes.num_pages // 8))
@@ -202,8 +202,8 @@ class PrefixStore:
             for node in gone:
                 if node.checkpoint:
                     self.copies += self._tier.save_state(node, node.checkpoint)
-        self._figures.num_evicted_checkpoints += sum([self.slots.drop(node) for node in gone])
-        self._figures.num_evicted_pages += len(gone)
+        self._metrics.num_evicted_checkpoints += sum([self.slots.drop(node) for node in gone])
+        self._metrics.num_evicted_pages += len(gone)
         return [node.page for node in gone]
 
     # Blocks
@@ -268,7 +268,7 @@ class PrefixStore:
             self._skip("no page", slot)
             return
         self.slots.put(self.tree.add(node, tail, page) if tail else node, slot)
-        self._figures.num_checkpoints += 1
+        self._metrics.num_checkpoints += 1
 
     def _slot(self, request: Request) -> int:
         """Return a slot for the state of a row; 0 if there is none or it is too late."""
@@ -281,7 +281,7 @@ class PrefixStore:
         """Return a slot for a state, evicting another one if needed; 0 if there is none."""
         slot, loser = self.slots.take()
         if loser is not None:
-            self._figures.num_evicted_checkpoints += 1
+            self._metrics.num_evicted_checkpoints += 1
             if self._tier is not None:
                 self.copies += self._tier.save_state(loser, slot)
             if len(loser.tokens) < self._shapes.page_size:  # a tail exists only for its state
@@ -291,7 +291,7 @@ class PrefixStore:
         return slot
 
     def _skip(self, reason: str, slot: int = 0) -> None:
-        self._figures.skipped[reason] += 1
+        self._metrics.skipped[reason] += 1
         if slot:
             self.slots.give_back(slot)
 

@@ -52,14 +52,14 @@ def digest_of(node: Node) -> bytes:
 
     It is the same in every process, so it can name files.
     """
-    way = []
+    path = []
     while node.digest is None and node.parent is not None:
-        way.append(node)
+        path.append(node)
         node = node.parent
     if node.digest is None:
         node.digest = hashlib.blake2b(repr(node.tokens[0]).encode(), digest_size=32).digest()
     digest = node.digest
-    for each in reversed(way):
+    for each in reversed(path):
         digest = each.digest = chained(digest, each.tokens)
     return digest
 

@@ -220,7 +220,7 @@ def test_what_a_preempted_request_left_is_given_up_when_pages_are_short_or_it_is
             loop.scheduler.pages.release(loop.scheduler.pages.allocate(13))
         else:
             loop.scheduler.end(request, Finish.ABORT)
-        assert not store._pending and store._figures.skipped["dropped"] == 1
+        assert not store._pending and store._metrics.skipped["dropped"] == 1
         loop.run()
         check_that_nothing_is_left(loop)
 

@@ -270,7 +270,7 @@ def test_what_the_most_urgent_request_needs_comes_first():
     prefixes.tier.stage = lambda first, ahead: staged.append((first, ahead))
     prefixes._arrivals._stage()
     coming = prefixes._arrivals._coming
-    assert staged == [(coming[urgent].way.blocks, coming[late].way.blocks)]
+    assert staged == [(coming[urgent].host.blocks, coming[late].host.blocks)]
     del prefixes.tier.stage
     loop.run()
     assert late.num_cached_tokens == urgent.num_cached_tokens == 20

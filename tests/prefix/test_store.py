@@ -58,7 +58,7 @@ def test_what_is_there_is_not_kept_again():
     node = publish(store, request, 8)
     for _ in range(2):
         store.keep(request, node, 8)
-    assert len(store.take_copies()) == 1 and store._figures.num_checkpoints == 1
+    assert len(store.take_copies()) == 1 and store._metrics.num_checkpoints == 1
 
 
 def test_the_state_used_longest_ago_makes_room_and_takes_its_own_page_along():
@@ -69,7 +69,7 @@ def test_the_state_used_longest_ago_makes_room_and_takes_its_own_page_along():
     num_pages = len(store.tree)
     store.keep(second, publish(store, second, 8), 8)
     assert [each.checkpoint for each in store.take_copies()] == [1, 1]
-    assert len(store.tree) == num_pages - 1 + 2 and store._figures.num_evicted_checkpoints == 1
+    assert len(store.tree) == num_pages - 1 + 2 and store._metrics.num_evicted_checkpoints == 1
 
 
 def test_what_would_come_too_late_is_not_kept():
@@ -78,7 +78,7 @@ def test_what_would_come_too_late_is_not_kept():
     node = publish(store, request, 8)
     store.copies.append(Fork(1, 2, 0, 0, (1,)))
     store.keep(request, node, 8)
-    assert len(store.take_copies()) == 1 and store._figures.skipped["too late"] == 1
+    assert len(store.take_copies()) == 1 and store._metrics.skipped["too late"] == 1
     store.keep(request, node, 8)
     assert len(store.take_copies()) == 1
 
@@ -116,6 +116,6 @@ def test_tokens_are_counted_as_looked_up_found_and_found_without_a_state():
     figures.of_request(30, num_cached=16, num_matched=24)
     figures.of_request(20, num_cached=19, num_matched=16)  # behind a partly filled page
     figures.skipped["no slot"] += 1
-    told = figures.told()
+    told = figures.as_dict()
     assert (told["num_queries"], told["num_hits"], told["num_without_state"]) == (50, 35, 8)
     assert told["skipped"] == {"no slot": 1} and told["skipped"] is not figures.skipped
