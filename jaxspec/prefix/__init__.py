@@ -1,6 +1,6 @@
 """The prefix cache: pages and states on the device, blocks in host memory and on disk. No JAX.
 
-    Scheduler ─▶ PrefixCache ─┬─▶ PrefixStore: PrefixTree, PagePool, StateSlots       device
+    Scheduler ─▶ PrefixCache ─┬─▶ PrefixStore: PrefixTree, PagePool                   device
                               └─▶ PrefixArrivals ─▶ HostTier ─▶ DiskTier              host, disk
 
 A request that enters starts at the longest cached prefix, and its pages and states are cached while

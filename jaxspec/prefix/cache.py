@@ -101,7 +101,7 @@ class PrefixCache:
             return {}
         now: dict[str, Any] = {
             "num_pages": len(self.store.tree),
-            "num_states": len(self.store.slots),
+            "num_states": len(self.store.states),
         }
         now |= {"host": self.tier.figures()} if self.tier is not None else {}
         return {"prefix_cache": {**self.stats.as_dict(), **now}}

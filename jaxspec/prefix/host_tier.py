@@ -99,8 +99,8 @@ class HostTier:
             for first in range(0, len(new), most)
         ]
 
-    def save_state(self, node: Node, slot: int) -> list[Read]:
-        """Add a block of the node's state in `slot`, with its page if that is partly filled.
+    def save_state(self, node: Node) -> list[Read]:
+        """Add a block of the node's state, with its page if that is partly filled.
 
         Return the copy that fills it, or none if a block has this state.
         """
@@ -108,7 +108,9 @@ class HostTier:
             return []
         self.num_read_states += 1
         is_tail = len(node.tokens) < self._shapes.page_size
-        return [Read(self._add([node], is_state=True), (node.page,) if is_tail else (), slot)]
+        return [
+            Read(self._add([node], is_state=True), (node.page,) if is_tail else (), node.checkpoint)
+        ]
 
     # Lookups
 

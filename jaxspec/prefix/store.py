@@ -6,7 +6,7 @@ order in which they are planned. So a page or slot can be reused as soon as a co
 """
 
 import dataclasses
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from jaxspec.plan.plan import Fork, StateExport
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.prefix.block_index import BlockRef
 from jaxspec.prefix.host_tier import HostPrefixMatch, HostTier
-from jaxspec.prefix.page_pool import PagePool, StateSlots
+from jaxspec.prefix.page_pool import PagePool
 from jaxspec.prefix.tree import Node, PrefixTree
 from jaxspec.requests.request import Request
 
@@ -77,7 +77,9 @@ class PrefixStore:
         self._forget()
 
     def _forget(self) -> None:
-        self.slots = StateSlots(self._shapes.num_checkpoints, self.tree)
+        # State slots 1..num_checkpoints; slot 0 is null.
+        self.free_slots = list(range(self._shapes.num_checkpoints, 0, -1))
+        self.states: OrderedDict[Node, None] = OrderedDict()  # nodes with a slot, by last use
         self._pending: dict[Request, _Pending] = {}
         self.copies: list[Copy] = []  # before the step of the next plan
 
@@ -86,7 +88,8 @@ class PrefixStore:
     def touch(self, node: Node) -> None:
         """Mark the prefix that ends at `node` as used."""
         self.tree.touch(node)
-        self.slots.touch(node)
+        if node in self.states:
+            self.states.move_to_end(node)
 
     def touch_before(self, request: Request, node: Node, length: int) -> None:
         """Mark the state cached at `length` tokens as used, if it is on the path to `node`.
@@ -169,7 +172,7 @@ class PrefixStore:
             node = self._add(request, node, length // self._shapes.page_size, pages)
         tail = self._tail(request, length)
         if node.is_alive and self._has(node, tail):
-            self.slots.give_back(slot)
+            self.free_slots.append(slot)
         else:
             self._put(node, tail, pages[node.depth - first] if tail else 0, slot)
         self.pool.release(pages)
@@ -199,12 +202,19 @@ class PrefixStore:
             gone += self.tree.remove(self.tree.oldest())
         if self._tier is not None:
             self.copies += self._tier.save_pages(gone)
-            for node in gone:
-                if node.checkpoint:
-                    self.copies += self._tier.save_state(node, node.checkpoint)
-        self._metrics.num_evicted_checkpoints += sum([self.slots.drop(node) for node in gone])
+        for node in gone:
+            if node.checkpoint:
+                self._evict_state(node)
         self._metrics.num_evicted_pages += len(gone)
         return [node.page for node in gone]
+
+    def _evict_state(self, node: Node) -> None:
+        if self._tier is not None:
+            self.copies += self._tier.save_state(node)
+        del self.states[node]
+        self.free_slots.append(node.checkpoint)
+        self.tree.set_checkpoint(node, 0)
+        self._metrics.num_evicted_checkpoints += 1
 
     # Blocks
 
@@ -267,7 +277,9 @@ class PrefixStore:
         if not node.is_alive:
             self._skip("no page", slot)
             return
-        self.slots.put(self.tree.add(node, tail, page) if tail else node, slot)
+        node = self.tree.add(node, tail, page) if tail else node
+        self.tree.set_checkpoint(node, slot)
+        self.states[node] = None
         self._metrics.num_checkpoints += 1
 
     def _slot(self, request: Request) -> int:
@@ -279,21 +291,20 @@ class PrefixStore:
 
     def _take_slot(self) -> int:
         """Return a slot for a state, evicting another one if needed; 0 if there is none."""
-        slot, loser = self.slots.take()
-        if loser is not None:
-            self._metrics.num_evicted_checkpoints += 1
-            if self._tier is not None:
-                self.copies += self._tier.save_state(loser, slot)
-            if len(loser.tokens) < self._shapes.page_size:  # a tail exists only for its state
-                self.pool.add_free(node.page for node in self.tree.remove(loser))
-        if not slot:
+        if not self.free_slots and self.states:
+            oldest = next(iter(self.states))
+            self._evict_state(oldest)
+            if len(oldest.tokens) < self._shapes.page_size:  # a tail exists only for its state
+                self.pool.add_free(node.page for node in self.tree.remove(oldest))
+        if not self.free_slots:
             self._skip("no slot")
-        return slot
+            return 0
+        return self.free_slots.pop()
 
     def _skip(self, reason: str, slot: int = 0) -> None:
         self._metrics.skipped[reason] += 1
         if slot:
-            self.slots.give_back(slot)
+            self.free_slots.append(slot)
 
 
 def _writes(found: Sequence[BlockRef], pages: Sequence[int]) -> list[Write]:

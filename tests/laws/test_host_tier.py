@@ -40,8 +40,8 @@ def push_out(engine):
     """Every page and state of the device goes to the host."""
     pool, store = engine.scheduler.pages, engine.scheduler.prefixes.store
     pool.release(pool.allocate(pool.num_free))
-    while len(store.slots):
-        store.slots.give_back(store._take_slot())
+    while len(store.states):
+        store.free_slots.append(store._take_slot())
     assert not len(store.tree)
 
 
@@ -55,7 +55,7 @@ def check_all_is_free(engine):
     assert tier.index.num_bytes <= shapes.host_bytes and not mover._staged
     prefixes.clear()
     assert sorted(scheduler.pages._free) == list(range(1, shapes.num_pages))
-    assert sorted(prefixes.store.slots._free) == list(range(1, 1 + shapes.num_checkpoints))
+    assert sorted(prefixes.store.free_slots) == list(range(1, 1 + shapes.num_checkpoints))
     assert (len(tier.index.blocks), tier.index.num_bytes) == (0, 0)
 
 

@@ -37,9 +37,9 @@ def check_that_nothing_is_left(loop):
     """All is free once what is kept is forgotten."""
     loop.scheduler.prefixes.clear()
     store = loop.scheduler.prefixes.store
-    assert len(store.tree) == len(store.slots) == store.pool.num_evictable == 0
+    assert len(store.tree) == len(store.states) == store.pool.num_evictable == 0
     assert sorted(loop.scheduler.pages._free) == list(range(1, loop.scheduler.shapes.num_pages))
-    assert len(store.slots._free) == loop.scheduler.shapes.num_checkpoints
+    assert len(store.free_slots) == loop.scheduler.shapes.num_checkpoints
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_states_lie_at_multiples_of_the_interval_alone_where_that_is_the_mode():
     loop = loop_of(ALIGN)
     assert run(loop, group_of(1, 22, 22)) == [0]
     assert run(loop, group_of(2, 22, 22)) == [16]
-    lengths = {node.depth * 4 for node in loop.scheduler.prefixes.store.slots._used}
+    lengths = {node.depth * 4 for node in loop.scheduler.prefixes.store.states}
     assert lengths == {8, 16}
 
 
@@ -230,9 +230,9 @@ def test_an_error_forgets_all_that_is_kept():
     loop = loop_of(ALL)
     run(loop, group_of(1, 22, 22))
     prefixes = loop.scheduler.prefixes
-    assert len(prefixes.store.tree) and len(prefixes.store.slots)
+    assert len(prefixes.store.tree) and len(prefixes.store.states)
     prefixes.ended(loop.requests[1], Finish.ERROR)
-    assert not len(prefixes.store.tree) and not len(prefixes.store.slots)
+    assert not len(prefixes.store.tree) and not len(prefixes.store.states)
     assert run(loop, group_of(2, 22, 22)) == [0]
 
 

@@ -42,14 +42,14 @@ def check_that_nothing_is_left(loop):
     store, tier = prefixes.store, prefixes.tier
     assert (
         len(store.tree)
-        == len(store.slots)
+        == len(store.states)
         == store.pool.num_evictable
         == len(tier.index.blocks)
         == 0
     )
     assert not tier.index.num_bytes and not store.tree._roots
     assert sorted(loop.scheduler.pages._free) == list(range(1, loop.scheduler.shapes.num_pages))
-    assert len(store.slots._free) == loop.scheduler.shapes.num_checkpoints
+    assert len(store.free_slots) == loop.scheduler.shapes.num_checkpoints
 
 
 @pytest.mark.parametrize("mode, num_drafts, page_size", crossed((PAGES, ALL), (0, 3), (1, 4, 7)))
@@ -343,14 +343,15 @@ def test_a_way_ends_where_a_page_is_missing_and_at_the_last_state_before():
         and find(has_states=False).num_tokens == 4
     )
     assert find(a, b, has_states=False).pages[0].place == 0
-    (state,) = tier.save_state(tail, 7)
-    assert state == Read(state.block, (tail.page,), 7) and not tier.save_state(tail, 7)
+    tree.set_checkpoint(tail, 7)
+    (state,) = tier.save_state(tail)
+    assert state == Read(state.block, (tail.page,), 7) and not tier.save_state(tail)
     assert not find().num_tokens  # the second page is nowhere
     way = find(a, b)
     assert way.num_tokens == 14 and way.state.block is state.block and way.nodes == [a, b]
     assert way.blocks == [state.block, read.block]
     assert not find(a, b, limit=13).num_tokens and find(a, b).num_matched == 12
-    (whole,) = tier.save_state(b, 3)
+    (whole,) = tier.save_state(b)
     assert whole.pages == () and find(a, b, limit=13).num_tokens == 8
     assert find(a, b, limit=13).pages == ()
 

@@ -1,18 +1,12 @@
 import numpy as np
 import pytest
 
-from jaxspec.prefix.page_pool import PagePool, StateSlots
+from jaxspec.prefix.page_pool import PagePool
 from jaxspec.prefix.tree import PrefixTree
 
 
 def pool_of(num_pages):
     return PagePool(num_pages, PrefixTree(1), list)
-
-
-def slots_of(count=2):
-    tree = PrefixTree(1)
-    slots = StateSlots(count, tree)
-    return slots, [tree.add(tree.root(None), [number], number) for number in range(1, 5)]
 
 
 def test_pages_are_given_once_and_never_the_null_page():
@@ -71,33 +65,3 @@ def test_references_equal_a_count_of_holders(seed):
         held = {page for pages in holders for page in pages}
         assert pool.num_free == 11 - len(held)
         assert 0 not in held
-
-
-def test_free_slots_come_first_and_then_whoever_was_used_longest_ago_loses_its_own():
-    slots, (a, b, c, _) = slots_of()
-    for node, want in ((a, 1), (b, 2)):
-        slot, loser = slots.take()
-        assert slot == want and loser is None
-        slots.put(node, slot)
-    slots.touch(a)
-    slot, loser = slots.take()
-    assert (slot, loser) == (2, b) and b.checkpoint == 0 and a.checkpoint == 1
-    slots.put(c, slot)
-    assert c.checkpoint == 2 and len(slots) == 2
-
-
-def test_a_slot_that_is_dropped_or_given_back_is_free():
-    slots, (a, b, _, _) = slots_of(1)
-    slots.put(a, slots.take()[0])
-    assert slots.drop(a) and not slots.drop(a) and not slots.drop(b)
-    slot, loser = slots.take()
-    assert (slot, loser) == (1, None)
-    slots.give_back(slot)
-    assert slots.take() == (1, None)
-
-
-def test_without_slots_there_is_none():
-    slots, (a, *_) = slots_of(0)
-    assert slots.take() == (0, None)
-    slots.touch(a)
-    assert len(slots) == 0

@@ -7,7 +7,8 @@ from jaxspec.prefix.store import PrefixMetrics, PrefixStore
 
 
 def make(num_checkpoints=2, **sizes):
-    shapes = make_buckets(prefix_caching="all", num_checkpoints=num_checkpoints, **sizes)
+    mode = "all" if num_checkpoints else "pages"
+    shapes = make_buckets(prefix_caching=mode, num_checkpoints=num_checkpoints, **sizes)
     return PrefixStore(shapes, PrefixMetrics())
 
 
@@ -70,6 +71,24 @@ def test_the_state_used_longest_ago_makes_room_and_takes_its_own_page_along():
     store.keep(second, publish(store, second, 8), 8)
     assert [each.checkpoint for each in store.take_copies()] == [1, 1]
     assert len(store.tree) == num_pages - 1 + 2 and store._metrics.num_evicted_checkpoints == 1
+
+
+def test_a_state_that_was_used_since_outlives_a_newer_one():
+    store = make()
+    requests = [running(store, 8, seed) for seed in (1, 2, 3)]
+    nodes = [publish(store, request, 8) for request in requests]
+    for request, node in zip(requests[:2], nodes, strict=False):
+        store.keep(request, node, 8)
+    store.touch(nodes[0])
+    store.keep(requests[2], nodes[2], 8)
+    assert [node.checkpoint for node in nodes] == [1, 0, 2] and not store.free_slots
+
+
+def test_without_slots_no_state_is_kept():
+    store = make(num_checkpoints=0)
+    request = running(store)
+    store.keep(request, publish(store, request, 8), 8)
+    assert store.take_copies() == [] and store._metrics.skipped["no slot"] == 1
 
 
 def test_what_would_come_too_late_is_not_kept():
