@@ -82,10 +82,10 @@ def block_layout(num_pages: int) -> PackedLayout:
     pages = (num_pages,)
     return PackedLayout(
         [
-            Field("block", "The number of the piece; 0: none."),
-            Field("checkpoint", "The slot of checkpoints that is read or written; 0: none."),
-            Field("sources", "Pages that are read; places in the piece, to write.", shape=pages),
-            Field("targets", "Pages that are written; 0: nowhere.", shape=pages),
+            Field("block", "Number of the block; 0 means none."),
+            Field("checkpoint", "Slot of the cached state; 0 means none."),
+            Field("sources", "Pages to read; places in the block to write.", shape=pages),
+            Field("targets", "Pages to write; 0 means nowhere.", shape=pages),
         ]
     )
 

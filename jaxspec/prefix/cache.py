@@ -86,8 +86,7 @@ class PrefixCache:
         self._at: dict[Request, Node] = {}  # last node of each running request
         self._stops: dict[Request, tuple[int, ...]] = {}  # chunk ends (`_wanted`)
         self._found: tuple[Any, PrefixHit] = (None, PrefixHit())
-        if self.tier is not None and self._arrivals is not None:
-            self.tier.clear()
+        if self._arrivals is not None:
             self._arrivals.clear()
 
     def close(self) -> None:
@@ -99,12 +98,9 @@ class PrefixCache:
         """Return the stats by name; empty if prefixes are not cached."""
         if not self._is_on:
             return {}
-        now: dict[str, Any] = {
-            "num_pages": len(self.store.tree),
-            "num_states": len(self.store.states),
-        }
-        now |= {"host": self.tier.figures()} if self.tier is not None else {}
-        return {"prefix_cache": {**self.stats.as_dict(), **now}}
+        now = {"num_pages": len(self.store.tree), "num_states": len(self.store.states)}
+        host = {"host": self.tier.figures()} if self.tier is not None else {}
+        return {"prefix_cache": {**self.stats.as_dict(), **now, **host}}
 
     # Lookups
 
@@ -298,7 +294,8 @@ class PrefixArrivals:
         self.clear()
 
     def clear(self) -> None:
-        """Drop all lookups and staged blocks."""
+        """Drop all lookups, and all blocks in host memory or staged."""
+        self._tier.clear()
         self._coming: dict[Request, _Look] = {}
         self._stage()
 

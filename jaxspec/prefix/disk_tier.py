@@ -22,12 +22,15 @@ from jaxspec.plan.block_plan import Block, Key
 from jaxspec.prefix.block_index import BlockIndex
 from jaxspec.transfer.container import Container
 
+MAX_WAITING = 8  # most blocks waiting to be written; further ones are dropped
+MAX_AHEAD_BYTES = 2**29  # limit of files read for requests after the next one
 KIND = "piece of kept prefixes"
 Like = Sequence[tuple[tuple[int, ...], np.dtype]]
 """Shape and dtype of each array of a block."""
 _NAME = re.compile(r"([0-9a-f]{32})-[0-9a-f]{32}\.piece")
 _PART = re.compile(r"\.\w+\.piece\.part")  # temporary name in `Container.save`
 _MAX_KEYS = 2**12
+_log = logging.getLogger(__name__)
 
 
 def write(path: Path, block: Block) -> int:
@@ -93,11 +96,6 @@ def delete_all(folder: Path, own: str) -> None:
         path.unlink(missing_ok=True)
 
 
-MAX_WAITING = 8  # most blocks waiting to be written; further ones are dropped
-MAX_AHEAD_BYTES = 2**29  # limit of files read for requests after the next one
-_log = logging.getLogger(__name__)
-
-
 class DiskTier:
     """Files by last use, in at most `max_bytes`; block files of other models are deleted."""
 
@@ -122,10 +120,9 @@ class DiskTier:
         self._folder, self.max_bytes, self._arrays = folder, max_bytes, arrays
         own = repr((fingerprint, page_size, {kind: str(like) for kind, like in arrays.items()}))
         self._own = hashlib.blake2b(own.encode(), digest_size=16).hexdigest()
-        self._page_size = page_size
         self._thread = ThreadPoolExecutor(1, "jaxspec-prefixes")
         self._jobs: list[tuple[Future[Any], Callable[[Any], None]]] = []  # in order
-        self._is_told = False
+        self._has_warned = False
         self.num_written = self.num_read = self.num_skipped = self.num_failed = 0
         self.num_evicted_files = 0
         self._forget()
@@ -274,8 +271,8 @@ class DiskTier:
 
     def _fail(self, error: BaseException) -> None:
         self.num_failed += 1
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "kept prefixes: a file in %s could not be used: %s. Generation goes on; "
                 "LLM.metrics()['prefix_cache']['host']['disk'] counts what fails.",

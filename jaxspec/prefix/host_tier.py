@@ -91,13 +91,8 @@ class HostTier:
         size, most = self._shapes.page_size, self._shapes.block_pages
         new = [node for node in nodes if len(node.tokens) == size and self._lacks(node)]
         self.num_read_pages += len(new)
-        return [
-            Read(
-                self._add(new[first : first + most]),
-                tuple(n.page for n in new[first : first + most]),
-            )
-            for first in range(0, len(new), most)
-        ]
+        parts = [new[first : first + most] for first in range(0, len(new), most)]
+        return [Read(self._add(part), tuple(node.page for node in part)) for part in parts]
 
     def save_state(self, node: Node) -> list[Read]:
         """Add a block of the node's state, with its page if that is partly filled.
@@ -107,10 +102,8 @@ class HostTier:
         if not self._lacks(node, is_state=True):
             return []
         self.num_read_states += 1
-        is_tail = len(node.tokens) < self._shapes.page_size
-        return [
-            Read(self._add([node], is_state=True), (node.page,) if is_tail else (), node.checkpoint)
-        ]
+        tail = (node.page,) if len(node.tokens) < self._shapes.page_size else ()
+        return [Read(self._add([node], is_state=True), tail, node.checkpoint)]
 
     # Lookups
 
@@ -159,9 +152,8 @@ class HostTier:
         if num_tokens <= match.start(size, has_states=has_states)[0]:
             return HostPrefixMatch(0, (), (), None, num_matched)
         nodes = match.nodes[:depth]
-        return HostPrefixMatch(
-            num_tokens, nodes, tuple(pages[: depth - len(nodes)]), state, num_matched
-        )
+        pages = tuple(pages[: depth - len(nodes)])
+        return HostPrefixMatch(num_tokens, nodes, pages, state, num_matched)
 
     def stage(self, blocks: Iterable[Block], ahead: Iterable[Block] = ()) -> None:
         """Start to copy these blocks to the device, and no others.
