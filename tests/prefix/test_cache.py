@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from fake_device import make_group, next_token
-from loop import Loop, wander
+from loop import Loop, group_of, run, wander
 from pairwise import crossed
 
 from jaxspec.plan.plan import StateExport
@@ -25,12 +25,6 @@ def loop_of(mode, min_uncached=4, **sizes):
     loop.scheduler.prefixes.min_uncached = min_uncached
     loop.scheduler.prefixes.min_turn = 3
     return loop
-
-
-def run(loop, *group):
-    loop.add(*group)
-    loop.run()
-    return [request.num_cached_tokens for each in group for request in each]
 
 
 def check_that_nothing_is_left(loop):
@@ -74,10 +68,6 @@ def test_a_random_walk_among_shared_prefixes_gives_every_request_what_it_gets_al
         counts += [device.num_restores, device.num_forks, evicted, preemptions]
         check_that_nothing_is_left(loop)
     assert min(counts) > 2, counts
-
-
-def group_of(seed, root, length, max_tokens=4, **changes):
-    return make_group(seed, length, max_tokens, root=root, **changes)
 
 
 @pytest.mark.parametrize("depth", [0, 2])

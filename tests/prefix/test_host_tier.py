@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from fake_device import make_buckets, make_group
-from loop import Loop, wander
+from fake_device import make_buckets
+from loop import Loop, group_of, run, wander
 from pairwise import crossed
 
 from jaxspec.plan.block_plan import Block, Read, Write
@@ -24,12 +24,6 @@ def loop_of(mode, min_uncached=4, **sizes):
     loop = Loop(**mode | sizes)
     loop.scheduler.prefixes.min_uncached = min_uncached
     return loop
-
-
-def run(loop, *group):
-    loop.add(*group)
-    loop.run()
-    return [request.num_cached_tokens for each in group for request in each]
 
 
 def check_that_nothing_is_left(loop):
@@ -74,10 +68,6 @@ def test_a_random_walk_in_which_both_tiers_give_up_gives_every_request_what_it_g
         counts += [0, 0, 0, tier.num_evicted_pieces, tier.num_hits]
         check_that_nothing_is_left(loop)
     assert min(counts) > 0, counts
-
-
-def group_of(seed, root, length, max_tokens=4, **changes):
-    return make_group(seed, length, max_tokens, root=root, **changes)
 
 
 @pytest.mark.parametrize("depth", [0, 2])

@@ -149,3 +149,13 @@ def wander(loop, random, num_turns, salts, dress=lambda group: None):
         if loop.scheduler.has_work:
             loop.turn()
     loop.run()
+
+
+def run(loop, *group):
+    loop.add(*group)
+    loop.run()
+    return [request.num_cached_tokens for each in group for request in each]
+
+
+def group_of(seed, root, length, max_tokens=4, **changes):
+    return make_group(seed, length, max_tokens, root=root, **changes)
