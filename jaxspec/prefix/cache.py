@@ -50,15 +50,9 @@ class PrefixHit(NamedTuple):
 class PrefixCache:
     """Tracks running requests; `StepShapes.prefix_caching` decides what is cached of them."""
 
-    def __init__(
-        self,
-        shapes: StepShapes,
-        tier: HostTier | None = None,
-        min_uncached: int = MIN_UNCACHED,
-        min_turn: int = MIN_TURN,
-    ):
-        """Start empty; see `MIN_UNCACHED` and `MIN_TURN` for the last two arguments."""
-        self.shapes, self.min_uncached, self.min_turn = shapes, min_uncached, min_turn
+    def __init__(self, shapes: StepShapes, tier: HostTier | None = None):
+        """Start empty; `tier` is unused if prefixes are not cached."""
+        self.shapes, self.min_uncached, self.min_turn = shapes, MIN_UNCACHED, MIN_TURN
         self.stats = PrefixMetrics()
         self._is_on = shapes.prefix_caching != "off"
         self._has_states = shapes.num_checkpoints > 0

@@ -206,8 +206,10 @@ class DiskTier:
                     break
                 wanted[block] = None
         for block in [each for each in self._loading if each not in wanted]:
-            if not self._loading.pop(block).cancel():
-                self._renew(block)
+            if not self._loading.pop(block).cancel() and block in self._names:
+                # An empty block takes the place of one that was read, so that its memory is freed.
+                num_bytes = self.index.blocks[block]
+                self._add(self._remove(block), num_bytes, block.without_arrays())
         for block in wanted:
             self._read(block)
 
@@ -324,12 +326,6 @@ class DiskTier:
         self.num_read += 1
         if block in self._loading:
             block.arrays = arrays
-
-    def _renew(self, block: Block) -> None:
-        """Replace the block of a file by an empty one, so that its memory is freed."""
-        if block in self._names:
-            num_bytes = self.index.blocks[block]
-            self._add(self._remove(block), num_bytes, block.without_arrays())
 
     def _has(self, block: Block) -> bool:
         found = [self.index.find(key, is_state=block.is_state) for key in block.keys]

@@ -180,12 +180,11 @@ class HostTier:
 
     def _find(self, key: Key, *, is_state: bool) -> BlockRef | None:
         found = (index.find(key, is_state=is_state) for index in self._indices())
-        return next((each for each in found if each is not None), None)
+        return next(filter(None, found), None)
 
     def _tail(self, before: bytes, rest: tuple[int, ...]) -> BlockRef | None:
-        tails = [index.tail(before, rest, self._shapes.page_size) for index in self._indices()]
-        fitting = [each for each in tails if each is not None]
-        return max(fitting, key=lambda found: len(found.tokens), default=None)
+        tails = (index.tail(before, rest, self._shapes.page_size) for index in self._indices())
+        return max(filter(None, tails), key=lambda found: len(found.tokens), default=None)
 
     def _lacks(self, node: Node, *, is_state: bool = False) -> bool:
         """Return whether no block has the node's page or state; a hit marks the block as used."""
