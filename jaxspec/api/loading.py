@@ -125,12 +125,11 @@ def host_tier(config: EngineConfig, runner: ModelRunner) -> HostTier | None:
         ValueError: the folder for its files is not a writable folder.
     """
     shapes, pieces, disk = runner.shapes, runner.blocks, None
-    has_states = shapes.num_checkpoints > 0
     if not shapes.host_bytes:
         return None
     if config.kv_offloading_folder is not None:
         name, purpose = str(config.kv_offloading_folder), "Kept prefixes are written to"
-        kinds = (False, True) if has_states else (False,)
+        kinds = (False, True) if shapes.num_checkpoints else (False,)
         disk = DiskTier(
             writable_folder(name, purpose, mode=0o700),
             int(config.kv_offloading_folder_size * 2**30),
@@ -138,7 +137,7 @@ def host_tier(config: EngineConfig, runner: ModelRunner) -> HostTier | None:
             shapes.page_size,
             {kind: pieces.arrays(is_state=kind) for kind in kinds},
         )
-    return HostTier(shapes.host_bytes, shapes.page_size, pieces, disk, has_states=has_states)
+    return HostTier(shapes, pieces, disk)
 
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded"

@@ -19,7 +19,6 @@ from jaxspec.requests.request import Request
 from jaxspec.requests.sampling_features import SamplingFeatures
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runner.model_runner import ModelRunner
-from jaxspec.runner.portable_blocks import arrays_of, copied_of
 from jaxspec.runner.warmup import of_blocks
 from jaxspec.transfer import RequestState
 
@@ -194,7 +193,7 @@ def _check_prefill(llm: Travels, request: Request) -> None:
 
 
 def _state_of(llm: Travels, sample: Sample, copied: Copied) -> RequestState:
-    arrays = arrays_of(llm._runner, copied)
+    arrays = llm._runner.blocks.to_arrays(copied)
     return RequestState.of(sample.request, llm._runner.fingerprint, copied.num_tokens, arrays)
 
 
@@ -250,7 +249,7 @@ def _brought(llm: Travels, state: RequestState, request: Request) -> Copied | No
     is_read = llm._runner.shapes.prefix_caching != "off" and not PrefixCache.why_not(request)
     if not (is_read and state.num_computed):
         return None
-    return copied_of(llm._runner, state.arrays, request.tokens[: state.num_computed])
+    return llm._runner.blocks.from_arrays(state.arrays, request.tokens[: state.num_computed])
 
 
 def _stream(

@@ -10,7 +10,6 @@ from jaxspec.cache.checkpoints import (
     unknown,
 )
 from jaxspec.cache.hidden_states import HiddenStates
-from jaxspec.cache.namespaces import namespaced, pools_of, with_pools_of
 from jaxspec.cache.paged_kv import PagedKV, kv_dtype_of
 from jaxspec.cache.policy import Replay, Snapshot, StatePolicy, state_policy
 from jaxspec.cache.recurrent import Conv, PerSlot, Recurrent, RecurrentPool, Ring
@@ -26,6 +25,9 @@ from jaxspec.cache.specs import (
     copy,
     holders,
     merged,
+    namespaced,
+    pools_of,
+    with_pools_of,
 )
 from jaxspec.cache.token_history import History, TokenHistory
 

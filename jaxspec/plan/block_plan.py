@@ -8,6 +8,7 @@ Imports no JAX.
 
 import functools
 import itertools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,19 +18,37 @@ from jaxspec.layout import Field, PackedLayout
 _numbers = itertools.count(1)
 
 
+class Key(NamedTuple):
+    """Key of a page, and of the cached state at its end."""
+
+    before: bytes  # digest of the text before the page (`prefix.tree.digest_of`)
+    tokens: tuple[int, ...]  # of the page; less than a full page only for a state
+
+
 class Block:
     """Copy of pages or of a cached state; its memory is freed with the last reference to it.
 
     The runner sets `arrays` once, when it dispatches the copy, possibly before the device has
-    finished writing. They are the leaves of `runner.blocks.Contents`.
+    finished writing. They are the leaves of `runner.blocks.Contents`. A block of the prefix cache
+    has the `keys` of its pages, in their order, or the key of its state.
     """
 
-    __slots__ = ("arrays", "is_state", "number")
+    __slots__ = ("arrays", "is_state", "keys", "number")
 
-    def __init__(self, *, is_state: bool, arrays: tuple[Any, ...] | None = None):
+    def __init__(
+        self,
+        *,
+        is_state: bool,
+        keys: Iterable[Key] = (),
+        arrays: tuple[Any, ...] | None = None,
+    ):
         """Create an empty block, or one with `arrays` from another engine or a file."""
         self.number = next(_numbers)  # identifies the block in plans and in flight replays
-        self.is_state, self.arrays = is_state, arrays
+        self.is_state, self.keys, self.arrays = is_state, tuple(keys), arrays
+
+    def without_arrays(self) -> "Block":
+        """Return an empty block with the same keys."""
+        return Block(is_state=self.is_state, keys=self.keys)
 
 
 class Read(NamedTuple):
@@ -63,10 +82,10 @@ def block_layout(num_pages: int) -> PackedLayout:
     pages = (num_pages,)
     return PackedLayout(
         [
-            Field("block", "The number of the piece; 0: none."),
-            Field("checkpoint", "The slot of checkpoints that is read or written; 0: none."),
-            Field("sources", "Pages that are read; places in the piece, to write.", shape=pages),
-            Field("targets", "Pages that are written; 0: nowhere.", shape=pages),
+            Field("block", "Number of the block; 0 means none."),
+            Field("checkpoint", "Slot of the cached state; 0 means none."),
+            Field("sources", "Pages to read; places in the block to write.", shape=pages),
+            Field("targets", "Pages to write; 0 means nowhere.", shape=pages),
         ]
     )
 

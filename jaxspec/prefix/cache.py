@@ -16,161 +16,19 @@ What the device evicts is copied to host memory if there is a `HostTier`; `Prefi
 back for waiting requests. `copy_out` and `copy_in` copy the prefix of a request between engines.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxspec.plan.block_plan import Block, Copied, Read, Write
+from jaxspec.plan.block_plan import Block, Copied, Read
 from jaxspec.plan.plan import Fork
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.prefix.block_index import BlockRef
 from jaxspec.prefix.host_tier import HostPrefixMatch, HostTier
-from jaxspec.prefix.page_pool import PagePool, PrefixMetrics
-from jaxspec.prefix.store import Copy, PrefixStore
+from jaxspec.prefix.page_pool import PagePool
+from jaxspec.prefix.store import PrefixMetrics, PrefixStore
 from jaxspec.prefix.tree import Node, PrefixMatch
 from jaxspec.requests.request import Finish, PageTable, Request
 from jaxspec.requests.sampling_features import PENALTIES
 from jaxspec.requests.waiting_queue import urgency
-
-
-class _Look(NamedTuple):
-    """Result of the last lookup of a request."""
-
-    version: tuple[int, ...]  # limit of the tokens, then versions of the tiers
-    match: PrefixMatch
-    way: HostPrefixMatch
-
-
-class PrefixArrivals:
-    """Restores blocks of the host `tier` for waiting requests into `store`."""
-
-    def __init__(self, store: PrefixStore, tier: HostTier):
-        self._store, self._tier = store, tier
-        self.clear()
-
-    def clear(self) -> None:
-        """Drop all lookups and staged blocks."""
-        self._coming: dict[Request, _Look] = {}
-        self._stage()
-
-    def expect(self, request: Request) -> None:
-        """Start to load the blocks of a request that will enter soon."""
-        if request not in self._coming and not request.in_flight:
-            self._look(request)
-
-    def is_coming(self, request: Request, num_pages: int, *, can_wait: bool) -> bool:
-        """Return whether a request must wait for blocks that are being loaded.
-
-        If False and `num_pages` pages are available for the request, the blocks are written into
-        the pools before the next plan. With `can_wait=False` (no step runs) it waits here for the
-        disk, and after a timeout continues without the blocks.
-        """
-        way = self._look(request)
-        while any(map(self._tier.is_loading, way.blocks)):
-            if can_wait:
-                return True
-            if not self._tier.load(way.blocks):
-                self.drop(request)
-                return False
-            way = self._look(request)  # unreadable blocks are gone
-        if not way.num_tokens:
-            return False
-        held = sum(node.is_held for node in way.nodes)
-        if num_pages > self._store.pool.num_free + held:
-            return False  # too few pages for it to enter
-        if can_wait and not all(map(self._tier.mover.has_landed, way.blocks)):
-            return True
-        self._bring(request, way)
-        return False
-
-    def drop(self, request: Request) -> None:
-        """Stop loading blocks for a request."""
-        if self._coming.pop(request, None) is not None:
-            self._stage()
-
-    def num_matched(self, request: Request) -> int:
-        """Return the tokens in full pages that the last lookup found in any tier."""
-        return self._coming[request].way.num_matched if request in self._coming else 0
-
-    def match(self, request: Request) -> PrefixMatch:
-        """Return the current match on the device, without the last token."""
-        look, tree = self._coming.get(request), self._store.tree
-        limit = len(request.tokens) - 1
-        if look is not None and look.version[:2] == (limit, tree.version):
-            return look.match
-        return tree.match(request.cache_salt, request.tokens, limit)
-
-    def _look(self, request: Request) -> HostPrefixMatch:
-        """Return the match in all tiers; it is looked up again only if a tier has changed."""
-        tree, salt = self._store.tree, request.cache_salt
-        limit = len(request.tokens) - 1
-        version = limit, tree.version, *self._tier.versions()
-        look = self._coming.get(request)
-        if look is None or look.version != version:
-            match = self.match(request)
-            way = self._tier.find(match, tree.root(salt), request.tokens, limit)
-            tree.prune(salt)
-            self._coming[request] = look = _Look(version, match, way)
-            self._stage()
-        elif any(block.arrays is not None for block in self._unfilled):
-            self._stage()
-        return look.way
-
-    def _stage(self) -> None:
-        """Start to copy the blocks of waiting requests, the most urgent request first."""
-        # Among equals, preempted requests come first, as in the queue.
-        waiting = sorted(self._coming, key=lambda each: (urgency(each), not each.generation))
-        first, *others = [self._coming[each].way.blocks for each in waiting] or [[]]
-        ahead = [block for blocks in others for block in blocks]
-        self._tier.stage(first, ahead)
-        self._unfilled = [block for block in (*first, *ahead) if block.arrays is None]
-
-    def _bring(self, request: Request, way: HostPrefixMatch) -> None:
-        if bring(self._store, request, way):
-            num_known = len(way.nodes) * self._store.tree.page_size
-            self._tier.num_hits += way.num_tokens - num_known
-
-
-def bring(store: PrefixStore, request: Request, way: HostPrefixMatch) -> bool:
-    """Plan writes of the blocks of a match to newly allocated pages and a state slot.
-
-    Return False without any effect if pages are short.
-    """
-    there = [node.page for node in way.nodes]
-    store.pool.share(there)  # held, so that allocations do not evict them
-    count = len(way.pages) + bool(way.state and way.state.tokens)
-    has_room = count <= store.pool.num_free
-    if has_room:
-        pages = store.pool.allocate(count)
-        node = way.nodes[-1] if way.nodes else store.tree.root(request.cache_salt)
-        for found, page in zip(way.pages, pages, strict=False):
-            node = store.tree.add(node, found.tokens, page)
-        store.copies += _writes(way.pages, pages)
-        if way.state is not None:
-            _bring_state(store, way.state, node, pages[len(way.pages) :])
-        store.pool.release(pages)
-    store.pool.release(there)
-    store.tree.prune(request.cache_salt)
-    return has_room
-
-
-def _bring_state(store: PrefixStore, state: BlockRef, node: Node, tail: Sequence[int]) -> None:
-    """Plan the write of a state to a slot; `tail` holds its partly filled page, if any."""
-    slot = store.take_slot()
-    if slot:
-        store.put(node, state.tokens, tail[0] if tail else 0, slot)
-        store.copies.append(Write(state.block, (0,) * len(tail), tuple(tail), slot))
-
-
-def _writes(found: Sequence[BlockRef], pages: Sequence[int]) -> list[Write]:
-    """Return one write per block, with the page for each page found."""
-    by_block: dict[Block, list[tuple[int, int]]] = {}
-    for each, page in zip(found, pages, strict=False):
-        by_block.setdefault(each.block, []).append((each.place, page))
-    return [
-        Write(block, tuple(place for place, _ in moves), tuple(page for _, page in moves))
-        for block, moves in by_block.items()
-    ]
-
 
 MIN_UNCACHED = 1000  # least uncached tokens for which caching the state at the end pays off
 # Least new tokens of a chat turn for a cached state at its boundary. A step of Qwen3.5-9B takes as
@@ -192,15 +50,9 @@ class PrefixHit(NamedTuple):
 class PrefixCache:
     """Tracks running requests; `StepShapes.prefix_caching` decides what is cached of them."""
 
-    def __init__(
-        self,
-        shapes: StepShapes,
-        tier: HostTier | None = None,
-        min_uncached: int = MIN_UNCACHED,
-        min_turn: int = MIN_TURN,
-    ):
-        """Start empty; see `MIN_UNCACHED` and `MIN_TURN` for the last two arguments."""
-        self.shapes, self.min_uncached, self.min_turn = shapes, min_uncached, min_turn
+    def __init__(self, shapes: StepShapes, tier: HostTier | None = None):
+        """Start empty; `tier` is unused if prefixes are not cached."""
+        self.shapes, self.min_uncached, self.min_turn = shapes, MIN_UNCACHED, MIN_TURN
         self.stats = PrefixMetrics()
         self._is_on = shapes.prefix_caching != "off"
         self._has_states = shapes.num_checkpoints > 0
@@ -228,8 +80,7 @@ class PrefixCache:
         self._at: dict[Request, Node] = {}  # last node of each running request
         self._stops: dict[Request, tuple[int, ...]] = {}  # chunk ends (`_wanted`)
         self._found: tuple[Any, PrefixHit] = (None, PrefixHit())
-        if self.tier is not None and self._arrivals is not None:
-            self.tier.clear()
+        if self._arrivals is not None:
             self._arrivals.clear()
 
     def close(self) -> None:
@@ -241,9 +92,9 @@ class PrefixCache:
         """Return the stats by name; empty if prefixes are not cached."""
         if not self._is_on:
             return {}
-        now: dict[str, Any] = {"num_pages": len(self.store), "num_states": len(self.store.slots)}
-        now |= {"host": self.tier.figures()} if self.tier is not None else {}
-        return {"prefix_cache": {**self.stats.told(), **now}}
+        now = {"num_pages": len(self.store.tree), "num_states": len(self.store.states)}
+        host = {"host": self.tier.figures()} if self.tier is not None else {}
+        return {"prefix_cache": {**self.stats.as_dict(), **now, **host}}
 
     # Lookups
 
@@ -306,7 +157,6 @@ class PrefixCache:
         else:
             self.stats.num_resumed += hit.num_cached
         if hit.node is not None:
-            self.store.begin_late()
             self.store.touch(hit.node)
             for length in request.cache_boundaries:
                 self.store.touch_before(request, hit.node, length)
@@ -412,19 +262,110 @@ class PrefixCache:
         if self._arrivals is not None:
             self._arrivals.drop(request)
 
-    @property
-    def lets_in(self) -> bool:
-        """True if a request enters at a cached prefix with the next plan."""
-        return any(isinstance(copy, Fork) for copy in self.store.copies)
-
-    def take_copies(self) -> list[Copy]:
-        return self.store.take_copies()
-
     def _publish(self, request: Request, num_computed: int) -> None:
         self._at[request] = self.store.publish(request, self._at[request], num_computed)
 
     def _keep_all(self, request: Request, length: int) -> None:
         self.store.keep(request, self._at[request], length, gives_page=True)
+
+
+MAX_DISK_SECONDS = 10.0  # longest wait for the disk while no step runs
+
+
+class _Look(NamedTuple):
+    """Result of the last lookup of a request."""
+
+    version: tuple[int, ...]  # limit of the tokens, then versions of the tiers
+    device: PrefixMatch
+    host: HostPrefixMatch
+
+
+class PrefixArrivals:
+    """Restores blocks of the host `tier` for waiting requests into `store`."""
+
+    def __init__(self, store: PrefixStore, tier: HostTier):
+        self._store, self._tier = store, tier
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all lookups, and all blocks in host memory or staged."""
+        self._tier.clear()
+        self._coming: dict[Request, _Look] = {}
+        self._stage()
+
+    def expect(self, request: Request) -> None:
+        """Start to load the blocks of a request that will enter soon."""
+        if request not in self._coming and not request.in_flight:
+            self._look(request)
+
+    def is_coming(self, request: Request, num_pages: int, *, can_wait: bool) -> bool:
+        """Return whether a request must wait for blocks that are being loaded.
+
+        If False and `num_pages` pages are available for the request, the blocks are written into
+        the pools before the next plan. With `can_wait=False` (no step runs) it waits here for the
+        disk, and after a timeout continues without the blocks.
+        """
+        match, disk = self._look(request), self._tier.disk
+        while disk is not None and any(map(disk.is_loading, match.blocks)):
+            if can_wait:
+                return True
+            if not disk.wait(match.blocks, MAX_DISK_SECONDS):
+                self.drop(request)
+                return False
+            match = self._look(request)  # unreadable blocks are gone
+        if not match.num_tokens:
+            return False
+        held = sum(node.is_held for node in match.nodes)
+        if num_pages > self._store.pool.num_free + held:
+            return False  # too few pages for it to enter
+        if can_wait and not all(map(self._tier.mover.has_landed, match.blocks)):
+            return True
+        if self._store.restore(request.cache_salt, match):
+            num_known = len(match.nodes) * self._store.tree.page_size
+            self._tier.num_hits += match.num_tokens - num_known
+        return False
+
+    def drop(self, request: Request) -> None:
+        """Stop loading blocks for a request."""
+        if self._coming.pop(request, None) is not None:
+            self._stage()
+
+    def num_matched(self, request: Request) -> int:
+        """Return the tokens in full pages that the last lookup found in any tier."""
+        return self._coming[request].host.num_matched if request in self._coming else 0
+
+    def match(self, request: Request) -> PrefixMatch:
+        """Return the current match on the device, without the last token."""
+        look, tree = self._coming.get(request), self._store.tree
+        limit = len(request.tokens) - 1
+        if look is not None and look.version[:2] == (limit, tree.version):
+            return look.device
+        return tree.match(request.cache_salt, request.tokens, limit)
+
+    def _look(self, request: Request) -> HostPrefixMatch:
+        """Return the match in all tiers; it is looked up again only if a tier has changed."""
+        tree, salt = self._store.tree, request.cache_salt
+        limit = len(request.tokens) - 1
+        version = limit, tree.version, *self._tier.versions()
+        look = self._coming.get(request)
+        if look is None or look.version != version:
+            device = self.match(request)
+            host = self._tier.find(device, tree.root(salt), request.tokens, limit)
+            tree.prune(salt)
+            self._coming[request] = look = _Look(version, device, host)
+            self._stage()
+        elif any(block.arrays is not None for block in self._unfilled):
+            self._stage()
+        return look.host
+
+    def _stage(self) -> None:
+        """Start to copy the blocks of waiting requests, the most urgent request first."""
+        # Among equals, preempted requests come first, as in the queue.
+        waiting = sorted(self._coming, key=lambda each: (urgency(each), not each.generation))
+        first, *others = [self._coming[each].host.blocks for each in waiting] or [[]]
+        ahead = [block for blocks in others for block in blocks]
+        self._tier.stage(first, ahead)
+        self._unfilled = [block for block in (*first, *ahead) if block.arrays is None]
 
 
 def copy_out(prefixes: PrefixCache, request: Request) -> Copied:
@@ -467,4 +408,6 @@ def copy_in(prefixes: PrefixCache, request: Request, copied: Copied) -> None:
     state = None
     if copied.state is not None:
         state = BlockRef(tokens[num_full * size : copied.num_tokens], copied.state)
-    bring(store, request, HostPrefixMatch(copied.num_tokens, nodes, tuple(pages), state))
+    store.restore(
+        request.cache_salt, HostPrefixMatch(copied.num_tokens, nodes, tuple(pages), state)
+    )

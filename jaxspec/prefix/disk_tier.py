@@ -14,39 +14,33 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from jaxspec.plan.block_plan import Block
-from jaxspec.prefix.block_index import BlockIndex, Key
+from jaxspec.plan.block_plan import Block, Key
+from jaxspec.prefix.block_index import BlockIndex
 from jaxspec.transfer.container import Container
 
+MAX_WAITING = 8  # most blocks waiting to be written; further ones are dropped
+MAX_AHEAD_BYTES = 2**29  # limit of files read for requests after the next one
 KIND = "piece of kept prefixes"
 Like = Sequence[tuple[tuple[int, ...], np.dtype]]
 """Shape and dtype of each array of a block."""
 _NAME = re.compile(r"([0-9a-f]{32})-[0-9a-f]{32}\.piece")
 _PART = re.compile(r"\.\w+\.piece\.part")  # temporary name in `Container.save`
 _MAX_KEYS = 2**12
+_log = logging.getLogger(__name__)
 
 
-class BlockFile(NamedTuple):
-    """File of a block, found or written."""
-
-    name: str
-    num_bytes: int
-    is_state: bool
-    keys: tuple[Key, ...]
-
-
-def write(path: Path, block: Block, keys: Sequence[Key]) -> int:
+def write(path: Path, block: Block) -> int:
     """Write a block; return the bytes of its file.
 
     Raises:
         OSError: it cannot be written.
     """
     arrays = {str(index): np.asarray(array) for index, array in enumerate(block.arrays or ())}
-    told = [[before.hex(), list(tokens)] for before, tokens in keys]
+    told = [[before.hex(), list(tokens)] for before, tokens in block.keys]
     Container(KIND, {"is_state": block.is_state, "keys": told}, arrays).save(path)
     return path.stat().st_size
 
@@ -65,8 +59,8 @@ def read(path: Path, like: Like) -> tuple[np.ndarray, ...]:
     return found
 
 
-def scan(folder: Path, own: str, page_size: int) -> list[BlockFile]:
-    """Return the block files whose names begin with `own`, least recently used first.
+def scan(folder: Path, own: str, page_size: int) -> list[tuple[str, int, Block]]:
+    """Return name, bytes and block of the files whose names begin with `own`, by last use.
 
     Deletes other block files and partial files of killed processes.
     """
@@ -84,11 +78,11 @@ def scan(folder: Path, own: str, page_size: int) -> list[BlockFile]:
             keys = tuple(Key(bytes.fromhex(b), tuple(map(int, t))) for b, t in about["keys"])
             if not 0 < len(keys) <= _MAX_KEYS or max(len(k.tokens) for k in keys) > page_size:
                 raise ValueError("it has no such pages")
-            file = BlockFile(entry.name, status.st_size, about["is_state"] is True, keys)
-            found.append((status.st_mtime_ns, file))
+            block = Block(is_state=about["is_state"] is True, keys=keys)
+            found.append((status.st_mtime_ns, entry.name, status.st_size, block))
         except (OSError, ValueError, TypeError, KeyError):
             _delete(path)
-    return [file for _, file in sorted(found, key=lambda each: each[0])]
+    return [each[1:] for each in sorted(found, key=lambda each: each[0])]
 
 
 def _delete(path: Path) -> None:
@@ -100,11 +94,6 @@ def delete_all(folder: Path, own: str) -> None:
     """Delete the block files whose names begin with `own`."""
     for path in folder.glob(f"{own}-*.piece"):
         path.unlink(missing_ok=True)
-
-
-MAX_WAITING = 8  # most blocks waiting to be written; further ones are dropped
-MAX_AHEAD_BYTES = 2**29  # limit of files read for requests after the next one
-_log = logging.getLogger(__name__)
 
 
 class DiskTier:
@@ -131,10 +120,9 @@ class DiskTier:
         self._folder, self.max_bytes, self._arrays = folder, max_bytes, arrays
         own = repr((fingerprint, page_size, {kind: str(like) for kind, like in arrays.items()}))
         self._own = hashlib.blake2b(own.encode(), digest_size=16).hexdigest()
-        self._page_size = page_size
         self._thread = ThreadPoolExecutor(1, "jaxspec-prefixes")
         self._jobs: list[tuple[Future[Any], Callable[[Any], None]]] = []  # in order
-        self._is_told = False
+        self._has_warned = False
         self.num_written = self.num_read = self.num_skipped = self.num_failed = 0
         self.num_evicted_files = 0
         self._forget()
@@ -142,12 +130,11 @@ class DiskTier:
 
     def _forget(self) -> None:
         self.index = BlockIndex()
-        self._files: dict[Block, BlockFile] = {}
+        self._names: dict[Block, str] = {}  # of the files
         self._blocks: dict[str, Block] = {}  # by file name
         self._loading: dict[Block, Future[Any]] = {}
         self._writing: set[str] = set()
-        self._unread: list[tuple[str, Block, tuple[Key, ...]]] = []  # blocks not filled yet
-        self.num_bytes = 0
+        self._unfilled: dict[str, Block] = {}  # by file name; written once they have contents
 
     def clear(self) -> None:
         """Forget everything and delete the files."""
@@ -168,8 +155,8 @@ class DiskTier:
     def figures(self) -> dict[str, int]:
         """Return the stats by name."""
         return {
-            "num_files": len(self._files),
-            "num_bytes": self.num_bytes,
+            "num_files": len(self._names),
+            "num_bytes": self.index.num_bytes,
             "max_bytes": self.max_bytes,
             "num_written": self.num_written,
             "num_read": self.num_read,
@@ -178,55 +165,57 @@ class DiskTier:
             "num_failed": self.num_failed,
         }
 
-    def put(self, block: Block, keys: Sequence[Key]) -> None:
+    def put(self, block: Block) -> None:
         """Write an evicted block, unless it is on disk already or too many writes are pending."""
         self.poll()
-        name = self._name(block, keys)
-        if name in self._writing or self._has(block, keys):
+        name = self._name(block)
+        if name in self._writing or self._has(block):
             return
         if len(self._writing) >= MAX_WAITING:
             self.num_skipped += 1
             return
         self._writing.add(name)
         if block.arrays is None:  # the plan that fills it is not dispatched yet
-            self._unread.append((name, block, tuple(keys)))
+            self._unfilled[name] = block
         else:
-            self._write(name, block, tuple(keys))
+            self._write(name, block)
 
-    def forget_unread(self) -> None:
+    def forget_unfilled(self) -> None:
         """Drop blocks without contents: the plans that fill them will not be dispatched."""
-        self._writing -= {name for name, *_ in self._unread}
-        self._unread.clear()
+        self._writing -= self._unfilled.keys()
+        self._unfilled.clear()
 
-    def _write(self, name: str, block: Block, keys: tuple[Key, ...]) -> None:
+    def _write(self, name: str, block: Block) -> None:
         def written(num_bytes: int) -> None:
             self.num_written += 1
-            self._add(BlockFile(name, num_bytes, block.is_state, keys))
+            self._add(name, num_bytes, block.without_arrays())
 
-        self._do(lambda: write(self._folder / name, block, keys), written, name)
+        self._do(lambda: write(self._folder / name, block), written, name)
 
     def want(self, blocks: Iterable[Block], ahead: Iterable[Block] = ()) -> None:
         """Start to read these blocks, and release all others that were read.
 
         `ahead` are blocks that are needed later, read up to `MAX_AHEAD_BYTES`.
         """
-        wanted = dict.fromkeys(block for block in blocks if block in self._files)
+        wanted = dict.fromkeys(block for block in blocks if block in self._names)
         size = 0
         for block in ahead:
-            if block in self._files and block not in wanted:
-                size += self._files[block].num_bytes
+            if block in self._names and block not in wanted:
+                size += self.index.blocks[block]
                 if size > MAX_AHEAD_BYTES:
                     break
                 wanted[block] = None
         for block in [each for each in self._loading if each not in wanted]:
-            if not self._loading.pop(block).cancel():
-                self._renew(block)
+            if not self._loading.pop(block).cancel() and block in self._names:
+                # An empty block takes the place of one that was read, so that its memory is freed.
+                num_bytes = self.index.blocks[block]
+                self._add(self._remove(block), num_bytes, block.without_arrays())
         for block in wanted:
             self._read(block)
 
     def is_loading(self, block: Block) -> bool:
         """Return whether a block is on disk only and must be read first."""
-        return block in self._files and block.arrays is None
+        return block in self._names and block.arrays is None
 
     def wait(self, blocks: Iterable[Block], seconds: float) -> bool:
         """Wait for these blocks, at most `seconds`; return whether all are read or unreadable.
@@ -251,9 +240,9 @@ class DiskTier:
         while self._jobs and self._jobs[0][0].done():
             job, note = self._jobs.pop(0)
             note(job)
-        for each in [each for each in self._unread if each[1].arrays is not None]:
-            self._unread.remove(each)
-            self._write(*each)
+        for name, block in list(self._unfilled.items()):
+            if block.arrays is not None:
+                self._write(name, self._unfilled.pop(name))
 
     # Helpers, called in the scheduler's thread
 
@@ -284,8 +273,8 @@ class DiskTier:
 
     def _fail(self, error: BaseException) -> None:
         self.num_failed += 1
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "kept prefixes: a file in %s could not be used: %s. Generation goes on; "
                 "LLM.metrics()['prefix_cache']['host']['disk'] counts what fails.",
@@ -293,48 +282,43 @@ class DiskTier:
                 error,
             )
 
-    def _found(self, files: list[BlockFile]) -> None:
-        for file in files:
-            if not self._has(Block(is_state=file.is_state), file.keys):
-                self._add(file)
+    def _found(self, files: list[tuple[str, int, Block]]) -> None:
+        for name, num_bytes, block in files:
+            if not self._has(block):
+                self._add(name, num_bytes, block)
 
     def _read(self, block: Block) -> None:
         """Start to read a block on disk, unless that has begun."""
         if block not in self._loading:
             self.index.touch([block])
-            file = self._files[block]
+            path, like = self._folder / self._names[block], self._arrays[block.is_state]
             self._loading[block] = self._do(
-                lambda: read(self._folder / file.name, self._arrays[file.is_state]),
-                lambda arrays: self._loaded(block, arrays),
-                block=block,
+                lambda: read(path, like), lambda arrays: self._loaded(block, arrays), block=block
             )
 
-    def _add(self, file: BlockFile) -> None:
-        if file.name in self._blocks:  # the file was overwritten
-            self._forget_block(self._blocks[file.name])
-        block = Block(is_state=file.is_state)
-        self.index.add(block, file.keys)
-        self._files[block], self._blocks[file.name] = file, block
-        self.num_bytes += file.num_bytes
-        while self.num_bytes > self.max_bytes:
+    def _add(self, name: str, num_bytes: int, block: Block) -> None:
+        if name in self._blocks:  # the file was overwritten
+            self._remove(self._blocks[name])
+        self.index.add(block, num_bytes)
+        self._names[block], self._blocks[name] = name, block
+        while self.index.num_bytes > self.max_bytes:
             self.num_evicted_files += 1
-            self._drop(next(iter(self.index)))
+            self._drop(next(iter(self.index.blocks)))
 
-    def _forget_block(self, block: Block) -> str:
-        """Forget a block but not its file, whose name is returned."""
+    def _remove(self, block: Block) -> str:
+        """Remove a block but not its file, whose name is returned."""
         if (job := self._loading.pop(block, None)) is not None:
             job.cancel()
-        self.index.forget(block)
-        file = self._files.pop(block)
-        self.num_bytes -= file.num_bytes
-        del self._blocks[file.name]
-        return file.name
+        self.index.remove(block)
+        name = self._names.pop(block)
+        del self._blocks[name]
+        return name
 
     def _drop(self, block: Block) -> None:
-        if block not in self._files:
+        if block not in self._names:
             return
-        name = self._forget_block(block)
-        is_written_anew = name in self._writing - {name for name, *_ in self._unread}
+        name = self._remove(block)
+        is_written_anew = name in self._writing - self._unfilled.keys()
         if not is_written_anew:  # else the thread would delete the new file
             self._do(lambda: (self._folder / name).unlink(missing_ok=True))
 
@@ -343,22 +327,13 @@ class DiskTier:
         if block in self._loading:
             block.arrays = arrays
 
-    def _renew(self, block: Block) -> None:
-        """Replace the block of a file by an empty one, so that its memory is freed."""
-        if block in self._files:
-            fresh = Block(is_state=block.is_state)
-            self.index.add(fresh, self.index.forget(block))
-            file = self._files[fresh] = self._files.pop(block)
-            self._blocks[file.name] = fresh
-
-    def _has(self, block: Block, keys: Sequence[Key]) -> bool:
-        look = self.index.state if block.is_state else self.index.page
-        found = [look(key) for key in keys]
+    def _has(self, block: Block) -> bool:
+        found = [self.index.find(key, is_state=block.is_state) for key in block.keys]
         self.index.touch(each.block for each in found if each is not None)
         return None not in found
 
-    def _name(self, block: Block, keys: Sequence[Key]) -> str:
+    def _name(self, block: Block) -> str:
         digest = hashlib.blake2b(b"state" if block.is_state else b"pages", digest_size=16)
-        for before, tokens in keys:
+        for before, tokens in block.keys:
             digest.update(before + np.asarray(tokens, "<i4").tobytes())
         return f"{self._own}-{digest.hexdigest()}.piece"

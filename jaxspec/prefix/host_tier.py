@@ -5,15 +5,14 @@ the tree of the device (`BlockIndex`). Blocks are evicted whole, least recently 
 if a folder is given (`DiskTier`), else for good.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from jaxspec.plan.block_plan import Block, Read
-from jaxspec.prefix.block_index import BlockIndex, BlockRef, Key
+from jaxspec.plan.block_plan import Block, Key, Read
+from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.prefix.block_index import BlockIndex, BlockRef
 from jaxspec.prefix.disk_tier import DiskTier
 from jaxspec.prefix.tree import Node, PrefixMatch, chained, digest_of
-
-MAX_SECONDS = 10.0  # longest wait for the disk while no step runs
 
 
 class BlockMover(Protocol):
@@ -53,21 +52,10 @@ class HostPrefixMatch(NamedTuple):
 class HostTier:
     """Blocks by last use, in at most `max_bytes` of host memory, and on `disk`."""
 
-    def __init__(
-        self,
-        max_bytes: int,
-        page_size: int,
-        mover: BlockMover,
-        disk: DiskTier | None = None,
-        *,
-        has_states: bool,
-    ):
-        """Start empty.
-
-        `mover` measures blocks and copies them to the device. `has_states` is true if a request
-        needs a cached state as well as pages.
-        """
-        self.max_bytes, self._page_size, self._has_states = max_bytes, page_size, has_states
+    def __init__(self, shapes: StepShapes, mover: BlockMover, disk: DiskTier | None = None):
+        """Start empty; `mover` measures blocks and copies them to the device."""
+        self.max_bytes, self._shapes = shapes.host_bytes, shapes
+        self._has_states = shapes.num_checkpoints > 0  # a request needs one as well as pages
         self.mover, self.disk = mover, disk
         self.num_read_pages = self.num_read_states = 0  # never reset
         self.num_evicted_pieces = self.num_hits = 0
@@ -76,9 +64,8 @@ class HostTier:
     def clear(self) -> None:
         """Drop all blocks in memory; files stay."""
         if self.disk is not None:
-            self.disk.forget_unread()
+            self.disk.forget_unfilled()
         self.index = BlockIndex()
-        self.num_bytes = 0
 
     def figures(self) -> dict[str, Any]:
         """Return the stats by name; hits are tokens restored to the device."""
@@ -86,8 +73,8 @@ class HostTier:
             "num_hits": self.num_hits,
             "num_read_pages": self.num_read_pages,
             "num_read_states": self.num_read_states,
-            "num_pieces": len(self.index),
-            "num_bytes": self.num_bytes,
+            "num_pieces": len(self.index.blocks),
+            "num_bytes": self.index.num_bytes,
             "max_bytes": self.max_bytes,
             "num_evicted_pieces": self.num_evicted_pieces,
             "seconds": self.mover.seconds,
@@ -96,36 +83,27 @@ class HostTier:
 
     # Evictions from the device
 
-    def lacks_page(self, node: Node) -> bool:
-        """Return whether no block has this page; a hit marks the block as used.
+    def save_pages(self, nodes: Sequence[Node]) -> list[Read]:
+        """Add blocks of the pages that no block has; return the copies that fill them.
 
-        False for a partial page, which is in the block of its state.
+        A partly filled page is in the block of its state.
         """
-        if len(node.tokens) < self._page_size:
-            return False
-        return self._lacks(self.index.page(_key(node)))
+        size, most = self._shapes.page_size, self._shapes.block_pages
+        new = [node for node in nodes if len(node.tokens) == size and self._lacks(node)]
+        self.num_read_pages += len(new)
+        parts = [new[first : first + most] for first in range(0, len(new), most)]
+        return [Read(self._add(part), tuple(node.page for node in part)) for part in parts]
 
-    def lacks_state(self, node: Node) -> bool:
-        """Return whether no block has the node's state; a hit marks the block as used."""
-        return self._lacks(self.index.state(_key(node)))
+    def save_state(self, node: Node) -> list[Read]:
+        """Add a block of the node's state, with its page if that is partly filled.
 
-    def add_pages(self, nodes: Sequence[Node]) -> Read:
-        """Add a block of the pages of these nodes; return the copy that fills it."""
-        block = Block(is_state=False)
-        self.num_read_pages += len(nodes)
-        self._add(block, [_key(node) for node in nodes])
-        return Read(block, tuple(node.page for node in nodes))
-
-    def add_state(self, node: Node, slot: int) -> Read:
-        """Add a block of the node's state in `slot`, and of its page if that is partly filled.
-
-        Return the copy that fills it.
+        Return the copy that fills it, or none if a block has this state.
         """
-        block = Block(is_state=True)
+        if not self._lacks(node, is_state=True):
+            return []
         self.num_read_states += 1
-        self._add(block, [_key(node)])
-        is_tail = len(node.tokens) < self._page_size
-        return Read(block, (node.page,) if is_tail else (), slot)
+        tail = (node.page,) if len(node.tokens) < self._shapes.page_size else ()
+        return [Read(self._add([node], is_state=True), tail, node.checkpoint)]
 
     # Lookups
 
@@ -146,7 +124,8 @@ class HostTier:
         `match` is the match of `tokens` on the device, below `root`. `num_tokens` of the result is
         0 if the match on the device alone is as long.
         """
-        size, digest, depth, has_states = self._page_size, digest_of(root), 0, self._has_states
+        size, digest, depth = self._shapes.page_size, digest_of(root), 0
+        has_states = self._has_states
         pages, found = list[BlockRef](), (0, None)
         while True:
             rest = tuple(tokens[depth * size : min((depth + 1) * size, limit)])
@@ -157,7 +136,7 @@ class HostTier:
             key = Key(digest, rest)
             if depth < len(match.nodes):
                 digest = digest_of(match.nodes[depth])
-            elif (page := self._find(BlockIndex.page, key)) is not None:
+            elif (page := self._find(key, is_state=False)) is not None:
                 digest = chained(digest, rest)
                 pages.append(page)
             else:
@@ -165,7 +144,7 @@ class HostTier:
             depth += 1
             if not has_states:
                 found = depth, None
-            elif (state := self._find(BlockIndex.state, key)) is not None:
+            elif (state := self._find(key, is_state=True)) is not None:
                 found = depth, state._replace(tokens=())
         num_matched = depth * size
         depth, state = found
@@ -173,9 +152,8 @@ class HostTier:
         if num_tokens <= match.start(size, has_states=has_states)[0]:
             return HostPrefixMatch(0, (), (), None, num_matched)
         nodes = match.nodes[:depth]
-        return HostPrefixMatch(
-            num_tokens, nodes, tuple(pages[: depth - len(nodes)]), state, num_matched
-        )
+        pages = tuple(pages[: depth - len(nodes)])
+        return HostPrefixMatch(num_tokens, nodes, pages, state, num_matched)
 
     def stage(self, blocks: Iterable[Block], ahead: Iterable[Block] = ()) -> None:
         """Start to copy these blocks to the device, and no others.
@@ -189,14 +167,6 @@ class HostTier:
             self.disk.want(first, wanted)
         self.mover.stage(wanted)
 
-    def is_loading(self, block: Block) -> bool:
-        """Return whether a block is on disk only and must be read into memory first."""
-        return self.disk is not None and self.disk.is_loading(block)
-
-    def load(self, blocks: Iterable[Block]) -> bool:
-        """Wait for the blocks on disk while no step runs; return False after a timeout."""
-        return self.disk is None or self.disk.wait(blocks, MAX_SECONDS)
-
     def close(self) -> None:
         """Wait until evicted blocks are written to disk, and free the memory."""
         if self.disk is not None:
@@ -208,32 +178,31 @@ class HostTier:
     def _indices(self) -> list[BlockIndex]:
         return [self.index, *([] if self.disk is None else [self.disk.index])]
 
-    def _find(
-        self, look: Callable[[BlockIndex, Key], BlockRef | None], key: Key
-    ) -> BlockRef | None:
-        found = (look(index, key) for index in self._indices())
-        return next((each for each in found if each is not None), None)
+    def _find(self, key: Key, *, is_state: bool) -> BlockRef | None:
+        found = (index.find(key, is_state=is_state) for index in self._indices())
+        return next(filter(None, found), None)
 
     def _tail(self, before: bytes, rest: tuple[int, ...]) -> BlockRef | None:
-        tails = [index.tail(before, rest, self._page_size) for index in self._indices()]
-        fitting = [each for each in tails if each is not None]
-        return max(fitting, key=lambda found: len(found.tokens), default=None)
+        tails = (index.tail(before, rest, self._shapes.page_size) for index in self._indices())
+        return max(filter(None, tails), key=lambda found: len(found.tokens), default=None)
 
-    def _lacks(self, found: BlockRef | None) -> bool:
+    def _lacks(self, node: Node, *, is_state: bool = False) -> bool:
+        """Return whether no block has the node's page or state; a hit marks the block as used."""
+        found = self.index.find(_key(node), is_state=is_state)
         if found is not None:
             self.index.touch([found.block])
         return found is None
 
-    def _add(self, block: Block, keys: Sequence[Key]) -> None:
-        self.index.add(block, keys)
-        self.num_bytes += self.mover.num_bytes(is_state=block.is_state)
-        while self.num_bytes > self.max_bytes:
-            oldest = next(iter(self.index))
-            gone = self.index.forget(oldest)
-            self.num_bytes -= self.mover.num_bytes(is_state=oldest.is_state)
+    def _add(self, nodes: Sequence[Node], *, is_state: bool = False) -> Block:
+        block = Block(is_state=is_state, keys=map(_key, nodes))
+        self.index.add(block, self.mover.num_bytes(is_state=is_state))
+        while self.index.num_bytes > self.max_bytes:
+            oldest = next(iter(self.index.blocks))
+            self.index.remove(oldest)
             self.num_evicted_pieces += 1
             if self.disk is not None:
-                self.disk.put(oldest, gone)
+                self.disk.put(oldest)
+        return block
 
 
 def _key(node: Node) -> Key:

@@ -16,6 +16,7 @@ Pages that no request holds stay in the tree until their memory is needed. Then 
 used leaf is evicted first, so that every node keeps its path to the root.
 """
 
+import dataclasses
 import hashlib
 import heapq
 import itertools
@@ -24,34 +25,21 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Node:
     """Page of tokens; only `PrefixTree` modifies it."""
 
-    __slots__ = (
-        "checkpoint",
-        "children",
-        "depth",
-        "digest",
-        "is_alive",
-        "is_held",
-        "last_use",
-        "page",
-        "parent",
-        "tails",
-        "tokens",
-    )
-
-    def __init__(self, parent: "Node | None", tokens: tuple[Any, ...], page: int):
-        """Create a child of `parent`, which the tree links; a root holds its salt as tokens."""
-        self.parent, self.tokens, self.page = parent, tokens, page
-        self.depth: int = 0 if parent is None else parent.depth + 1  # number of pages up to its end
-        self.children: dict[tuple[int, ...], Node] = {}  # full pages, by their tokens
-        self.tails: dict[tuple[int, ...], Node] = {}  # partly filled pages, by their tokens
-        self.checkpoint = 0  # slot of the cached state after its last token; 0 means none
-        self.is_held = True  # a request holds its page
-        self.last_use = 0
-        self.is_alive = True
-        self.digest: bytes | None = None  # see `digest_of`
+    parent: "Node | None"
+    tokens: tuple[Any, ...]  # of the page; a root has its salt
+    page: int
+    depth: int  # number of pages up to its end
+    children: "dict[tuple[int, ...], Node]" = dataclasses.field(default_factory=dict)  # full pages
+    tails: "dict[tuple[int, ...], Node]" = dataclasses.field(default_factory=dict)  # partly filled
+    checkpoint: int = 0  # slot of the cached state after its last token; 0 means none
+    is_held: bool = True  # a request holds its page
+    last_use: int = 0
+    is_alive: bool = True
+    digest: bytes | None = None  # see `digest_of`
 
     @property
     def is_leaf(self) -> bool:
@@ -64,14 +52,14 @@ def digest_of(node: Node) -> bytes:
 
     It is the same in every process, so it can name files.
     """
-    way = []
+    path = []
     while node.digest is None and node.parent is not None:
-        way.append(node)
+        path.append(node)
         node = node.parent
     if node.digest is None:
         node.digest = hashlib.blake2b(repr(node.tokens[0]).encode(), digest_size=32).digest()
     digest = node.digest
-    for each in reversed(way):
+    for each in reversed(path):
         digest = each.digest = chained(digest, each.tokens)
     return digest
 
@@ -104,16 +92,16 @@ class PrefixTree:
     def __init__(self, page_size: int):
         self.page_size = page_size
         self._count = itertools.count(1)
+        self._roots: dict[Hashable, Node] = {}
+        self._by_page: dict[int, Node] = {}
         self.clear()
 
     def clear(self) -> list[int]:
         """Drop all nodes; return the pages that were in the tree."""
-        nodes = list(getattr(self, "_by_page", {}).values())
-        for node in (*nodes, *getattr(self, "_roots", {}).values()):
+        for node in (*self._by_page.values(), *self._roots.values()):
             node.is_alive = False
-        pages = list(getattr(self, "_by_page", {}))
-        self._roots: dict[Hashable, Node] = {}
-        self._by_page: dict[int, Node] = {}
+        pages = list(self._by_page)
+        self._roots, self._by_page = {}, {}
         self._leaves: list[tuple[int, int, Node]] = []  # heap by last use; entries may be stale
         self.num_evictable = 0
         self.version = next(self._count)  # changes whenever a match may change
@@ -126,7 +114,7 @@ class PrefixTree:
     def root(self, salt: Hashable) -> Node:
         """Return the root of a salt, created if it is missing."""
         if salt not in self._roots:
-            self._roots[salt] = Node(None, (salt,), 0)
+            self._roots[salt] = Node(None, (salt,), 0, 0)
         return self._roots[salt]
 
     def match(self, salt: Hashable, tokens: Sequence[int], limit: int) -> PrefixMatch:
@@ -150,7 +138,7 @@ class PrefixTree:
         family = parent.children if len(key) == self.page_size else parent.tails
         if (known := family.get(key)) is not None:
             return known
-        node = family[key] = self._by_page[page] = Node(parent, key, page)
+        node = family[key] = self._by_page[page] = Node(parent, key, page, parent.depth + 1)
         node.last_use = self.version = next(self._count)
         return node
 
@@ -186,7 +174,7 @@ class PrefixTree:
         if salt in self._roots and self._roots[salt].is_leaf:
             self._roots.pop(salt).is_alive = False
 
-    # Called by `PrefixStore` as a `Reserve`
+    # Called by the `PagePool`
 
     def holds(self, page: int) -> bool:
         return page in self._by_page

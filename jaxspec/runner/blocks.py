@@ -8,7 +8,7 @@ plans. The programs of steps are not affected.
 import dataclasses
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import flax.struct
@@ -17,15 +17,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxspec.cache import CacheSpec, Pools, PoolSizes, allocate, allocate_checkpoints
+from jaxspec.cache import (
+    CacheSpec,
+    Pools,
+    PoolSizes,
+    TokenHistory,
+    allocate,
+    allocate_checkpoints,
+)
 from jaxspec.cache.copies import (
     paged,
     read_checkpoint,
     read_pages,
+    uncopied,
     write_checkpoint,
     write_pages,
 )
-from jaxspec.plan.block_plan import Block
+from jaxspec.cache.portable import checkpoint_of, names, pages_of, state_arrays, token_arrays
+from jaxspec.plan.block_plan import Block, Copied
 from jaxspec.plan.plan import AnyProgram, CopyBlock, StepPlan, plan_layout
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.runner.batch_state import EngineState
@@ -41,12 +50,9 @@ class Contents:
     checkpoint: Pools  # as `read_checkpoint` returns it; empty in a block of pages
 
 
-@flax.struct.dataclass
-class _Kept:
-    """Source or target arrays of a copy."""
-
-    pools: Pools  # paged pools only
-    checkpoints: Pools  # empty if only pages are copied
+_Kept = tuple[Pools, Pools]
+"""Source or target of a copy: paged pools, and checkpoints, which are empty for pages alone."""
+Arrays = Mapping[str, np.ndarray]
 
 
 def check_host_bytes(specs: Iterable[CacheSpec], shapes: StepShapes) -> None:
@@ -98,12 +104,13 @@ class BlockCopies:
 
         def write(kept: _Kept, arrays: tuple[Array, ...], packed: Int[Array, " plan"]) -> _Kept:
             plan, contents = layout.unpack(packed), jax.tree.unflatten(structure, arrays)
+            pools, checkpoints = kept
             pages = contents.pages, plan["sources"], plan["targets"]
-            pools = write_pages(self.specs, kept.pools, *pages)
-            if not program.of_state:
-                return _Kept(pools, {})
-            state = contents.checkpoint, plan["checkpoint"]
-            return _Kept(pools, write_checkpoint(self.specs, kept.checkpoints, *state))
+            pools = write_pages(self.specs, pools, *pages)
+            if program.of_state:
+                state = contents.checkpoint, plan["checkpoint"]
+                checkpoints = write_checkpoint(self.specs, checkpoints, *state)
+            return pools, checkpoints
 
         kept = self._kept(program, state)
         if program.direction == "read":
@@ -155,9 +162,9 @@ class BlockCopies:
         assert block.arrays is not None
         arrays = self._staged.pop(block, None) or self._put(block)
         self._since.pop(block, None)
-        kept = compiled(kept, arrays, plan.packed)
-        checkpoints = kept.checkpoints if program.of_state else state.checkpoints
-        return dataclasses.replace(state, pools=state.pools | kept.pools, checkpoints=checkpoints)
+        pools, checkpoints = compiled(kept, arrays, plan.packed)
+        checkpoints = checkpoints if program.of_state else state.checkpoints
+        return dataclasses.replace(state, pools=state.pools | pools, checkpoints=checkpoints)
 
     def stage(self, blocks: Iterable[Block]) -> None:
         """Start to copy these blocks to the device while steps run; drop all other staged ones.
@@ -207,20 +214,64 @@ class BlockCopies:
         is_state = bool(contents.checkpoint)
         return Block(is_state=is_state, arrays=tuple(jax.tree.leaves(contents)))
 
+    def to_arrays(self, copied: Copied) -> dict[str, np.ndarray]:
+        """Wait for the blocks of a prefix and convert them to portable arrays (`cache.portable`).
+
+        Engines of other sizes can import these arrays.
+        """
+        if not copied.num_tokens:
+            return {}
+        num_full, arrays = copied.num_tokens // self.sizes.page_size, {}
+        parts = [self.contents(block).pages for block in copied.pages]
+        parts = [_part(_joined(parts), 0, num_full)] if parts else []
+        if copied.state is not None:
+            state = self.contents(copied.state)
+            arrays = state_arrays(self.specs, state.checkpoint, copied.num_tokens)
+            parts.append(state.pages)  # partly filled page, or arbitrary data after the last token
+        return arrays | token_arrays(self.specs, _joined(parts), copied.num_tokens)
+
+    def from_arrays(self, arrays: Arrays, tokens: Sequence[int]) -> Copied | None:
+        """Convert portable arrays of the prefix `tokens` to blocks of this engine.
+
+        Returns:
+            The blocks, or None if an array that this engine needs is missing, for example because
+            the exporting engine has another drafter.
+
+        Raises:
+            ValueError: an array has another shape or dtype than in this engine.
+        """
+        count, shapes, size = len(tokens), self._shapes, self._shapes.block_pages
+        if any(spec.name == TokenHistory.name for spec in self.specs):
+            arrays = {TokenHistory.name: np.array(tokens, np.int32), **arrays}
+        if uncopied(self.specs) or not names(self.specs) <= arrays.keys():
+            return None
+        pages, num_full = pages_of(self.specs, arrays, count, self.sizes), count // shapes.page_size
+        parts = [
+            _part(pages, first, min(num_full, first + size)) for first in range(0, num_full, size)
+        ]
+        full = tuple(self.block_of(Contents(_padded(part, size), {})) for part in parts)
+        if not shapes.num_checkpoints:
+            return Copied(count, full)
+        tail = _padded(_part(pages, num_full, shapes.pages_for(count)), 1)
+        checkpoint = checkpoint_of(self.specs, arrays, count, self.sizes)
+        return Copied(count, full, self.block_of(Contents(tail, checkpoint)))
+
+    # Helpers
+
     def _put(self, block: Block) -> tuple[jax.Array, ...]:
         return jax.device_put(block.arrays, self._where)
 
     def _kept(self, program: CopyBlock, state: EngineState) -> _Kept:
         """Return the part of the state that the program reads or updates."""
         pools = {spec.name: state.pools[spec.name] for spec in paged(self.specs)}
-        return _Kept(pools, (state.checkpoints or {}) if program.of_state else {})
+        return pools, (state.checkpoints or {}) if program.of_state else {}
 
     def _contents(
         self, kept: _Kept, pages: Int[Array, " n"], checkpoint: Int[Array, ""]
     ) -> Contents:
-        has_state = bool(kept.checkpoints)
-        states = read_checkpoint(self.specs, kept.checkpoints, checkpoint) if has_state else {}
-        return Contents(read_pages(self.specs, kept.pools, pages), states)
+        pools, checkpoints = kept
+        states = read_checkpoint(self.specs, checkpoints, checkpoint) if checkpoints else {}
+        return Contents(read_pages(self.specs, pools, pages), states)
 
     def _like(self, is_state: bool) -> Contents:
         """Return the contents of a block as shapes and dtypes."""
@@ -232,6 +283,23 @@ class BlockCopies:
             count = self._shapes.num_checkpoints if is_state else 0
             checkpoints = allocate_checkpoints(self.specs, self.sizes, count)
             pages = jnp.zeros(1 if is_state else self._shapes.block_pages, jnp.int32)
-            return self._contents(_Kept(pools, checkpoints), pages, jnp.int32(0))
+            return self._contents((pools, checkpoints), pages, jnp.int32(0))
 
         return self._likes.setdefault(is_state, jax.eval_shape(make))
+
+
+def _joined(parts: Sequence[Pools]) -> Pools:
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+
+
+def _part(pages: Pools, first: int, end: int) -> Pools:
+    return jax.tree.map(lambda array: array[first:end], pages)
+
+
+def _padded(pages: Pools, count: int) -> Pools:
+    def padded(array: np.ndarray) -> np.ndarray:
+        whole = np.zeros((count, *array.shape[1:]), array.dtype)
+        whole[: len(array)] = array
+        return whole
+
+    return jax.tree.map(padded, pages)

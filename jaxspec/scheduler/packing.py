@@ -183,7 +183,7 @@ class RowUpdates:
 
     def _copies(self, running: Sequence[Request]) -> list[StepPlan]:
         plans = list[StepPlan]()
-        for copy in self._prefixes.take_copies():
+        for copy in self._prefixes.store.take_copies():
             if isinstance(copy, Fork):
                 plans.append(self._plan(RESTORE, StepBuilder(0, 0), running, [copy]))
             elif isinstance(copy, StateExport):

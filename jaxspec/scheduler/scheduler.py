@@ -146,7 +146,7 @@ class Scheduler:
         self._admit(step)
         if step.has_work:
             return self._dispatch(step)
-        if self.prefixes.lets_in:  # parents whose forked samples enter next
+        if self.prefixes.store.lets_in:  # parents whose forked samples enter next
             return ScheduledStep(self.plans.only_copies(self.running), (), (), 0)
         return None
 

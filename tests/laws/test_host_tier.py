@@ -40,21 +40,23 @@ def push_out(engine):
     """Every page and state of the device goes to the host."""
     pool, store = engine.scheduler.pages, engine.scheduler.prefixes.store
     pool.release(pool.allocate(pool.num_free))
-    while len(store.slots):
-        store.slots.give_back(store.take_slot())
-    assert not len(store)
+    while len(store.states):
+        store.free_slots.append(store._take_slot())
+    assert not len(store.tree)
 
 
 def check_all_is_free(engine):
     scheduler, shapes, prefixes = engine.scheduler, engine.buckets, engine.scheduler.prefixes
     mover, tier = engine.runner.blocks, prefixes.tier
     assert scheduler.pages.num_free == shapes.num_pages - 1
-    assert tier.num_bytes == sum(mover.num_bytes(is_state=p.is_state) for p in tier.index)
-    assert tier.num_bytes <= shapes.host_bytes and not mover._staged
+    assert tier.index.num_bytes == sum(
+        mover.num_bytes(is_state=p.is_state) for p in tier.index.blocks
+    )
+    assert tier.index.num_bytes <= shapes.host_bytes and not mover._staged
     prefixes.clear()
     assert sorted(scheduler.pages._free) == list(range(1, shapes.num_pages))
-    assert sorted(prefixes.store.slots._free) == list(range(1, 1 + shapes.num_checkpoints))
-    assert (len(tier.index), tier.num_bytes) == (0, 0)
+    assert sorted(prefixes.store.free_slots) == list(range(1, 1 + shapes.num_checkpoints))
+    assert (len(tier.index.blocks), tier.index.num_bytes) == (0, 0)
 
 
 ENGINES = {
@@ -227,7 +229,7 @@ def test_a_piece_never_changes():
     for turn in range(3):
         for prompt in (PROMPT, *OTHERS, *SHARED):
             ask(engine, (*prompt, turn))
-            for piece in tier.index:
+            for piece in tier.index.blocks:
                 if piece.arrays is not None:
                     now = [np.array(array) for array in piece.arrays]
                     for before, after in zip(kept.setdefault(piece, now), now, strict=True):

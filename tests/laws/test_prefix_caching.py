@@ -48,8 +48,8 @@ def check_all_is_free(engine):
     assert scheduler.pages.num_free == shapes.num_pages - 1
     scheduler.prefixes.clear()
     assert sorted(scheduler.pages._free) == list(range(1, shapes.num_pages))
-    slots = scheduler.prefixes.store.slots
-    assert sorted(slots._free) == list(range(1, 1 + shapes.num_checkpoints))
+    free_slots = scheduler.prefixes.store.free_slots
+    assert sorted(free_slots) == list(range(1, 1 + shapes.num_checkpoints))
 
 
 ENGINES = {
@@ -136,7 +136,7 @@ def kept_states(engine):
     checkpoints = engine.runner.state.checkpoints["recurrent"]
     states = np.asarray(checkpoints.states)
     found = {}
-    for node in engine.scheduler.prefixes.store.slots._used:
+    for node in engine.scheduler.prefixes.store.states:
         slot, text = node.checkpoint, ()
         while node.parent is not None:
             text, node = node.tokens + text, node.parent

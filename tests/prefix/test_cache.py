@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from fake_device import make_group, next_token
-from loop import Loop, wander
+from loop import Loop, group_of, run, wander
 from pairwise import crossed
 
 from jaxspec.plan.plan import StateExport
@@ -27,19 +27,13 @@ def loop_of(mode, min_uncached=4, **sizes):
     return loop
 
 
-def run(loop, *group):
-    loop.add(*group)
-    loop.run()
-    return [request.num_cached_tokens for each in group for request in each]
-
-
 def check_that_nothing_is_left(loop):
     """All is free once what is kept is forgotten."""
     loop.scheduler.prefixes.clear()
     store = loop.scheduler.prefixes.store
-    assert len(store) == len(store.slots) == store.num_evictable == 0
+    assert len(store.tree) == len(store.states) == store.pool.num_evictable == 0
     assert sorted(loop.scheduler.pages._free) == list(range(1, loop.scheduler.shapes.num_pages))
-    assert len(store.slots._free) == loop.scheduler.shapes.num_checkpoints
+    assert len(store.free_slots) == loop.scheduler.shapes.num_checkpoints
 
 
 @pytest.mark.parametrize(
@@ -74,10 +68,6 @@ def test_a_random_walk_among_shared_prefixes_gives_every_request_what_it_gets_al
         counts += [device.num_restores, device.num_forks, evicted, preemptions]
         check_that_nothing_is_left(loop)
     assert min(counts) > 2, counts
-
-
-def group_of(seed, root, length, max_tokens=4, **changes):
-    return make_group(seed, length, max_tokens, root=root, **changes)
 
 
 @pytest.mark.parametrize("depth", [0, 2])
@@ -185,7 +175,7 @@ def test_states_lie_at_multiples_of_the_interval_alone_where_that_is_the_mode():
     loop = loop_of(ALIGN)
     assert run(loop, group_of(1, 22, 22)) == [0]
     assert run(loop, group_of(2, 22, 22)) == [16]
-    lengths = {node.depth * 4 for node in loop.scheduler.prefixes.store.slots._used}
+    lengths = {node.depth * 4 for node in loop.scheduler.prefixes.store.states}
     assert lengths == {8, 16}
 
 
@@ -220,7 +210,7 @@ def test_what_a_preempted_request_left_is_given_up_when_pages_are_short_or_it_is
             loop.scheduler.pages.release(loop.scheduler.pages.allocate(13))
         else:
             loop.scheduler.end(request, Finish.ABORT)
-        assert not store._pending and store._figures.skipped["dropped"] == 1
+        assert not store._pending and store._metrics.skipped["dropped"] == 1
         loop.run()
         check_that_nothing_is_left(loop)
 
@@ -230,9 +220,9 @@ def test_an_error_forgets_all_that_is_kept():
     loop = loop_of(ALL)
     run(loop, group_of(1, 22, 22))
     prefixes = loop.scheduler.prefixes
-    assert len(prefixes.store) and len(prefixes.store.slots)
+    assert len(prefixes.store.tree) and len(prefixes.store.states)
     prefixes.ended(loop.requests[1], Finish.ERROR)
-    assert not len(prefixes.store) and not len(prefixes.store.slots)
+    assert not len(prefixes.store.tree) and not len(prefixes.store.states)
     assert run(loop, group_of(2, 22, 22)) == [0]
 
 
@@ -244,7 +234,7 @@ def test_after_a_reset_nothing_is_found_and_what_runs_goes_on():
     loop.turn()
     loop.scheduler.prefixes.clear()
     loop.run()
-    assert len(loop.scheduler.prefixes.store) == 0  # nor was anything kept of what ran
+    assert len(loop.scheduler.prefixes.store.tree) == 0  # nor was anything kept of what ran
     assert run(loop, group_of(3, 22, 22)) == [0]
 
 

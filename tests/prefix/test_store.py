@@ -2,13 +2,13 @@
 
 from fake_device import make_buckets, make_group
 
-from jaxspec.plan.plan import StateExport
-from jaxspec.prefix.page_pool import PrefixMetrics
-from jaxspec.prefix.store import PrefixStore
+from jaxspec.plan.plan import Fork, StateExport
+from jaxspec.prefix.store import PrefixMetrics, PrefixStore
 
 
 def make(num_checkpoints=2, **sizes):
-    shapes = make_buckets(prefix_caching="all", num_checkpoints=num_checkpoints, **sizes)
+    mode = "all" if num_checkpoints else "pages"
+    shapes = make_buckets(prefix_caching=mode, num_checkpoints=num_checkpoints, **sizes)
     return PrefixStore(shapes, PrefixMetrics())
 
 
@@ -32,10 +32,10 @@ def test_full_pages_are_published_and_stay_when_their_request_leaves():
     store = make()
     request = running(store)
     node = publish(store, request, 9)
-    assert node.depth == 2 and len(store) == 2 and store.num_evictable == 0
+    assert node.depth == 2 and len(store.tree) == 2 and store.pool.num_evictable == 0
     num_free = store.pool.num_free
     leave(store, request)
-    assert store.num_evictable == 2 and store.pool.num_free == num_free + 3
+    assert store.pool.num_evictable == 2 and store.pool.num_free == num_free + 3
 
 
 def test_a_partly_filled_page_is_copied_unless_its_request_leaves():
@@ -50,7 +50,7 @@ def test_a_partly_filled_page_is_copied_unless_its_request_leaves():
     store.keep(request, node, 10, gives_page=True)
     assert store.take_copies() == [StateExport(3, 2)]
     leave(store, request)
-    assert store.tree.holds(third) and store.num_evictable == 4
+    assert store.tree.holds(third) and store.pool.num_evictable == 4
 
 
 def test_what_is_there_is_not_kept_again():
@@ -59,7 +59,7 @@ def test_what_is_there_is_not_kept_again():
     node = publish(store, request, 8)
     for _ in range(2):
         store.keep(request, node, 8)
-    assert len(store.take_copies()) == 1 and store._figures.num_checkpoints == 1
+    assert len(store.take_copies()) == 1 and store._metrics.num_checkpoints == 1
 
 
 def test_the_state_used_longest_ago_makes_room_and_takes_its_own_page_along():
@@ -67,19 +67,37 @@ def test_the_state_used_longest_ago_makes_room_and_takes_its_own_page_along():
     first, second = running(store, 9), running(store, 10, seed=2)
     store.keep(first, publish(store, first, 9), 9, gives_page=True)
     leave(store, first)
-    num_pages = len(store)
+    num_pages = len(store.tree)
     store.keep(second, publish(store, second, 8), 8)
     assert [each.checkpoint for each in store.take_copies()] == [1, 1]
-    assert len(store) == num_pages - 1 + 2 and store._figures.num_evicted_checkpoints == 1
+    assert len(store.tree) == num_pages - 1 + 2 and store._metrics.num_evicted_checkpoints == 1
+
+
+def test_a_state_that_was_used_since_outlives_a_newer_one():
+    store = make()
+    requests = [running(store, 8, seed) for seed in (1, 2, 3)]
+    nodes = [publish(store, request, 8) for request in requests]
+    for request, node in zip(requests[:2], nodes, strict=False):
+        store.keep(request, node, 8)
+    store.touch(nodes[0])
+    store.keep(requests[2], nodes[2], 8)
+    assert [node.checkpoint for node in nodes] == [1, 0, 2] and not store.free_slots
+
+
+def test_without_slots_no_state_is_kept():
+    store = make(num_checkpoints=0)
+    request = running(store)
+    store.keep(request, publish(store, request, 8), 8)
+    assert store.take_copies() == [] and store._metrics.skipped["no slot"] == 1
 
 
 def test_what_would_come_too_late_is_not_kept():
     store = make()
     request = running(store)
     node = publish(store, request, 8)
-    store.begin_late()
+    store.copies.append(Fork(1, 2, 0, 0, (1,)))
     store.keep(request, node, 8)
-    assert store.take_copies() == [] and store._figures.skipped["too late"] == 1
+    assert len(store.take_copies()) == 1 and store._metrics.skipped["too late"] == 1
     store.keep(request, node, 8)
     assert len(store.take_copies()) == 1
 
@@ -91,12 +109,12 @@ def test_a_row_in_flight_is_kept_where_it_turns_out_to_stand():
     node = publish(store, request, 9)
     store.keep_unsettled(request, node)
     leave(store, request)
-    assert store.take_copies() == [StateExport(3, 1)] and store.num_evictable == 4
+    assert store.take_copies() == [StateExport(3, 1)] and store.pool.num_evictable == 4
     request.tokens += [1, 2, 3, 4]
     store.settle(request)
     hit = store.tree.match(None, request.tokens, 13)
     assert len(hit.nodes) == 3 and hit.at_checkpoint.tokens == (request.tokens[12],)
-    assert store.num_evictable == 4 and store.pool.num_free == store._shapes.num_pages - 1
+    assert store.pool.num_evictable == 4 and store.pool.num_free == store._shapes.num_pages - 1
 
 
 def test_clear_frees_what_nobody_holds():
@@ -106,7 +124,17 @@ def test_clear_frees_what_nobody_holds():
     leave(store, request)
     publish(store, other, 9)
     store.clear()
-    assert store.num_evictable == len(store) == 0 and store.take_copies() == []
+    assert store.pool.num_evictable == len(store.tree) == 0 and store.take_copies() == []
     assert store.pool.num_free == store._shapes.num_pages - 1 - 3
     leave(store, other)
     assert store.pool.num_free == store._shapes.num_pages - 1
+
+
+def test_tokens_are_counted_as_looked_up_found_and_found_without_a_state():
+    figures = PrefixMetrics()
+    figures.of_request(30, num_cached=16, num_matched=24)
+    figures.of_request(20, num_cached=19, num_matched=16)  # behind a partly filled page
+    figures.skipped["no slot"] += 1
+    told = figures.as_dict()
+    assert (told["num_queries"], told["num_hits"], told["num_without_state"]) == (50, 35, 8)
+    assert told["skipped"] == {"no slot": 1} and told["skipped"] is not figures.skipped

@@ -78,12 +78,12 @@ def give(engine, arrays, length):
     for place, target in enumerate(targets):
         node = store.tree.add(node, PROMPT[place * size : min(length, (place + 1) * size)], target)
     if engine.buckets.num_checkpoints:
-        slot, _ = store.slots.take()
+        slot = store.free_slots.pop()
         checkpoint = checkpoint_of(blocks.specs, arrays, length, blocks.sizes)
         none = {name: array[:1] for name, array in pages.items()}
         block = blocks.block_of(Contents(none, checkpoint))
         dispatch(engine, WRITE_STATE, Write(block, (0,), (0,), slot))
-        store.slots.put(node, slot)
+        store._put(node, (), 0, slot)
     store.pool.release(targets)
 
 

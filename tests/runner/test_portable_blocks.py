@@ -1,7 +1,5 @@
 """Pieces from arrays and back: the same arrays whatever the sizes of the engines between them."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from fake_device import make_buckets
@@ -11,19 +9,17 @@ from jaxspec.cache import namespaced
 from jaxspec.cache.portable import names
 from jaxspec.plan.block_plan import Copied
 from jaxspec.runner.blocks import BlockCopies
-from jaxspec.runner.portable_blocks import arrays_of, copied_of
 
 TOKENS = tuple(range(100, 123))
 MODEL = (KV, recurrent(), CONVS)
 ATTENTION = (KV, HISTORY)
 
 
-def runner(specs=MODEL, page_size=4, block_pages=2, num_checkpoints=2):
-    """What is needed of a `ModelRunner`."""
+def blocks_of(specs=MODEL, page_size=4, block_pages=2, num_checkpoints=2):
     kept = {"prefix_caching": "all", "num_checkpoints": num_checkpoints}
     kept = kept if num_checkpoints else {"prefix_caching": "pages"}
     shapes = make_buckets(page_size=page_size, block_pages=block_pages, **kept)
-    return SimpleNamespace(blocks=BlockCopies(specs, shapes), shapes=shapes)
+    return BlockCopies(specs, shapes)
 
 
 def made_up(num_tokens):
@@ -42,27 +38,27 @@ def made_up(num_tokens):
 def test_arrays_go_through_engines_of_any_sizes_unchanged(num_tokens):
     arrays = given = made_up(num_tokens)
     for sizes in ({}, {"page_size": 3, "block_pages": 1}, {"page_size": 8, "block_pages": 5}):
-        engine = runner(**sizes)
-        copied = copied_of(engine, arrays, TOKENS[:num_tokens])
-        full = num_tokens // engine.shapes.page_size
+        engine = blocks_of(**sizes)
+        copied = engine.from_arrays(arrays, TOKENS[:num_tokens])
+        full = num_tokens // engine._shapes.page_size
         assert copied.num_tokens == num_tokens and copied.state.is_state
-        assert len(copied.pages) == -(-full // engine.shapes.block_pages)
-        arrays = arrays_of(engine, copied)
+        assert len(copied.pages) == -(-full // engine._shapes.block_pages)
+        arrays = engine.to_arrays(copied)
         assert arrays.keys() == given.keys() == names(MODEL)
         for name, array in arrays.items():
             np.testing.assert_array_equal(array, given[name])
 
 
 def test_nothing_computed_is_no_array():
-    assert arrays_of(runner(), Copied(0)) == {}
+    assert blocks_of().to_arrays(Copied(0)) == {}
 
 
 def test_without_states_there_are_pages_alone():
-    engine = runner(ATTENTION, num_checkpoints=0)
+    engine = blocks_of(ATTENTION, num_checkpoints=0)
     kv = made_up(8)["kv"]
-    copied = copied_of(engine, {"kv": kv}, TOKENS[:8])
+    copied = engine.from_arrays({"kv": kv}, TOKENS[:8])
     assert copied.state is None and len(copied.pages) == 1
-    got = arrays_of(engine, copied)
+    got = engine.to_arrays(copied)
     np.testing.assert_array_equal(got["kv"], kv)
     np.testing.assert_array_equal(got["tokens"], TOKENS[:8])  # they need not be brought
 
@@ -72,18 +68,18 @@ def test_what_is_missing_makes_all_of_it_useless():
     arrays = made_up(5)
     for name in arrays:
         rest = {key: array for key, array in arrays.items() if key != name}
-        assert copied_of(runner(), rest, TOKENS[:5]) is None
-    assert copied_of(runner((*MODEL, *namespaced("draft", [KV]))), arrays, TOKENS[:5]) is None
+        assert blocks_of().from_arrays(rest, TOKENS[:5]) is None
+    assert blocks_of((*MODEL, *namespaced("draft", [KV]))).from_arrays(arrays, TOKENS[:5]) is None
     strange = StrangePages("mine", 1)
-    assert copied_of(runner((KV, strange), num_checkpoints=0), arrays, TOKENS[:4]) is None
+    assert blocks_of((KV, strange), num_checkpoints=0).from_arrays(arrays, TOKENS[:4]) is None
     more = arrays | {"draft/kv": arrays["kv"]}
-    assert copied_of(runner(), more, TOKENS[:5]).num_tokens == 5  # what it has no use for
+    assert blocks_of().from_arrays(more, TOKENS[:5]).num_tokens == 5  # what it has no use for
 
 
 def test_an_array_of_another_model_is_refused():
     arrays = made_up(5)
     for name, array in arrays.items():
         with pytest.raises(ValueError, match=f"array '{name}' of a kept request must be"):
-            copied_of(runner(), arrays | {name: array[:-1]}, TOKENS[:5])
+            blocks_of().from_arrays(arrays | {name: array[:-1]}, TOKENS[:5])
         with pytest.raises(ValueError, match="got float64"):
-            copied_of(runner(), arrays | {name: array.astype(np.float64)}, TOKENS[:5])
+            blocks_of().from_arrays(arrays | {name: array.astype(np.float64)}, TOKENS[:5])

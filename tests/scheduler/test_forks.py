@@ -4,6 +4,7 @@ import pytest
 from fake_device import make_group
 
 from jaxspec.prefix.page_pool import PagePool
+from jaxspec.prefix.tree import PrefixTree
 from jaxspec.scheduler.forks import ForkedSamples, fork, num_own_pages
 
 
@@ -53,7 +54,7 @@ def test_one_token_has_nothing_to_share():
 @pytest.mark.parametrize(("prompt_len", "shared", "own"), [(9, 2, 0), (8, 1, 1), (2, 0, 1)])
 def test_full_pages_are_shared_and_a_partial_one_is_copied(prompt_len, shared, own):
     _, (parent, child, _) = waiting(prompt_len)
-    pages = PagePool(10)
+    pages = PagePool(10, PrefixTree(4), list)
     parent.slot, child.slot, parent.pages = 1, 2, pages.allocate(3)
     assert num_own_pages(parent, page_size=4) == own
     result = fork(parent, child, pages, page_size=4)

@@ -263,13 +263,13 @@ class FakeDevice:
         pages_of_rows = {page for request in scheduler.running for page in request.pages}
         pending = [each for each in prefixes._pending.values()]
         assert not pages_of_rows & {page for each in pending for page in each.pages}
-        for node in prefixes.slots._used:
+        for node in prefixes.states:
             text, above = (), node
             while above.parent is not None:
                 text, above = above.tokens + text, above.parent
             slot = node.checkpoint
             assert slot in slots or self.checkpoints[slot] == text, "a state of another text"
-        held = [node.checkpoint for node in prefixes.slots._used] + prefixes.slots._free
+        held = [node.checkpoint for node in prefixes.states] + prefixes.free_slots
         held += [each.slot for each in pending]
         assert sorted(held) == list(range(1, 1 + self.buckets.num_checkpoints))
         self._check_host(scheduler)
@@ -279,10 +279,10 @@ class FakeDevice:
         tier = scheduler.prefixes.tier
         if tier is None:
             return
-        assert tier.num_bytes <= tier.max_bytes
-        for piece in tier.index:
+        assert tier.index.num_bytes <= tier.max_bytes
+        for piece in tier.index.blocks:
             pages, state = piece.arrays or ((), None)
-            for place, (_, tokens) in enumerate(tier.index._keys[piece] if pages else ()):
+            for place, (_, tokens) in enumerate(piece.keys if pages else ()):
                 count = len(tokens)
                 if piece.is_state:
                     assert state[len(state) - count :] == tokens, "another state"

@@ -192,7 +192,7 @@ class Harness:
             kinds = (False, True) if self.buckets.num_checkpoints else (False,)
             like = {kind: pieces.arrays(is_state=kind) for kind in kinds}
             disk = folder and DiskTier(folder, 2**30, self.runner.fingerprint, page_size, like)
-            tier = HostTier(host_bytes, page_size, pieces, disk, has_states=len(kinds) > 1)
+            tier = HostTier(self.buckets, pieces, disk)
         self.scheduler = Scheduler(self.buckets, drafter=drafts_on_host, tier=tier)
         self.scheduler.programs.add(compiled if feature_sets else ())
         self.engine = Engine(self.scheduler, self.runner, max_in_flight=max_in_flight)

@@ -36,10 +36,7 @@ class Loop:
         self.random = np.random.default_rng(seed)
         self.mover = FakeMover(self.random)
         shapes = make_buckets(**sizes)
-        sizes_on_host = shapes.host_bytes, shapes.page_size
-        tier = None
-        if shapes.host_bytes:
-            tier = HostTier(*sizes_on_host, self.mover, has_states=shapes.num_checkpoints > 0)
+        tier = HostTier(shapes, self.mover) if shapes.host_bytes else None
         self.scheduler = Scheduler(shapes, tier=tier)
         self.requests = {}
         self.device = FakeDevice(self.scheduler.shapes, self.requests, self.random, accuracy)
@@ -152,3 +149,13 @@ def wander(loop, random, num_turns, salts, dress=lambda group: None):
         if loop.scheduler.has_work:
             loop.turn()
     loop.run()
+
+
+def run(loop, *group):
+    loop.add(*group)
+    loop.run()
+    return [request.num_cached_tokens for each in group for request in each]
+
+
+def group_of(seed, root, length, max_tokens=4, **changes):
+    return make_group(seed, length, max_tokens, root=root, **changes)

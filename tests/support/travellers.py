@@ -106,8 +106,8 @@ def all_is_free(traveller):
     assert scheduler.pages.num_free == shapes.num_pages - 1
     traveller.prefixes.clear()
     assert sorted(scheduler.pages._free) == list(range(1, shapes.num_pages))
-    slots = traveller.prefixes.store.slots
-    assert sorted(slots._free) == list(range(1, 1 + shapes.num_checkpoints))
+    free_slots = traveller.prefixes.store.free_slots
+    assert sorted(free_slots) == list(range(1, 1 + shapes.num_checkpoints))
     assert len(scheduler._free_slots) == shapes.max_num_seqs
 
 
