@@ -19,6 +19,7 @@ from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from jaxspec.api.loading import EMBEDDED_MODEL
 from jaxspec.models import load_model
 from jaxspec.plan.plan import StepOutput
+from jaxspec.plan.scheduler_limits import SchedulerLimits
 from jaxspec.plan.step_shapes import StateConfig, StepShapes
 from jaxspec.proposers import make_proposer
 from jaxspec.requests.request import Request
@@ -102,7 +103,9 @@ def run(model, requests, states, decode):
     options = {"dtype": FLOAT32, "verifier": make_verifier(MTP), "states": states}
     blueprint = Blueprint.of(model, shapes, make_proposer(MTP, model), **options)
     config, state = blueprint.config, blueprint.memory_usage.empty_state(shapes)
-    scheduler = Scheduler(shapes)  # chooses the rows, pages and slots of each step, on the host
+    scheduler = Scheduler(
+        shapes, SchedulerLimits()
+    )  # chooses the rows, pages and slots of each step, on the host
     scheduler.add(requests)
     field = "ring_length" if states.policy == "replay" else "state_offset"
     while step := scheduler.schedule():

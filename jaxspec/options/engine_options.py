@@ -15,6 +15,7 @@ from typing import Any, Literal
 from jaxspec.options import SpeculativeConfig
 from jaxspec.options.option_values import read
 from jaxspec.options.vllm_options import RENAMED, UNDERSTOOD, translated
+from jaxspec.plan.scheduler_limits import SchedulerLimits, default_sizes
 from jaxspec.plan.step_shapes import ModelSizes, StepShapes
 
 
@@ -244,8 +245,10 @@ class EngineConfig:
                 "Leave revision out, or give a hub id as model."
             )
 
-    def step_shapes(self, own: ModelSizes, draft_counts: Sequence[int]) -> StepShapes:
-        """Return the shapes of the compiled programs; the runner may still lower `num_pages`.
+    def sizes(
+        self, own: ModelSizes, draft_counts: Sequence[int]
+    ) -> tuple[StepShapes, SchedulerLimits]:
+        """Return the shapes of the programs and the limits; `num_pages` may still be lowered.
 
         Args:
             own: Limits and preferred sizes of the model.
@@ -263,7 +266,7 @@ class EngineConfig:
                 f"{max_model_len}."
             )
         steps = self.steps_per_dispatch
-        return StepShapes.of(
+        return default_sizes(
             max_num_seqs=self.max_num_seqs,
             max_model_len=max_model_len,
             page_size=self.page_size,
@@ -276,6 +279,7 @@ class EngineConfig:
             max_prefill_seqs=self.max_prefill_seqs,
             steps_per_dispatch=own.steps_per_dispatch if steps == "auto" else steps,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
+            max_step_ms=self.max_step_ms,
         )
 
 

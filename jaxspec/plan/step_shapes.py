@@ -4,8 +4,7 @@ Both are frozen and validated when they are created.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from jaxspec.checks import INT32_MAX, integer, shown
 
@@ -16,8 +15,6 @@ MAX_PATH = 64
 TOKENS_PER_STEP = 512
 """Smallest default for the most prompt tokens per step."""
 BLOCK_TOKENS = 1024  # default tokens per block; each copy of a block is one dispatch
-
-PrefixMode = Literal["off", "pages", "align", "all"]
 
 
 class ModelSizes(NamedTuple):
@@ -36,17 +33,17 @@ def check_sizes(**values: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class StepShapes:
-    """Sizes of compiled programs; the scheduler rounds every step up to one of them.
+    """Sizes of an engine's programs; the scheduler rounds every step up to one of them.
 
-    `decode_rows` and `prefill_tokens` are ascending; their last entries bound a step. Fields with
-    `compare=False` do not select a program: engines that differ only in them share their programs,
-    which JAX compiles once per `num_pages`.
+    Engines with equal shapes, models and options share their programs. `num_pages` and
+    `num_checkpoints` are compared as well: JAX compiles each program once per size of the pools.
+    `decode_rows` and `prefill_tokens` are ascending; their last entries bound a step.
     """
 
     max_num_seqs: int  # rows of the batch state
     max_model_len: int  # most tokens of a request, prompt and output
     page_size: int  # tokens per KV page
-    num_pages: int = dataclasses.field(compare=False)  # pages of the pool, with the null page
+    num_pages: int  # pages of the pool, with the null page
     num_drafts: int  # K, the most drafts per verify step; 0 means plain decoding
     decode_rows: tuple[int, ...]
     prefill_tokens: tuple[int, ...]
@@ -55,16 +52,8 @@ class StepShapes:
     draft_counts: tuple[int, ...] = ()  # drafts per decode step, ascending to K; () means K only
     vocab_size: int = 0  # size of the logits, and of the bitmask in plans of sampling tables
     path_length: int = 0  # tokens of each row's path in a plan; 0 means no paths
-    # Limits per step: verified and prefilled tokens in total, and prompt tokens of one request.
-    max_num_batched_tokens: int = dataclasses.field(default=TOKENS_PER_STEP, compare=False)
-    long_prefill_token_threshold: int | None = dataclasses.field(default=None, compare=False)
-    # Contents of the prefix cache: none, pages only, or pages and cached states.
-    prefix_caching: PrefixMode = dataclasses.field(default="off", compare=False)
-    prefix_cache_share: float = dataclasses.field(default=0.0, compare=False)  # for cached states
-    num_checkpoints: int = dataclasses.field(default=0, compare=False)  # without the null slot
-    checkpoint_interval: int | None = dataclasses.field(default=None, compare=False)  # in tokens
-    block_pages: int = dataclasses.field(default=0, compare=False)  # pages per block; 0: default
-    host_bytes: int = dataclasses.field(default=0, compare=False)  # memory of the host tier
+    num_checkpoints: int = 0  # state slots of cached states, without the null slot
+    block_pages: int = 0  # pages per block; 0 means `BLOCK_TOKENS` tokens
 
     def __post_init__(self) -> None:
         if not self.draft_counts:
@@ -75,10 +64,11 @@ class StepShapes:
             page_size=self.page_size,
             max_prefill_seqs=self.max_prefill_seqs,
             steps_per_dispatch=self.steps_per_dispatch,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            long_prefill_token_threshold=self.long_prefill_token_threshold or 1,
         )
-        self._check_prefixes()
+        if self.block_pages == 0:
+            object.__setattr__(self, "block_pages", max(1, BLOCK_TOKENS // self.page_size))
+        check_sizes(block_pages=self.block_pages)
+        integer("num_checkpoints", self.num_checkpoints, 0, INT32_MAX)
         integer("path_length", self.path_length, 0, MAX_PATH)
         integer("vocab_size", self.vocab_size, 0, INT32_MAX)
         if not 0 <= self.num_drafts <= MAX_DRAFTS:
@@ -102,85 +92,11 @@ class StepShapes:
                 f"{self.max_num_seqs}, decode_buckets={shown(self.decode_rows)}. Change either."
             )
         integer("num_pages", self.num_pages, 2, hint=" (the null page and one)")
-        if self.max_num_batched_tokens <= self.max_num_seqs * (1 + self.num_drafts):
-            raise ValueError(
-                f"A step must have room for every row's verify and some prompt: "
-                f"max_num_batched_tokens={self.max_num_batched_tokens} must exceed max_num_seqs * "
-                f"(1 + num_speculative_tokens) = {self.max_num_seqs * (1 + self.num_drafts)}."
-            )
         if self.max_model_len < 2:
             raise ValueError(
                 f"max_model_len must be at least 2, one token in and one out, got "
                 f"{self.max_model_len}."
             )
-
-    def _check_prefixes(self) -> None:
-        if self.block_pages == 0:
-            object.__setattr__(self, "block_pages", max(1, BLOCK_TOKENS // self.page_size))
-        integer("num_checkpoints", self.num_checkpoints, 0, INT32_MAX)
-        integer("host_bytes", self.host_bytes, 0)
-        check_sizes(block_pages=self.block_pages, checkpoint_interval=self.checkpoint_interval or 1)
-        modes, share = get_args(PrefixMode), self.prefix_cache_share
-        if self.prefix_caching not in modes or not (isinstance(share, float) and 0 <= share < 1):
-            raise ValueError(
-                f"prefix_caching must be one of {', '.join(modes)} with a prefix_cache_share in "
-                f"[0, 1), got {shown(self.prefix_caching)} and {shown(share)}."
-            )
-
-    @staticmethod
-    def of(
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-        page_size: int,
-        num_pages: int | None,
-        draft_counts: Sequence[int],
-        decode_rows: Sequence[int] | None,
-        prefill_tokens: Sequence[int] | None,
-        max_num_batched_tokens: int | None,
-        max_prefill_seqs: int | None,
-        tokens_per_step: int = TOKENS_PER_STEP,
-        **sizes: Any,
-    ) -> "StepShapes":
-        """Return the given sizes, with the defaults of `EngineConfig` for those that are None.
-
-        `tokens_per_step`: prompt tokens at which a step of the model is efficient; divisible by 64.
-        """
-        if max_prefill_seqs is None:
-            max_prefill_seqs = max(4, (max_num_batched_tokens or tokens_per_step) // 256)
-        check_sizes(
-            max_num_seqs=max_num_seqs, page_size=page_size, max_prefill_seqs=max_prefill_seqs
-        )
-        num_drafts = draft_counts[-1]
-        if num_pages is None:
-            num_pages = max_num_seqs * -(-max_model_len // page_size) + 1
-        if max_num_batched_tokens is not None:
-            budget = largest = max_num_batched_tokens
-        else:
-            # At most the longest prompts that one step can advance, rounded up to 64.
-            longest = -(-min(max_prefill_seqs, max_num_seqs) * max_model_len // 64) * 64
-            largest = max(TOKENS_PER_STEP, min(tokens_per_step, longest))
-            budget = largest + max_num_seqs * (1 + num_drafts)  # all rows verify beside it
-        if decode_rows is None:
-            decode_rows = (*(4**i for i in range(16) if 4**i < max_num_seqs), max_num_seqs)
-        if prefill_tokens is None:
-            # 64 and the largest size. From 2048 on also sizes in between, so that prompts of medium
-            # length, and the rest after a cached prefix, do not pay for the largest step.
-            between = {256, 512, 2048} if largest >= 2048 else set[int]()
-            prefill_tokens = sorted({min(64, largest), largest} | between)
-        return StepShapes(
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            page_size=page_size,
-            num_pages=num_pages,
-            num_drafts=num_drafts,
-            draft_counts=tuple(draft_counts),
-            decode_rows=tuple(decode_rows),
-            prefill_tokens=tuple(prefill_tokens),
-            max_num_batched_tokens=budget,
-            max_prefill_seqs=max_prefill_seqs,
-            **sizes,
-        )
 
     @property
     def width(self) -> int:

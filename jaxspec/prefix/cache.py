@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from jaxspec.plan.block_plan import Block, Copied, Read, Write
 from jaxspec.plan.plan import Fork
+from jaxspec.plan.scheduler_limits import SchedulerLimits
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.prefix.block_index import BlockRef
 from jaxspec.prefix.host_tier import HostPrefixMatch, HostTier
@@ -190,21 +191,23 @@ class PrefixHit(NamedTuple):
 
 
 class PrefixCache:
-    """Tracks running requests; `StepShapes.prefix_caching` decides what is cached of them."""
+    """Tracks running requests; `SchedulerLimits.prefix_caching` decides what is cached of them."""
 
     def __init__(
         self,
         shapes: StepShapes,
+        limits: SchedulerLimits,
         tier: HostTier | None = None,
         min_uncached: int = MIN_UNCACHED,
         min_turn: int = MIN_TURN,
     ):
         """Start empty; see `MIN_UNCACHED` and `MIN_TURN` for the last two arguments."""
-        self.shapes, self.min_uncached, self.min_turn = shapes, min_uncached, min_turn
+        self.shapes, self.limits = shapes, limits
+        self.min_uncached, self.min_turn = min_uncached, min_turn
         self.stats = PrefixMetrics()
-        self._is_on = shapes.prefix_caching != "off"
+        self._is_on = limits.caches_prefixes
         self._has_states = shapes.num_checkpoints > 0
-        self._keeps_ends = self._has_states and shapes.prefix_caching == "all"
+        self._keeps_ends = self._has_states and limits.prefix_caching == "all"
         self.tier = tier if self._is_on else None
         self.new_pool()
 
@@ -356,7 +359,7 @@ class PrefixCache:
         """Return the end of the next chunk of a prompt, at most `end`."""
         if not self._has_states or request not in self._at:
             return end
-        done, interval = request.num_computed, self.shapes.checkpoint_interval
+        done, interval = request.num_computed, self.limits.checkpoint_interval
         stops = [stop for stop in self._stops.get(request, ()) if stop > done]
         if interval is not None:
             stops.append((done // interval + 1) * interval)
@@ -368,7 +371,7 @@ class PrefixCache:
             return
         self._publish(request, request.num_computed)
         if self._has_states and request.is_prefilling:
-            done, interval = request.num_computed, self.shapes.checkpoint_interval
+            done, interval = request.num_computed, self.limits.checkpoint_interval
             is_prompt_end = self._keeps_ends and done == request.prefill_len - 1
             is_on_grid = interval is not None and done % interval == 0
             if is_prompt_end or is_on_grid or done in self._stops.get(request, ()):
@@ -450,7 +453,7 @@ def copy_in(prefixes: PrefixCache, request: Request, copied: Copied) -> None:
     """
     shapes, store = prefixes.shapes, prefixes.store
     has_states = shapes.num_checkpoints > 0
-    is_fit = shapes.prefix_caching != "off" and has_states == (copied.state is not None)
+    is_fit = prefixes.limits.caches_prefixes and has_states == (copied.state is not None)
     if not is_fit or prefixes.find(request).num_cached >= copied.num_tokens:
         return
     size, tokens = shapes.page_size, tuple(request.tokens)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from jaxspec.plan.plan import MOVES, Fork, StepOutput
+from jaxspec.plan.scheduler_limits import SchedulerLimits
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.prefix.cache import PrefixCache
 from jaxspec.prefix.host_tier import HostTier
@@ -34,17 +35,17 @@ class Scheduler:
     def __init__(
         self,
         shapes: StepShapes,
-        max_step_ms: float | None = None,
+        limits: SchedulerLimits,
         drafter: HostDrafter | None = None,
         tier: HostTier | None = None,
         observers: Sequence[RequestObserver] = (),
     ):
-        """Start empty. `max_step_ms` as in `StepSeconds`, `tier` as in `PrefixCache`."""
-        self.shapes = shapes
+        """Start empty; `tier` as in `PrefixCache`."""
+        self.shapes, self.limits = shapes, limits
         self.observers = (*observers, *([drafter] if drafter else []))
-        self.prefixes = PrefixCache(shapes, tier)
+        self.prefixes = PrefixCache(shapes, limits, tier)
         self.plans = RowUpdates(shapes, drafter, self.prefixes)
-        self.step_seconds = StepSeconds(shapes, max_step_ms)
+        self.step_seconds = StepSeconds(shapes, limits.max_step_ms)
         self.num_preemptions = 0
         self.programs = ReadyPrograms(shapes)
         self.waiting = WaitingQueue()
@@ -129,6 +130,7 @@ class Scheduler:
         num_free = min(len(self._free_slots), self.shapes.max_new_rows)
         budget = prompt_budget(
             self.shapes,
+            self.limits,
             self.running,
             self.waiting,
             self._followers,
@@ -195,7 +197,7 @@ class Scheduler:
 
     def _advance_prefill(self, request: Request, step: StepBuilder) -> None:
         end = self._followers.prefill_end(request)
-        longest = self.shapes.long_prefill_token_threshold or step.budget
+        longest = self.limits.long_prefill_token_threshold or step.budget
         end = self.prefixes.chunk_end(request, end)
         length = min(end - request.num_computed, step.budget, longest)
         if length < 1 or len(step.prefills) == self.shapes.max_prefill_seqs:

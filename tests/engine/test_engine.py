@@ -6,6 +6,7 @@ import pytest
 
 from jaxspec.engine.engine import Engine
 from jaxspec.plan.plan import StepOutput, plan_layout
+from jaxspec.plan.scheduler_limits import SchedulerLimits
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.requests.request import Finish, Request
 from jaxspec.requests.sampling_params import SamplingParams
@@ -73,7 +74,7 @@ class FakePending:
 
 def make_engine(depth):
     runner = FakeRunner()
-    engine = Engine(Scheduler(BUCKETS), runner, max_in_flight=depth)
+    engine = Engine(Scheduler(BUCKETS, SchedulerLimits()), runner, max_in_flight=depth)
     request = Request((1, 2, 3), SamplingParams(max_tokens=8), seed=0)
     engine.scheduler.add([request])
     return engine, runner, request
@@ -152,7 +153,7 @@ def test_several_steps_at_once_count_as_many_in_flight(depth, lead):
     """Four steps behind four are enough for the host; a prompt that comes waits for them all."""
     shapes = dataclasses.replace(BUCKETS, steps_per_dispatch=4, max_model_len=200, num_pages=201)
     runner = FakeRunner(shapes)
-    engine = Engine(Scheduler(shapes), runner, max_in_flight=depth)
+    engine = Engine(Scheduler(shapes, SchedulerLimits()), runner, max_in_flight=depth)
     engine.scheduler.add([Request((1, 2, 3), SamplingParams(max_tokens=100), seed=0)])
     for _ in range(12):
         engine.step()
@@ -218,10 +219,10 @@ def test_who_follows_requests_adds_figures_and_is_closed_behind_the_runner():
 
 def test_an_engine_without_work_dispatches_nothing():
     runner = FakeRunner()
-    engine = Engine(Scheduler(BUCKETS), runner)
+    engine = Engine(Scheduler(BUCKETS, SchedulerLimits()), runner)
     assert engine.step() == [] and not engine.has_work and not runner.log
 
 
 def test_a_negative_depth_is_refused():
     with pytest.raises(ValueError, match="max_in_flight must be at least 0 .* got -1"):
-        Engine(Scheduler(BUCKETS), FakeRunner(), max_in_flight=-1)
+        Engine(Scheduler(BUCKETS, SchedulerLimits()), FakeRunner(), max_in_flight=-1)

@@ -4,11 +4,12 @@ from fake_device import make_buckets, make_group
 
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.metrics import Counter, Gauge, Vector, metrics_of
+from jaxspec.plan.scheduler_limits import SchedulerLimits
 from jaxspec.scheduler.scheduler import Scheduler
 
 
 def test_each_figure_is_the_engine_s_own():
-    scheduler = Scheduler(make_buckets(num_drafts=2))
+    scheduler = Scheduler(make_buckets(num_drafts=2), SchedulerLimits())
     engine = Engine(scheduler, runner=None)
     group = make_group(1, 6, 30)
     scheduler.add(group)

@@ -50,7 +50,7 @@ def check_all_is_free(engine):
     mover, tier = engine.runner.blocks, prefixes.tier
     assert scheduler.pages.num_free == shapes.num_pages - 1
     assert tier.num_bytes == sum(mover.num_bytes(is_state=p.is_state) for p in tier.index)
-    assert tier.num_bytes <= shapes.host_bytes and not mover._staged
+    assert tier.num_bytes <= engine.limits.host_bytes and not mover._staged
     prefixes.clear()
     assert sorted(scheduler.pages._free) == list(range(1, shapes.num_pages))
     assert sorted(prefixes.store.slots._free) == list(range(1, 1 + shapes.num_checkpoints))

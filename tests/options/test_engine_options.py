@@ -12,6 +12,7 @@ import pytest
 import jaxspec
 from jaxspec import LLM, SpeculativeConfig
 from jaxspec.options.engine_options import OPTIONS, EngineConfig, default_of, meaning
+from jaxspec.plan.scheduler_limits import SchedulerLimits
 from jaxspec.plan.step_shapes import ModelSizes, StepShapes
 from tools.docs import options as page
 
@@ -145,10 +146,10 @@ def test_a_configuration_is_frozen_and_equal_options_make_equal_ones():
     ("asked", "positions", "length"), [(None, 100, 100), (None, 99999, 8192), (64, 100, 64)]
 )
 def test_samples_are_as_long_as_the_model_allows(asked, positions, length):
-    shapes = EngineConfig(max_model_len=asked).step_shapes(ModelSizes(positions), draft_counts=(3,))
+    shapes, _ = EngineConfig(max_model_len=asked).sizes(ModelSizes(positions), draft_counts=(3,))
     assert shapes.max_model_len == length
     with pytest.raises(ValueError, match="must not exceed the model's 100 positions, got 101"):
-        EngineConfig(max_model_len=101).step_shapes(ModelSizes(100), draft_counts=(3,))
+        EngineConfig(max_model_len=101).sizes(ModelSizes(100), draft_counts=(3,))
 
 
 def test_every_size_reaches_the_shapes():
@@ -156,17 +157,17 @@ def test_every_size_reaches_the_shapes():
         "max_num_seqs": 6,
         "page_size": 8,
         "num_pages": 33,
-        "max_num_batched_tokens": 99,
         "max_prefill_seqs": 3,
         "steps_per_dispatch": 5,
-        "long_prefill_token_threshold": 17,
     }
-    config = EngineConfig(**sizes, decode_buckets=[2, 6], prefill_buckets=[48], max_model_len=80)
+    limits = {"max_num_batched_tokens": 99, "long_prefill_token_threshold": 17, "max_step_ms": 8.0}
+    config = EngineConfig(
+        **sizes, **limits, decode_buckets=[2, 6], prefill_buckets=[48], max_model_len=80
+    )
     want = StepShapes(
         **sizes, max_model_len=80, num_drafts=2, decode_rows=(2, 6), prefill_tokens=(48,)
     )
-    shapes = config.step_shapes(ModelSizes(100), draft_counts=(2,))
-    assert dataclasses.asdict(shapes) == dataclasses.asdict(want)
+    assert config.sizes(ModelSizes(100), draft_counts=(2,)) == (want, SchedulerLimits(**limits))
     own = ModelSizes(100, steps_per_dispatch=4)
-    assert config.step_shapes(own, draft_counts=(2,)).steps_per_dispatch == 5
-    assert EngineConfig().step_shapes(own, draft_counts=(2,)).steps_per_dispatch == 4
+    assert config.sizes(own, draft_counts=(2,))[0].steps_per_dispatch == 5
+    assert EngineConfig().sizes(own, draft_counts=(2,))[0].steps_per_dispatch == 4

@@ -1,5 +1,6 @@
 import pytest
 
+from jaxspec.plan.scheduler_limits import SchedulerLimits, default_sizes
 from jaxspec.plan.step_shapes import StateConfig, StepShapes
 
 DEFAULTS = {
@@ -40,7 +41,6 @@ SIZES = {
         ({"prefill_tokens": (64, 64)}, "prefill_buckets must ascend"),
         ({"decode_rows": (1, 4)}, r"max_num_seqs=8, decode_buckets=\(1, 4\)"),
         ({"decode_rows": (8, 16)}, r"max_num_seqs=8, decode_buckets=\(8, 16\)"),
-        ({"max_num_batched_tokens": 32}, r"max_num_batched_tokens=32 must exceed .* = 32"),
     ],
 )
 def test_sizes_that_cannot_work_are_refused(changes, message):
@@ -97,10 +97,10 @@ def test_draft_counts_ascend_to_those_of_the_widest_step(counts):
     [(1, (1,)), (2, (1, 2)), (4, (1, 4)), (8, (1, 4, 8)), (64, (1, 4, 16, 64))],
 )
 def test_default_decode_buckets_end_in_all_rows(max_num_seqs, sizes):
-    buckets = StepShapes.of(**DEFAULTS | {"max_num_seqs": max_num_seqs})
+    buckets, limits = default_sizes(**DEFAULTS | {"max_num_seqs": max_num_seqs})
     assert buckets.decode_rows == sizes
     assert buckets.num_pages == 7 * max_num_seqs + 1
-    assert buckets.max_num_batched_tokens == 512 + 4 * max_num_seqs
+    assert limits.max_num_batched_tokens == 512 + 4 * max_num_seqs
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_default_decode_buckets_end_in_all_rows(max_num_seqs, sizes):
 )
 def test_default_prefill_buckets_end_in_the_budget_that_is_given(budget, sizes):
     sizes_given = DEFAULTS | {"max_num_seqs": 1, "max_num_batched_tokens": budget}
-    assert StepShapes.of(**sizes_given).prefill_tokens == sizes
+    assert default_sizes(**sizes_given)[0].prefill_tokens == sizes
 
 
 @pytest.mark.parametrize(
@@ -131,16 +131,16 @@ def test_default_prefill_buckets_end_in_the_budget_that_is_given(budget, sizes):
 )
 def test_a_model_has_its_own_default_of_tokens_a_step(tokens_per_step, max_model_len, sizes):
     own = {"tokens_per_step": tokens_per_step, "max_model_len": max_model_len}
-    shapes = StepShapes.of(**DEFAULTS | own)
+    shapes, limits = default_sizes(**DEFAULTS | own)
     verify = 8 * 4  # of all rows, beside which there is room for the prompts
-    assert (shapes.prefill_tokens, shapes.max_num_batched_tokens) == (sizes, sizes[-1] + verify)
-    alone = StepShapes.of(**DEFAULTS | own | {"max_prefill_seqs": 1})
+    assert (shapes.prefill_tokens, limits.max_num_batched_tokens) == (sizes, sizes[-1] + verify)
+    alone, limits = default_sizes(**DEFAULTS | own | {"max_prefill_seqs": 1})
     longest = max(512, min(tokens_per_step, -(-max_model_len // 64) * 64))
-    assert alone.prefill_tokens[-1] == longest == alone.max_num_batched_tokens - verify
-    given = StepShapes.of(**DEFAULTS | own | {"max_num_batched_tokens": 300})
+    assert alone.prefill_tokens[-1] == longest == limits.max_num_batched_tokens - verify
+    given, _ = default_sizes(**DEFAULTS | own | {"max_num_batched_tokens": 300})
     assert given.prefill_tokens == (64, 300)
     many = {"max_num_seqs": 1000, "max_num_batched_tokens": None}
-    assert StepShapes.of(**DEFAULTS | own | many).prefill_tokens == sizes
+    assert default_sizes(**DEFAULTS | own | many)[0].prefill_tokens == sizes
 
 
 @pytest.mark.parametrize(
@@ -160,21 +160,35 @@ def test_a_model_has_its_own_default_of_tokens_a_step(tokens_per_step, max_model
     ],
 )
 def test_a_size_is_filled_by_three_quarters_or_the_one_below_is_filled(sizes, due, computed):
-    buckets = StepShapes.of(**DEFAULTS | {"prefill_tokens": sizes})
+    buckets, _ = default_sizes(**DEFAULTS | {"prefill_tokens": sizes})
     assert buckets.well_filled(due) == computed
 
 
 def test_what_is_given_is_no_default():
     given = {"decode_rows": [2, 8], "prefill_tokens": [16], "num_pages": 9}
-    buckets = StepShapes.of(**DEFAULTS | given)
+    buckets, _ = default_sizes(**DEFAULTS | given)
     assert (buckets.decode_rows, buckets.prefill_tokens, buckets.num_pages) == ((2, 8), (16,), 9)
-    many = StepShapes.of(**DEFAULTS | {"max_num_seqs": 100})
+    _, many = default_sizes(**DEFAULTS | {"max_num_seqs": 100})
     assert many.max_num_batched_tokens == 512 + 100 * 4
     for name, option in (("decode_rows", "decode_buckets"), ("prefill_tokens", "prefill_buckets")):
         with pytest.raises(ValueError, match=f"{option} must ascend"):
-            StepShapes.of(**DEFAULTS | {name: []})
-    with pytest.raises(ValueError, match="max_num_batched_tokens"):
-        StepShapes.of(**DEFAULTS | {"max_num_batched_tokens": 0})
+            default_sizes(**DEFAULTS | {name: []})
+    for budget in (0, 32):
+        with pytest.raises(
+            ValueError, match=f"max_num_batched_tokens={budget} must exceed .* = 32"
+        ):
+            default_sizes(**DEFAULTS | {"max_num_batched_tokens": budget})
+
+
+def test_limits_that_cannot_work_are_refused():
+    for name in ("max_num_batched_tokens", "long_prefill_token_threshold", "checkpoint_interval"):
+        with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got -1"):
+            SchedulerLimits(**{name: -1})
+    for changes in ({"prefix_caching": "some"}, {"prefix_cache_share": 1.0}):
+        with pytest.raises(
+            ValueError, match="prefix_caching must be one of off, pages, align, all"
+        ):
+            SchedulerLimits(**changes)
 
 
 @pytest.mark.parametrize("field", ["policy", "dtype"])

@@ -8,7 +8,7 @@ from jaxspec.prefix.store import PrefixStore
 
 
 def make(num_checkpoints=2, **sizes):
-    shapes = make_buckets(prefix_caching="all", num_checkpoints=num_checkpoints, **sizes)
+    shapes = make_buckets(num_checkpoints=num_checkpoints, **sizes)
     return PrefixStore(shapes, PrefixMetrics())
 
 

@@ -7,6 +7,7 @@ import pytest
 from pairwise import crossed
 
 from jaxspec.plan.plan import Program, RowOutput, StepPlan
+from jaxspec.plan.scheduler_limits import default_sizes
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.scheduler.adaptive_drafts import AdaptiveDrafts
@@ -15,7 +16,7 @@ from jaxspec.scheduler.scheduled_step import Entry, ScheduledStep, StepBuilder
 from jaxspec.scheduler.step_seconds import DecodeSeconds
 
 GOOD, POOR = (0.8, 0.6, 0.45), (0.4, 0.15, 0.05)
-SHAPES = StepShapes.of(
+SHAPES, _ = default_sizes(
     max_num_seqs=64,
     max_model_len=512,
     page_size=16,

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from jaxspec.plan.scheduler_limits import SchedulerLimits
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.requests.sampling_features import EVERYTHING, GREEDY, LADDER, TOP_K
 from jaxspec.runner.warmup import first_programs, later_programs
@@ -28,7 +29,7 @@ NEEDS = [
 
 def begun():
     programs = ReadyPrograms(SHAPES)
-    programs.add(first_programs(SHAPES))
+    programs.add(first_programs(SHAPES, SchedulerLimits()))
     return programs
 
 
@@ -81,4 +82,4 @@ def test_several_steps_and_fewer_drafts_wait_for_their_programs():
 def test_the_number_of_programs_does_not_depend_on_the_requests():
     count = len(later_programs(SHAPES))
     assert count == len(later_programs(SHAPES, [EVERYTHING])) == len(set(later_programs(SHAPES)))
-    assert not set(later_programs(SHAPES)) & set(first_programs(SHAPES))
+    assert not set(later_programs(SHAPES)) & set(first_programs(SHAPES, SchedulerLimits()))

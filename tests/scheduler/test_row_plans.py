@@ -1,6 +1,6 @@
 """What goes in front of a step, and in which order."""
 
-from fake_device import make_buckets, make_group
+from fake_device import make_group, make_sizes
 
 from jaxspec.plan.block_plan import Block, Read, Write
 from jaxspec.plan.plan import (
@@ -21,12 +21,12 @@ from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.scheduler.packing import RowUpdates
 from jaxspec.scheduler.scheduled_step import StepBuilder
 
-SHAPES = make_buckets(prefix_caching="all", num_checkpoints=2)
+SHAPES, LIMITS = make_sizes(prefix_caching="all", num_checkpoints=2)
 STEP = Program(5, 0, GREEDY)
 
 
 def make(count):
-    prefixes = PrefixCache(SHAPES)
+    prefixes = PrefixCache(SHAPES, LIMITS)
     running = [make_group(seed, 9, 4)[0] for seed in range(1, 1 + count)]
     for slot, request in enumerate(running, 1):
         request.slot, request.prefill_len = slot, len(request.tokens)

@@ -3,7 +3,7 @@
 from collections import deque
 
 import numpy as np
-from fake_device import FakeDevice, expected_output, make_buckets, make_group
+from fake_device import FakeDevice, expected_output, make_group, make_sizes
 
 from jaxspec.prefix.host_tier import HostTier
 from jaxspec.requests.request import Finish
@@ -35,12 +35,12 @@ class Loop:
     def __init__(self, depth=0, accuracy=0.6, seed=0, **sizes):
         self.random = np.random.default_rng(seed)
         self.mover = FakeMover(self.random)
-        shapes = make_buckets(**sizes)
-        sizes_on_host = shapes.host_bytes, shapes.page_size
+        shapes, limits = make_sizes(**sizes)
+        sizes_on_host = limits.host_bytes, shapes.page_size
         tier = None
-        if shapes.host_bytes:
+        if limits.host_bytes:
             tier = HostTier(*sizes_on_host, self.mover, has_states=shapes.num_checkpoints > 0)
-        self.scheduler = Scheduler(shapes, tier=tier)
+        self.scheduler = Scheduler(shapes, limits, tier=tier)
         self.requests = {}
         self.device = FakeDevice(self.scheduler.shapes, self.requests, self.random, accuracy)
         self.depth = depth

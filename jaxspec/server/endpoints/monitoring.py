@@ -76,7 +76,7 @@ async def metrics(service: ServiceOf) -> Response:
     """Return all metrics in Prometheus' text format."""
     snapshot = await service.watch.snapshot()
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector(snapshot, service.llm.shapes, service.names[0]))
+    registry.register(Collector(snapshot, service.llm.shapes, service.llm.limits, service.names[0]))
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
