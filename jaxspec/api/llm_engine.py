@@ -83,7 +83,7 @@ class Diagnostics:
         engine = self.session.engine
         return {
             **engine.figures(),
-            "acceptance": {self._method: vars(engine.draft_counts).copy()} if self._method else {},
+            "acceptance": {self._method: vars(engine.acceptance).copy()} if self._method else {},
             "shapes": self.shapes.compiled(),
             "compile_seconds": dict(self._compile_seconds),
             "memory_bytes": self._runner.memory(),

@@ -280,20 +280,20 @@ class ResolvedOptions(NamedTuple):
 
 
 def sizes_of(
-    config: EngineConfig, model: Model, draft_counts: Sequence[int]
+    config: EngineConfig, model: Model, draft_buckets: Sequence[int]
 ) -> tuple[StepShapes, SchedulerLimits]:
     """Return the sizes of the model's programs, `num_pages` as an upper bound, and the limits.
 
     Args:
         config: Options of the engine.
         model: The model.
-        draft_counts: Numbers of drafts per step to compile programs for.
+        draft_buckets: Numbers of drafts per step to compile programs for.
 
     Raises:
         ValueError: sizes are inconsistent, or exceed the model's.
     """
     own = ModelSizes(model.max_position_embeddings, model.tokens_per_step, model.steps_per_dispatch)
-    shapes, limits = config.sizes(own, draft_counts)
+    shapes, limits = config.sizes(own, draft_buckets)
     return dataclasses.replace(shapes, vocab_size=model.vocab_size), limits
 
 
@@ -318,7 +318,7 @@ def settle(
     proposer = make_proposer(speculation, model, model_spec) if speculation else None
     states = StateConfig.resolve(config.state_policy, config.state_dtype, has_kernels=has_kernels)
     kv_dtype = kv_dtype_of(config.kv_dtype, dtype)
-    counts = speculation.draft_counts if speculation else (0,)
+    counts = speculation.draft_buckets if speculation else (0,)
     shapes, limits = sizes_of(config, model, counts)
     ahead = path_length(speculation, config.max_in_flight, shapes.steps_per_dispatch)
     memory_usage = MemoryUsage.of(

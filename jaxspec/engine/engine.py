@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from jaxspec.plan.block_plan import Copied
 from jaxspec.plan.plan import AnyProgram, StepOutput, StepPlan
 from jaxspec.prefix.cache import copy_in, copy_out
-from jaxspec.requests.request import DraftCounts, Request
+from jaxspec.requests.request import AcceptanceCounts, Request
 from jaxspec.scheduler.packing import record_logprobs
 from jaxspec.scheduler.scheduled_step import Progress, ScheduledStep
 from jaxspec.scheduler.scheduler import Scheduler
@@ -100,7 +100,7 @@ class Engine:
                 f"{max_in_flight}."
             )
         self.scheduler, self.runner, self.max_in_flight = scheduler, runner, max_in_flight
-        self.metrics, self.draft_counts = EngineMetrics(), DraftCounts()
+        self.metrics, self.acceptance = EngineMetrics(), AcceptanceCounts()
         self.trace: list[StepTimes] | None = None  # receives the collected steps
         self._in_flight: deque[tuple[ScheduledStep, Pending, tuple[float, float, float]]] = deque()
         self._seen_end: float | None = None  # end of the last collected step, if waited for
@@ -168,7 +168,7 @@ class Engine:
         A round is the verify step of one request. Rates are per second of stepping, the sum of
         `plan_time`, `dispatch_time`, `wait_time` and `collect_time`.
         """
-        metrics, num_rounds = self.metrics, self.draft_counts.num_drafts
+        metrics, num_rounds = self.metrics, self.acceptance.num_drafts
         parts = metrics.plan_time, metrics.dispatch_time, metrics.wait_time, metrics.collect_time
         seconds = sum(parts)
         observed = (observer.stats() for observer in self.scheduler.observers)
@@ -222,7 +222,7 @@ class Engine:
         self.metrics.num_dropped_drafts += sum(row.num_dropped for row in given)
         drafted, accepted = ([row.drafted for row in given], [row.accepted for row in given])
         sums = [list(map(sum, zip(*rows, strict=True))) for rows in (drafted, accepted)]
-        self.draft_counts.record(*sums)
+        self.acceptance.record(*sums)
 
     def _note_seconds(
         self, step: ScheduledStep, dispatched: float, started: float, ended: float

@@ -131,7 +131,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 def _flight(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Flight:
     about = _about(header["about"])
     sizes = {**header["shapes"]}
-    for name in ("decode_rows", "prefill_tokens", "draft_counts"):
+    for name in ("decode_rows", "prefill_tokens", "draft_buckets"):
         sizes[name] = tuple(sizes[name])
     shapes = StepShapes(**sizes)
     programs = [_program(entry, shapes) for entry in header["programs"]]

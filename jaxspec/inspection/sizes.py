@@ -132,7 +132,7 @@ def _fit(
         sizes = {"max_num_seqs": requests, "max_model_len": length, "num_pages": None}
         defaults = {"max_num_batched_tokens": None, "decode_buckets": None}
         asked = dataclasses.replace(options, **sizes, **defaults)
-        found, _ = sizes_of(asked, model, settled.shapes.draft_counts)
+        found, _ = sizes_of(asked, model, settled.shapes.draft_buckets)
         return found
 
     def total(requests: int) -> int:

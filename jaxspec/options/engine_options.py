@@ -246,13 +246,13 @@ class EngineConfig:
             )
 
     def sizes(
-        self, own: ModelSizes, draft_counts: Sequence[int]
+        self, own: ModelSizes, draft_buckets: Sequence[int]
     ) -> tuple[StepShapes, SchedulerLimits]:
         """Return the shapes of the programs and the limits; `num_pages` may still be lowered.
 
         Args:
             own: Limits and preferred sizes of the model.
-            draft_counts: Numbers of drafts per verify step that programs are compiled for.
+            draft_buckets: Numbers of drafts per verify step that programs are compiled for.
 
         Raises:
             ValueError: sizes contradict each other or exceed the model's.
@@ -271,7 +271,7 @@ class EngineConfig:
             max_model_len=max_model_len,
             page_size=self.page_size,
             num_pages=self.num_pages,
-            draft_counts=draft_counts,
+            draft_buckets=draft_buckets,
             decode_rows=self.decode_buckets,
             prefill_tokens=self.prefill_buckets,
             max_num_batched_tokens=self.max_num_batched_tokens,

@@ -47,7 +47,7 @@ def default_sizes(
     max_model_len: int,
     page_size: int,
     num_pages: int | None,
-    draft_counts: Sequence[int],
+    draft_buckets: Sequence[int],
     decode_rows: Sequence[int] | None,
     prefill_tokens: Sequence[int] | None,
     max_num_batched_tokens: int | None,
@@ -68,7 +68,7 @@ def default_sizes(
     if max_prefill_seqs is None:
         max_prefill_seqs = max(4, (max_num_batched_tokens or tokens_per_step) // 256)
     check_sizes(max_num_seqs=max_num_seqs, page_size=page_size, max_prefill_seqs=max_prefill_seqs)
-    num_drafts = draft_counts[-1]
+    num_drafts = draft_buckets[-1]
     verified = max_num_seqs * (1 + num_drafts)
     if num_pages is None:
         num_pages = max_num_seqs * -(-max_model_len // page_size) + 1
@@ -97,7 +97,7 @@ def default_sizes(
         page_size=page_size,
         num_pages=num_pages,
         num_drafts=num_drafts,
-        draft_counts=tuple(draft_counts),
+        draft_buckets=tuple(draft_buckets),
         decode_rows=tuple(decode_rows),
         prefill_tokens=tuple(prefill_tokens),
         max_prefill_seqs=max_prefill_seqs,

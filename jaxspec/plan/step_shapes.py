@@ -49,15 +49,15 @@ class StepShapes:
     prefill_tokens: tuple[int, ...]
     max_prefill_seqs: int = 4  # most prompts that a step advances
     steps_per_dispatch: int = 1  # most decode steps per call of a program
-    draft_counts: tuple[int, ...] = ()  # drafts per decode step, ascending to K; () means K only
+    draft_buckets: tuple[int, ...] = ()  # drafts per decode step, ascending to K; () means K only
     vocab_size: int = 0  # size of the logits, and of the bitmask in plans of sampling tables
     path_length: int = 0  # tokens of each row's path in a plan; 0 means no paths
     num_checkpoints: int = 0  # state slots of cached states, without the null slot
     block_pages: int = 0  # pages per block; 0 means `BLOCK_TOKENS` tokens
 
     def __post_init__(self) -> None:
-        if not self.draft_counts:
-            object.__setattr__(self, "draft_counts", (self.num_drafts,))
+        if not self.draft_buckets:
+            object.__setattr__(self, "draft_buckets", (self.num_drafts,))
         check_sizes(
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
@@ -76,10 +76,10 @@ class StepShapes:
                 f"num_speculative_tokens must be 0 to {MAX_DRAFTS}, got {self.num_drafts}: a "
                 f"verify step is at most {1 + MAX_DRAFTS} tokens wide."
             )
-        counts = self.draft_counts
+        counts = self.draft_buckets
         if list(counts) != sorted(set(counts)) or counts[0] < 0 or counts[-1] != self.num_drafts:
             raise ValueError(
-                f"draft_counts must ascend from at least 0 to {self.num_drafts}, the drafts of the "
+                f"draft_buckets must ascend from at least 0 to {self.num_drafts}, the drafts of the "
                 f"widest step, got {shown(counts)}."
             )
         buckets = {"decode_buckets": self.decode_rows, "prefill_buckets": self.prefill_tokens}
@@ -134,7 +134,7 @@ class StepShapes:
         """
         smallest, largest = self.decode_rows[0], self.decode_rows[-1]
         mixed_rows = [largest] if largest <= 8 else sorted({smallest, largest})
-        return [(rows, 0, drafts) for drafts in self.draft_counts for rows in self.decode_rows] + [
+        return [(rows, 0, drafts) for drafts in self.draft_buckets for rows in self.decode_rows] + [
             (rows, tokens, self.num_drafts) for tokens in self.prefill_tokens for rows in mixed_rows
         ]
 

@@ -70,7 +70,7 @@ class AdaptiveDrafts:
 
     def choose(self, needs: StepNeeds, most: int) -> int:
         """Return the drafts of the next steps; no row wants more than `most`."""
-        counts = self._programs.draft_counts(needs)
+        counts = self._programs.draft_buckets(needs)
         if len(counts) == 1:
             self._is_trial = False
             return counts[0]

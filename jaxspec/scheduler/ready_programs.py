@@ -65,10 +65,10 @@ class ReadyPrograms:
             self._chosen[needs] = program
         return self._chosen[needs]
 
-    def draft_counts(self, needs: StepNeeds) -> list[int]:
+    def draft_buckets(self, needs: StepNeeds) -> list[int]:
         """Return the numbers of drafts for which a program can run a step, ascending."""
         if not self._programs:
-            return list(self._shapes.draft_counts)
+            return list(self._shapes.draft_buckets)
         if needs not in self._counts:
             able = (program for program in self._programs if _can_run(program, needs))
             self._counts[needs] = sorted({program.num_drafts for program in able})

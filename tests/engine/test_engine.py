@@ -116,7 +116,7 @@ def test_figures_are_of_the_engines_whole_life_and_of_its_own_seconds(monkeypatc
     engine.scheduler.add([Request((1, 2, 3), SamplingParams(max_tokens=1), seed=1)])
     while engine.has_work:
         engine.step()
-    figures, counts = engine.figures(), engine.draft_counts
+    figures, counts = engine.figures(), engine.acceptance
     assert counts.drafted_per_position == [9, 9, 0] and counts.accepted_per_position == [9, 0, 0]
     assert (figures["num_tokens"], figures["num_rounds"]) == (9, 9)
     seconds = sum(figures[f"{part}_time"] for part in ("plan", "dispatch", "wait", "collect"))

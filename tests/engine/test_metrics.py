@@ -15,7 +15,7 @@ def test_each_figure_is_the_engine_s_own():
     scheduler.add(group)
     scheduler.prefixes.stats.of_request(9, num_cached=4, num_matched=6)
     engine.metrics.num_tokens, scheduler.num_preemptions = 7, 2
-    engine.draft_counts.record([3, 2], [2, 1])
+    engine.acceptance.record([3, 2], [2, 1])
     found = {metric.name.removeprefix("vllm:"): metric for metric in metrics_of(engine, "a")}
     assert all(m.labels == {"model_name": "a", "engine": "0"} for m in found.values())
     values = {n: m.value for n, m in found.items() if isinstance(m, Counter | Gauge)}

@@ -91,7 +91,7 @@ def test_as_many_requests_as_are_said_fit_with_all_their_pages(options):
             def shapes(count, asked=asked):
                 many = dataclasses.replace(config, max_num_seqs=count, **asked)
                 drafts = said.shapes.num_drafts
-                return many.sizes(ModelSizes(512), draft_counts=(drafts,))[0]
+                return many.sizes(ModelSizes(512), draft_buckets=(drafts,))[0]
 
             assert row.requests > 0
             fit(

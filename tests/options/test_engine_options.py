@@ -146,10 +146,10 @@ def test_a_configuration_is_frozen_and_equal_options_make_equal_ones():
     ("asked", "positions", "length"), [(None, 100, 100), (None, 99999, 8192), (64, 100, 64)]
 )
 def test_samples_are_as_long_as_the_model_allows(asked, positions, length):
-    shapes, _ = EngineConfig(max_model_len=asked).sizes(ModelSizes(positions), draft_counts=(3,))
+    shapes, _ = EngineConfig(max_model_len=asked).sizes(ModelSizes(positions), draft_buckets=(3,))
     assert shapes.max_model_len == length
     with pytest.raises(ValueError, match="must not exceed the model's 100 positions, got 101"):
-        EngineConfig(max_model_len=101).sizes(ModelSizes(100), draft_counts=(3,))
+        EngineConfig(max_model_len=101).sizes(ModelSizes(100), draft_buckets=(3,))
 
 
 def test_every_size_reaches_the_shapes():
@@ -167,7 +167,7 @@ def test_every_size_reaches_the_shapes():
     want = StepShapes(
         **sizes, max_model_len=80, num_drafts=2, decode_rows=(2, 6), prefill_tokens=(48,)
     )
-    assert config.sizes(ModelSizes(100), draft_counts=(2,)) == (want, SchedulerLimits(**limits))
+    assert config.sizes(ModelSizes(100), draft_buckets=(2,)) == (want, SchedulerLimits(**limits))
     own = ModelSizes(100, steps_per_dispatch=4)
-    assert config.sizes(own, draft_counts=(2,))[0].steps_per_dispatch == 5
-    assert EngineConfig().sizes(own, draft_counts=(2,))[0].steps_per_dispatch == 4
+    assert config.sizes(own, draft_buckets=(2,))[0].steps_per_dispatch == 5
+    assert EngineConfig().sizes(own, draft_buckets=(2,))[0].steps_per_dispatch == 4

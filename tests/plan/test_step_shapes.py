@@ -7,7 +7,7 @@ DEFAULTS = {
     "max_num_seqs": 8,
     "max_model_len": 100,
     "page_size": 16,
-    "draft_counts": (3,),
+    "draft_buckets": (3,),
     "num_pages": None,
     "decode_rows": None,
     "prefill_tokens": None,
@@ -58,7 +58,7 @@ def test_the_page_table_is_as_wide_as_the_longest_request(max_model_len, page_si
 
 @pytest.mark.parametrize("counts", [(), (0, 3), (0, 1, 3)])
 def test_every_step_fits_the_smallest_compiled_shape_that_holds_it(counts):
-    buckets = StepShapes(**SIZES | {"draft_counts": counts})
+    buckets = StepShapes(**SIZES | {"draft_buckets": counts})
     shapes = buckets.compiled()
     assert len(shapes) == len(set(shapes))
     for num_decode in range(9):
@@ -82,14 +82,14 @@ def test_every_step_fits_the_smallest_compiled_shape_that_holds_it(counts):
 
 
 def test_without_a_word_every_step_has_all_drafts():
-    assert StepShapes(**SIZES).draft_counts == (SIZES["num_drafts"],)
+    assert StepShapes(**SIZES).draft_buckets == (SIZES["num_drafts"],)
     assert {drafts for _, _, drafts in StepShapes(**SIZES).compiled()} == {SIZES["num_drafts"]}
 
 
 @pytest.mark.parametrize("counts", [(1, 0, 3), (0, 1), (-1, 3), (3, 3)])
 def test_draft_counts_ascend_to_those_of_the_widest_step(counts):
-    with pytest.raises(ValueError, match="draft_counts must ascend from at least 0 to 3"):
-        StepShapes(**SIZES | {"draft_counts": counts})
+    with pytest.raises(ValueError, match="draft_buckets must ascend from at least 0 to 3"):
+        StepShapes(**SIZES | {"draft_buckets": counts})
 
 
 @pytest.mark.parametrize(

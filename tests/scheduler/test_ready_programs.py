@@ -19,7 +19,7 @@ SHAPES = StepShapes(
     decode_rows=(1, 4, 16),
     prefill_tokens=(16, 64),
     steps_per_dispatch=4,
-    draft_counts=(0, 1, 3),
+    draft_buckets=(0, 1, 3),
 )
 NEEDS = [
     StepNeeds(rows, tokens, features, 1, drafts)
@@ -72,11 +72,11 @@ def test_each_program_that_is_added_makes_no_step_dearer_and_drops_no_feature():
 
 def test_several_steps_and_fewer_drafts_wait_for_their_programs():
     programs, several = begun(), StepNeeds(4, 0, GREEDY, 4)
-    assert not programs.can_run(several) and programs.draft_counts(NEEDS[0]) == [3]
+    assert not programs.can_run(several) and programs.draft_buckets(NEEDS[0]) == [3]
     with pytest.raises(RuntimeError, match="none can run"):
         programs.choose(several)
     programs.add(later_programs(SHAPES))
-    assert programs.can_run(several) and programs.draft_counts(NEEDS[0]) == [0, 1, 3]
+    assert programs.can_run(several) and programs.draft_buckets(NEEDS[0]) == [0, 1, 3]
 
 
 def test_the_number_of_programs_does_not_depend_on_the_requests():

@@ -15,7 +15,7 @@ def sizes_for(rows, drafts, **given):
     sizes = {"max_model_len": 4096, "page_size": 16}
     names = "num_pages", "decode_rows", "prefill_tokens", "max_num_batched_tokens"
     chosen = dict.fromkeys((*names, "max_prefill_seqs"))
-    return default_sizes(max_num_seqs=rows, draft_counts=(drafts,), **sizes | chosen | given)
+    return default_sizes(max_num_seqs=rows, draft_buckets=(drafts,), **sizes | chosen | given)
 
 
 class Counting:

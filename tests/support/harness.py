@@ -119,7 +119,7 @@ class Harness:
         prefill_tokens=(64,),
         states: StateConfig = SNAPSHOT,
         kv_dtype=None,
-        draft_counts: tuple[int, ...] = (),
+        draft_buckets: tuple[int, ...] = (),
         drafter: str | None = None,  # another fixture
         prefixes: str = "off",  # `SchedulerLimits.prefix_caching`
         num_checkpoints: int = 6,
@@ -148,7 +148,7 @@ class Harness:
             prefill_tokens=prefill_tokens,
             max_prefill_seqs=3,
             steps_per_dispatch=steps_per_dispatch,
-            draft_counts=draft_counts,
+            draft_buckets=draft_buckets,
             vocab_size=model(fixture).vocab_size,
             path_length=path_length(speculation, max_in_flight, steps_per_dispatch),
             num_checkpoints=num_checkpoints if prefixes in ("align", "all") else 0,
