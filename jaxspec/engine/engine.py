@@ -190,7 +190,7 @@ class Engine:
     def _dispatch_copies(self) -> None:
         """Dispatch the pending copies now instead of with the next plan."""
         if self.scheduler.prefixes.store.copies:
-            self.runner.dispatch(self.scheduler.plans.only_copies(self.scheduler.running))
+            self.runner.dispatch(self.scheduler.packer.pack_copies(self.scheduler.running))
 
     def _num_behind(self) -> int:
         """Return the number of steps in flight after the oldest dispatch."""
@@ -198,7 +198,7 @@ class Engine:
         return sum(max(1, step.plan.num_steps) for step, *_ in behind)
 
     def _collect(self) -> list[Progress]:
-        step, pending, launch = self._in_flight.popleft()
+        step, pending, stamps = self._in_flight.popleft()
         started = time.perf_counter()
         output = pending.result()
         waited = time.perf_counter()
@@ -206,11 +206,11 @@ class Engine:
         progress = self.scheduler.collect(step, output)
         self._count(progress)
         collected = time.perf_counter()
-        self._note_seconds(step, launch[-1], started, waited)
+        self._note_seconds(step, stamps[-1], started, waited)
         self.metrics.wait_time += waited - started
         self.metrics.collect_time += collected - waited
         if self.trace is not None:
-            times = (*launch, started, waited, collected, pending.done_time())
+            times = (*stamps, started, waited, collected, pending.done_time())
             sizes = (step.plan.program, len(step.decodes), step.num_prompt_tokens)
             self.trace.append(StepTimes(*sizes, *times))
         return progress

@@ -256,7 +256,7 @@ class StateExport(NamedTuple):
     target_page: int = 0
 
 
-class Fork(NamedTuple):
+class SlotCopy(NamedTuple):
     """Start of a request at computed tokens: copies of their state and of their last page."""
 
     source_slot: int  # of another row; in a `RESTORE` plan the slot of a cached state

@@ -79,8 +79,8 @@ class StepShapes:
         counts = self.draft_buckets
         if list(counts) != sorted(set(counts)) or counts[0] < 0 or counts[-1] != self.num_drafts:
             raise ValueError(
-                f"draft_buckets must ascend from at least 0 to {self.num_drafts}, the drafts of the "
-                f"widest step, got {shown(counts)}."
+                f"draft_buckets must ascend from at least 0 to {self.num_drafts}, the drafts of "
+                f"the widest step, got {shown(counts)}."
             )
         buckets = {"decode_buckets": self.decode_rows, "prefill_buckets": self.prefill_tokens}
         for name, sizes in buckets.items():

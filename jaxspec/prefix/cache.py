@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxspec.plan.block_plan import Block, Copied, Read, Write
-from jaxspec.plan.plan import Fork
+from jaxspec.plan.plan import SlotCopy
 from jaxspec.plan.scheduler_limits import SchedulerLimits
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.prefix.block_index import BlockRef
@@ -320,11 +320,11 @@ class PrefixCache:
         if hit.num_cached:
             self.store.copies.append(self._begin(request, hit))
 
-    def _begin(self, request: Request, hit: PrefixHit) -> Fork:
+    def _begin(self, request: Request, hit: PrefixHit) -> SlotCopy:
         own = self.store.pool.allocate(1) if hit.tail_page else []
         request.pages = PageTable([*hit.pages, *own], is_sent=True)
         pages = (hit.tail_page, own[0]) if own else (0, 0)
-        return Fork(hit.checkpoint, request.slot, *pages, tuple(request.pages))
+        return SlotCopy(hit.checkpoint, request.slot, *pages, tuple(request.pages))
 
     @staticmethod
     def why_not(request: Request) -> str:
@@ -418,7 +418,7 @@ class PrefixCache:
     @property
     def lets_in(self) -> bool:
         """True if a request enters at a cached prefix with the next plan."""
-        return any(isinstance(copy, Fork) for copy in self.store.copies)
+        return any(isinstance(copy, SlotCopy) for copy in self.store.copies)
 
     def take_copies(self) -> list[Copy]:
         return self.store.take_copies()

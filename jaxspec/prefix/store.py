@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxspec.plan.block_plan import Read, Write
-from jaxspec.plan.plan import Fork, StateExport
+from jaxspec.plan.plan import SlotCopy, StateExport
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.prefix.host_tier import HostTier
 from jaxspec.prefix.page_pool import PagePool, PrefixMetrics
@@ -17,7 +17,7 @@ from jaxspec.prefix.state_slots import StateSlots
 from jaxspec.prefix.tree import Node, PrefixTree
 from jaxspec.requests.request import Request
 
-Copy = StateExport | Read | Write | Fork
+Copy = StateExport | Read | Write | SlotCopy
 """Export of a state, copy to or from a block, or start of a request at a cached prefix."""
 
 

@@ -52,8 +52,8 @@ class AdaptiveDrafts:
         self._since_trial = 0  # steps since the last trial
         self._ran: set[tuple[Load, int, int]] = set()  # load, drafts, steps per dispatch
 
-    def dispatch(self, step: StepBuilder, needs: StepNeeds) -> tuple[Program, DraftChoice]:
-        """Return the program of a step that is about to be dispatched, and its choice of drafts.
+    def choose_program(self, step: StepBuilder, needs: StepNeeds) -> tuple[Program, DraftChoice]:
+        """Return the program of the next dispatch and its choice of drafts; call it once for each.
 
         Steps with prompt tokens always use the largest number of drafts.
 

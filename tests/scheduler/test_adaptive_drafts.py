@@ -62,7 +62,7 @@ class Device:
             rows = [SimpleNamespace(max_drafts=most)] * self.num_rows
             step = StepBuilder(0, self.num_steps, decodes=rows)
             needs = StepNeeds(self.num_rows, 0, GREEDY, self.num_steps)
-            program, choice = self.chooser.dispatch(step, needs)
+            program, choice = self.chooser.choose_program(step, needs)
             count = program.num_drafts
             self.counts.append(count)
             self.give(count, choice)

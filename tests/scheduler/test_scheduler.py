@@ -492,7 +492,7 @@ def test_a_request_that_can_never_run_is_refused():
     assert not scheduler.has_work
 
 
-@pytest.mark.parametrize("cut", ["pages.release", "_followers.dismiss"])
+@pytest.mark.parametrize("cut", ["pages.release", "_forked_samples.dismiss"])
 def test_a_reset_finds_every_slot_and_page_wherever_an_interrupt_cut_the_books(cut, monkeypatch):
     scheduler = Scheduler(make_buckets(max_num_seqs=3, decode_rows=(3,)), SchedulerLimits())
     requests = make_group(3, 9, 6, n=2) + make_group(20, 5, 4) + make_group(30, 5, 4)
@@ -512,7 +512,7 @@ def test_a_reset_finds_every_slot_and_page_wherever_an_interrupt_cut_the_books(c
     assert {request.finish for request in requests} == {Finish.ERROR}
     assert sorted(scheduler._free_slots) == [1, 2, 3]
     assert scheduler.pages.num_free == scheduler.shapes.num_pages - 1
-    assert not scheduler.has_work and not scheduler._followers
+    assert not scheduler.has_work and not scheduler._forked_samples
 
 
 @pytest.mark.parametrize("fact, what", [("slot", "slot"), ("row", "row of the last plan")])

@@ -105,7 +105,7 @@ class Loop:
             else:
                 assert (request.output, request.finish) == (tokens, finish)
             assert not request.pages
-        assert not scheduler.has_work and not scheduler._followers
+        assert not scheduler.has_work and not scheduler._forked_samples
         assert scheduler.pages.num_free == scheduler.shapes.num_pages - 1
         assert sorted(scheduler._free_slots) == list(range(1, scheduler.shapes.num_slots))
 

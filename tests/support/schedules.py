@@ -319,7 +319,7 @@ class Schedule:
         session, scheduler = self.session, self.scheduler
         assert not session.has_work and not session._samples
         assert not session._added and not session._notes
-        assert not scheduler.has_work and not scheduler._followers
+        assert not scheduler.has_work and not scheduler._forked_samples
         assert scheduler.pages.num_free == scheduler.shapes.num_pages - 1
         assert len(scheduler._free_slots) == scheduler.shapes.num_slots - 1
 
