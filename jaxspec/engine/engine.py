@@ -129,7 +129,7 @@ class Engine:
                 "A request waits and nothing can run: the scheduler is stuck. This is a bug in "
                 "jaxspec."
             )
-        if self._in_flight and (step is None or self._num_behind() >= self.max_in_flight):
+        if self._in_flight and (step is None or self._num_following() >= self.max_in_flight):
             return self._collect()
         return []
 
@@ -192,10 +192,10 @@ class Engine:
         if self.scheduler.prefixes.store.copies:
             self.runner.dispatch(self.scheduler.packer.pack_copies(self.scheduler.running))
 
-    def _num_behind(self) -> int:
+    def _num_following(self) -> int:
         """Return the number of steps in flight after the oldest dispatch."""
-        behind = itertools.islice(self._in_flight, 1, None)
-        return sum(max(1, step.plan.num_steps) for step, *_ in behind)
+        following = itertools.islice(self._in_flight, 1, None)
+        return sum(max(1, step.plan.num_steps) for step, *_ in following)
 
     def _collect(self) -> list[Progress]:
         step, pending, stamps = self._in_flight.popleft()

@@ -114,7 +114,7 @@ class StepShapes:
 
     @property
     def num_slots(self) -> int:
-        """State slots of every pool: one per row, and the null slot."""
+        """Slots of every pool: one per row, and the null slot."""
         return self.max_num_seqs + 1
 
     @property
