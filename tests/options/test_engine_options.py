@@ -171,3 +171,74 @@ def test_every_size_reaches_the_shapes():
     own = ModelSizes(100, steps_per_dispatch=4)
     assert config.sizes(own, draft_buckets=(2,))[0].steps_per_dispatch == 5
     assert EngineConfig().sizes(own, draft_buckets=(2,))[0].steps_per_dispatch == 4
+
+
+def sizes_of(tokens_per_step=512, **options):
+    """The sizes of a model with 3 drafts."""
+    config = EngineConfig(
+        **{"max_num_seqs": 8, "max_model_len": 100, "max_prefill_seqs": 4} | options
+    )
+    return config.sizes(ModelSizes(10**6, tokens_per_step), draft_buckets=(3,))
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"),
+    [(1, (1,)), (2, (1, 2)), (4, (1, 4)), (8, (1, 4, 8)), (64, (1, 4, 16, 64))],
+)
+def test_default_decode_buckets_end_in_all_rows(max_num_seqs, sizes):
+    buckets, limits = sizes_of(max_num_seqs=max_num_seqs)
+    assert buckets.decode_rows == sizes
+    assert buckets.num_pages == 7 * max_num_seqs + 1
+    assert limits.max_num_batched_tokens == 512 + 4 * max_num_seqs
+
+
+@pytest.mark.parametrize(
+    ("budget", "sizes"),
+    [
+        (7, (7,)),
+        (64, (64,)),
+        (600, (64, 600)),
+        (2047, (64, 2047)),
+        (2048, (64, 256, 512, 2048)),
+        (2049, (64, 256, 512, 2048, 2049)),
+    ],
+)
+def test_default_prefill_buckets_end_in_the_budget_that_is_given(budget, sizes):
+    shapes, _ = sizes_of(max_num_seqs=1, max_num_batched_tokens=budget)
+    assert shapes.prefill_tokens == sizes
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_step", "max_model_len", "sizes"),
+    [
+        (512, 8192, (64, 512)),
+        (4096, 8192, (64, 256, 512, 2048, 4096)),
+        (2560, 8192, (64, 256, 512, 2048, 2560)),
+        (4096, 500, (64, 256, 512, 2048)),  # what 4 prompts may have, in full 64s
+        (4096, 10, (64, 512)),
+    ],
+)
+def test_a_model_has_its_own_default_of_tokens_a_step(tokens_per_step, max_model_len, sizes):
+    own = {"tokens_per_step": tokens_per_step, "max_model_len": max_model_len}
+    shapes, limits = sizes_of(**own)
+    verify = 8 * 4  # of all rows, beside which there is room for the prompts
+    assert (shapes.prefill_tokens, limits.max_num_batched_tokens) == (sizes, sizes[-1] + verify)
+    alone, limits = sizes_of(**own, max_prefill_seqs=1)
+    longest = max(512, min(tokens_per_step, -(-max_model_len // 64) * 64))
+    assert alone.prefill_tokens[-1] == longest == limits.max_num_batched_tokens - verify
+    given, _ = sizes_of(**own, max_num_batched_tokens=300)
+    assert given.prefill_tokens == (64, 300)
+    many = {"max_num_seqs": 1000, "max_num_batched_tokens": None}
+    assert sizes_of(**own, **many)[0].prefill_tokens == sizes
+
+
+def test_what_is_given_is_no_default():
+    buckets, _ = sizes_of(decode_buckets=[2, 8], prefill_buckets=[16], num_pages=9)
+    assert (buckets.decode_rows, buckets.prefill_tokens, buckets.num_pages) == ((2, 8), (16,), 9)
+    _, many = sizes_of(max_num_seqs=100)
+    assert many.max_num_batched_tokens == 512 + 100 * 4
+    for option in ("decode_buckets", "prefill_buckets"):
+        with pytest.raises(ValueError, match=f"{option} must ascend"):
+            sizes_of(**{option: [8, 4]})
+    with pytest.raises(ValueError, match="max_num_batched_tokens=32 must exceed .* = 32"):
+        sizes_of(max_num_batched_tokens=32)

@@ -1,19 +1,8 @@
 import pytest
 
-from jaxspec.plan.scheduler_limits import SchedulerLimits, default_sizes
+from jaxspec.plan.scheduler_limits import SchedulerLimits
 from jaxspec.plan.step_shapes import StateConfig, StepShapes
 
-DEFAULTS = {
-    "max_num_seqs": 8,
-    "max_model_len": 100,
-    "page_size": 16,
-    "draft_buckets": (3,),
-    "num_pages": None,
-    "decode_rows": None,
-    "prefill_tokens": None,
-    "max_num_batched_tokens": None,
-    "max_prefill_seqs": 4,
-}
 SIZES = {
     "max_num_seqs": 8,
     "max_model_len": 100,
@@ -93,57 +82,6 @@ def test_draft_counts_ascend_to_those_of_the_widest_step(counts):
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "sizes"),
-    [(1, (1,)), (2, (1, 2)), (4, (1, 4)), (8, (1, 4, 8)), (64, (1, 4, 16, 64))],
-)
-def test_default_decode_buckets_end_in_all_rows(max_num_seqs, sizes):
-    buckets, limits = default_sizes(**DEFAULTS | {"max_num_seqs": max_num_seqs})
-    assert buckets.decode_rows == sizes
-    assert buckets.num_pages == 7 * max_num_seqs + 1
-    assert limits.max_num_batched_tokens == 512 + 4 * max_num_seqs
-
-
-@pytest.mark.parametrize(
-    ("budget", "sizes"),
-    [
-        (7, (7,)),
-        (64, (64,)),
-        (600, (64, 600)),
-        (2047, (64, 2047)),
-        (2048, (64, 256, 512, 2048)),
-        (2049, (64, 256, 512, 2048, 2049)),
-    ],
-)
-def test_default_prefill_buckets_end_in_the_budget_that_is_given(budget, sizes):
-    sizes_given = DEFAULTS | {"max_num_seqs": 1, "max_num_batched_tokens": budget}
-    assert default_sizes(**sizes_given)[0].prefill_tokens == sizes
-
-
-@pytest.mark.parametrize(
-    ("tokens_per_step", "max_model_len", "sizes"),
-    [
-        (512, 8192, (64, 512)),
-        (4096, 8192, (64, 256, 512, 2048, 4096)),
-        (2560, 8192, (64, 256, 512, 2048, 2560)),
-        (4096, 500, (64, 256, 512, 2048)),  # what 4 prompts may have, in full 64s
-        (4096, 10, (64, 512)),
-    ],
-)
-def test_a_model_has_its_own_default_of_tokens_a_step(tokens_per_step, max_model_len, sizes):
-    own = {"tokens_per_step": tokens_per_step, "max_model_len": max_model_len}
-    shapes, limits = default_sizes(**DEFAULTS | own)
-    verify = 8 * 4  # of all rows, beside which there is room for the prompts
-    assert (shapes.prefill_tokens, limits.max_num_batched_tokens) == (sizes, sizes[-1] + verify)
-    alone, limits = default_sizes(**DEFAULTS | own | {"max_prefill_seqs": 1})
-    longest = max(512, min(tokens_per_step, -(-max_model_len // 64) * 64))
-    assert alone.prefill_tokens[-1] == longest == limits.max_num_batched_tokens - verify
-    given, _ = default_sizes(**DEFAULTS | own | {"max_num_batched_tokens": 300})
-    assert given.prefill_tokens == (64, 300)
-    many = {"max_num_seqs": 1000, "max_num_batched_tokens": None}
-    assert default_sizes(**DEFAULTS | own | many)[0].prefill_tokens == sizes
-
-
-@pytest.mark.parametrize(
     ("sizes", "due", "computed"),
     [
         ((64, 512), 0, 0),
@@ -160,24 +98,8 @@ def test_a_model_has_its_own_default_of_tokens_a_step(tokens_per_step, max_model
     ],
 )
 def test_a_size_is_filled_by_three_quarters_or_the_one_below_is_filled(sizes, due, computed):
-    buckets, _ = default_sizes(**DEFAULTS | {"prefill_tokens": sizes})
+    buckets = StepShapes(**SIZES | {"prefill_tokens": sizes})
     assert buckets.well_filled(due) == computed
-
-
-def test_what_is_given_is_no_default():
-    given = {"decode_rows": [2, 8], "prefill_tokens": [16], "num_pages": 9}
-    buckets, _ = default_sizes(**DEFAULTS | given)
-    assert (buckets.decode_rows, buckets.prefill_tokens, buckets.num_pages) == ((2, 8), (16,), 9)
-    _, many = default_sizes(**DEFAULTS | {"max_num_seqs": 100})
-    assert many.max_num_batched_tokens == 512 + 100 * 4
-    for name, option in (("decode_rows", "decode_buckets"), ("prefill_tokens", "prefill_buckets")):
-        with pytest.raises(ValueError, match=f"{option} must ascend"):
-            default_sizes(**DEFAULTS | {name: []})
-    for budget in (0, 32):
-        with pytest.raises(
-            ValueError, match=f"max_num_batched_tokens={budget} must exceed .* = 32"
-        ):
-            default_sizes(**DEFAULTS | {"max_num_batched_tokens": budget})
 
 
 def test_limits_that_cannot_work_are_refused():

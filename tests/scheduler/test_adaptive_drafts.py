@@ -7,7 +7,6 @@ import pytest
 from pairwise import crossed
 
 from jaxspec.plan.plan import Program, RowOutput, StepPlan
-from jaxspec.plan.scheduler_limits import default_sizes
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.scheduler.adaptive_drafts import AdaptiveDrafts
@@ -16,16 +15,15 @@ from jaxspec.scheduler.scheduled_step import Entry, ScheduledStep, StepBuilder
 from jaxspec.scheduler.step_seconds import DecodeSeconds
 
 GOOD, POOR = (0.8, 0.6, 0.45), (0.4, 0.15, 0.05)
-SHAPES, _ = default_sizes(
+SHAPES = StepShapes(
     max_num_seqs=64,
     max_model_len=512,
     page_size=16,
-    num_pages=None,
+    num_pages=2049,
+    num_drafts=3,
     draft_buckets=(0, 1, 3),
     decode_rows=(1, 64),
-    prefill_tokens=None,
-    max_num_batched_tokens=None,
-    max_prefill_seqs=None,
+    prefill_tokens=(64, 512),
 )
 # Milliseconds of a step with 0, 1 and 3 drafts: few rows, many rows, and a mixture of experts.
 FEW_ROWS, MANY_ROWS, EXPERTS = (4.2, 4.8, 6.2), (4.2, 6.0, 10.8), (5.5, 8.4, 13.0)

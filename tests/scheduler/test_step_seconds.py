@@ -7,7 +7,7 @@ from jaxspec.plan.plan import Program
 from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.scheduler.step_seconds import StepSeconds
 
-SIZES = {"decode_rows": (1, 16), "prefill_tokens": (64, 512, 2048), "max_model_len": 9000}
+SIZES = {"decode_buckets": (1, 16), "prefill_buckets": (64, 512, 2048), "max_model_len": 9000}
 SHAPES, LIMITS = sizes_for(16, 0, tokens_per_step=2048, **SIZES)
 
 

@@ -4,18 +4,17 @@ from collections import deque
 
 import numpy as np
 
+from jaxspec.options.engine_options import EngineConfig
 from jaxspec.plan.plan import StepOutput
-from jaxspec.plan.scheduler_limits import default_sizes
+from jaxspec.plan.step_shapes import ModelSizes
 from jaxspec.requests.request import Finish, Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduler import Scheduler
 
 
-def sizes_for(rows, drafts, **given):
-    sizes = {"max_model_len": 4096, "page_size": 16}
-    names = "num_pages", "decode_rows", "prefill_tokens", "max_num_batched_tokens"
-    chosen = dict.fromkeys((*names, "max_prefill_seqs"))
-    return default_sizes(max_num_seqs=rows, draft_buckets=(drafts,), **sizes | chosen | given)
+def sizes_for(rows, drafts, tokens_per_step=512, **given):
+    config = EngineConfig(**{"max_num_seqs": rows, "max_model_len": 4096} | given)
+    return config.sizes(ModelSizes(10**6, tokens_per_step), (drafts,))
 
 
 class Counting:
