@@ -58,8 +58,7 @@ def place_rows(config, program, state, packed):
 def run_model(config, program, model, state, plan):
     """Stages 2 and 3, prepare and forward: one pass over all drafts and the prompts that enter.
 
-    A decoding row has its newest token and its drafts. Its recurrence starts from the state that
-    the row's `state_offset` or `ring_length` selects.
+    A decoding row has its last token and drafts; `state_offset` or `ring_length` selects its state.
     """
     inputs = prepare(state.rows, state.page_tables, plan, config.shapes.page_size, program)
     output, pools = model.forward(inputs.model, state.pools)
@@ -103,9 +102,7 @@ def run(model, requests, states, decode):
     options = {"dtype": FLOAT32, "verifier": make_verifier(MTP), "states": states}
     blueprint = Blueprint.of(model, shapes, make_proposer(MTP, model), **options)
     config, state = blueprint.config, blueprint.memory_usage.empty_state(shapes)
-    scheduler = Scheduler(
-        shapes, SchedulerLimits()
-    )  # chooses the rows, pages and slots of each step, on the host
+    scheduler = Scheduler(shapes, SchedulerLimits())  # chooses rows, pages and slots on the host
     scheduler.add(requests)
     field = "ring_length" if states.policy == "replay" else "state_offset"
     while step := scheduler.schedule():
