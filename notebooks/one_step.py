@@ -19,8 +19,7 @@ from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from jaxspec.api.loading import EMBEDDED_MODEL
 from jaxspec.models import load_model
 from jaxspec.plan.plan import StepOutput
-from jaxspec.plan.scheduler_limits import SchedulerLimits
-from jaxspec.plan.step_shapes import StateConfig, StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StateConfig, StepShapes
 from jaxspec.proposers import make_proposer
 from jaxspec.requests.request import Request
 from jaxspec.requests.sampling_features import GREEDY

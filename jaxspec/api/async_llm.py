@@ -20,8 +20,7 @@ from jaxspec.engine.engine_thread import EngineThread, MakeSampleStream, Settle
 from jaxspec.engine.errors import DrainingError, QueueTimeoutError
 from jaxspec.engine.metrics import Metric, kv_cache_usage
 from jaxspec.engine.sample_stream import Receiver
-from jaxspec.plan.scheduler_limits import SchedulerLimits
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.process import check_process
 from jaxspec.requests.outputs import Sample
 from jaxspec.requests.request import Request

@@ -28,8 +28,7 @@ from jaxspec.options.draft_methods import ExtractHiddenStatesOptions
 from jaxspec.options.engine_options import EngineConfig
 from jaxspec.options.generation_config import default_params
 from jaxspec.pallas import dispatch
-from jaxspec.plan.scheduler_limits import SchedulerLimits
-from jaxspec.plan.step_shapes import ModelSizes, StateConfig, StepShapes
+from jaxspec.plan.step_shapes import ModelSizes, SchedulerLimits, StateConfig, StepShapes
 from jaxspec.prefix.disk_tier import DiskTier
 from jaxspec.prefix.host_tier import HostTier
 from jaxspec.proposers import Proposer, make_proposer

@@ -12,7 +12,7 @@ from jaxspec.api.inputs import InputProcessor, check_ids
 from jaxspec.checks import shown
 from jaxspec.engine.session import Session
 from jaxspec.plan.block_plan import Copied
-from jaxspec.plan.scheduler_limits import SchedulerLimits
+from jaxspec.plan.step_shapes import SchedulerLimits
 from jaxspec.prefix.cache import PrefixCache
 from jaxspec.requests.outputs import Sample, Stream, TextDelta
 from jaxspec.requests.prompts import Prompt

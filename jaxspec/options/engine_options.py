@@ -15,8 +15,7 @@ from typing import Any, Literal
 from jaxspec.options import SpeculativeConfig
 from jaxspec.options.option_values import read
 from jaxspec.options.vllm_options import RENAMED, UNDERSTOOD, translated
-from jaxspec.plan.scheduler_limits import SchedulerLimits
-from jaxspec.plan.step_shapes import TOKENS_PER_STEP, ModelSizes, StepShapes
+from jaxspec.plan.step_shapes import TOKENS_PER_STEP, ModelSizes, SchedulerLimits, StepShapes
 
 
 def option(default: Any, help: str, *, none: str | None = None, least: int | None = 1) -> Any:

@@ -1,1 +1,1 @@
-"""Step plans, as packed arrays; shapes of programs and limits of the scheduler. No JAX."""
+"""Step plans as packed arrays, shapes of programs, limits of the scheduler. No JAX."""

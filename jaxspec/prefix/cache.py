@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from jaxspec.plan.block_plan import Block, Copied, Read, Write
 from jaxspec.plan.plan import SlotCopy
-from jaxspec.plan.scheduler_limits import SchedulerLimits
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.prefix.block_index import BlockRef
 from jaxspec.prefix.host_tier import HostPrefixMatch, HostTier
 from jaxspec.prefix.page_pool import PagePool, PrefixMetrics

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax.stages
 
 from jaxspec.plan.plan import AnyProgram, Program
-from jaxspec.plan.scheduler_limits import SchedulerLimits
+from jaxspec.plan.step_shapes import SchedulerLimits
 from jaxspec.requests.sampling_features import LADDER, SamplingFeatures, rung
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import (

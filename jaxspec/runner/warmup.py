@@ -22,8 +22,7 @@ from jaxspec.plan.plan import (
     AnyProgram,
     Program,
 )
-from jaxspec.plan.scheduler_limits import SchedulerLimits
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.requests.sampling_features import (
     EVERYTHING,
     LADDER,

@@ -3,8 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 
-from jaxspec.plan.scheduler_limits import SchedulerLimits
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.requests.request import Request
 from jaxspec.requests.sampling_features import join
 from jaxspec.scheduler.forks import ForkedSamples

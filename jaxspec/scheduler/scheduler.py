@@ -10,8 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from jaxspec.plan.plan import MOVES, SlotCopy, StepOutput
-from jaxspec.plan.scheduler_limits import SchedulerLimits
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.prefix.cache import PrefixCache
 from jaxspec.prefix.host_tier import HostTier
 from jaxspec.prefix.page_pool import check_fits

@@ -6,8 +6,7 @@ import pytest
 
 from jaxspec.engine.engine import Engine
 from jaxspec.plan.plan import StepOutput, plan_layout
-from jaxspec.plan.scheduler_limits import SchedulerLimits
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.requests.request import Finish, Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.scheduler.request_observer import RequestObserver

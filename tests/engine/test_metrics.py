@@ -4,7 +4,7 @@ from fake_device import make_buckets, make_group
 
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.metrics import Counter, Gauge, Vector, metrics_of
-from jaxspec.plan.scheduler_limits import SchedulerLimits
+from jaxspec.plan.step_shapes import SchedulerLimits
 from jaxspec.scheduler.scheduler import Scheduler
 
 

@@ -13,8 +13,7 @@ from threads import in_threads
 from jaxspec.engine.session import Session
 from jaxspec.plan.block_plan import Copied
 from jaxspec.plan.plan import RowOutput
-from jaxspec.plan.scheduler_limits import SchedulerLimits
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.requests.outputs import Sample
 from jaxspec.requests.request import Finish, Request
 from jaxspec.requests.sampling_params import SamplingParams

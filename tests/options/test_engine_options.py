@@ -12,8 +12,7 @@ import pytest
 import jaxspec
 from jaxspec import LLM, SpeculativeConfig
 from jaxspec.options.engine_options import OPTIONS, EngineConfig, default_of, meaning
-from jaxspec.plan.scheduler_limits import SchedulerLimits
-from jaxspec.plan.step_shapes import ModelSizes, StepShapes
+from jaxspec.plan.step_shapes import ModelSizes, SchedulerLimits, StepShapes
 from tools.docs import options as page
 
 

@@ -1,7 +1,6 @@
 import pytest
 
-from jaxspec.plan.scheduler_limits import SchedulerLimits
-from jaxspec.plan.step_shapes import StateConfig, StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StateConfig, StepShapes
 
 SIZES = {
     "max_num_seqs": 8,

@@ -3,8 +3,7 @@ import random
 import numpy as np
 import pytest
 
-from jaxspec.plan.scheduler_limits import SchedulerLimits
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.requests.logprobs import LAYOUT
 from jaxspec.requests.outputs import CompletionOutput, RequestOutput, Sample, TextDelta
 from jaxspec.requests.request import Finish, Request, RequestMetrics

@@ -10,8 +10,7 @@ import pytest
 from harness import SNAPSHOT, model
 
 from jaxspec.plan.plan import EXPORT, MOVES, RESTORE, Program, StepPlan
-from jaxspec.plan.scheduler_limits import SchedulerLimits
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.requests.sampling_features import GREEDY, SAMPLED
 from jaxspec.runner import warmup
 from jaxspec.runner.blueprint import Blueprint

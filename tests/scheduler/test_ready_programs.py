@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from jaxspec.plan.scheduler_limits import SchedulerLimits
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.requests.sampling_features import EVERYTHING, GREEDY, LADDER, TOP_K
 from jaxspec.runner.warmup import first_programs, later_programs
 from jaxspec.scheduler.ready_programs import ReadyPrograms, StepNeeds

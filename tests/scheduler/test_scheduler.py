@@ -5,7 +5,7 @@ from loop import Loop, random_group
 from pairwise import crossed
 
 from jaxspec.plan.plan import TABLES
-from jaxspec.plan.scheduler_limits import SchedulerLimits
+from jaxspec.plan.step_shapes import SchedulerLimits
 from jaxspec.plan.table_plan import table_layout
 from jaxspec.requests.request import Finish
 from jaxspec.requests.sampling_features import GREEDY

@@ -5,7 +5,7 @@ from fake_device import make_buckets, make_group
 
 from jaxspec.options import SpeculativeConfig
 from jaxspec.plan.plan import StepOutput
-from jaxspec.plan.scheduler_limits import SchedulerLimits
+from jaxspec.plan.step_shapes import SchedulerLimits
 from jaxspec.requests.request import Finish, Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.scheduler.host_drafter import make_host_drafter

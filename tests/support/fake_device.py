@@ -20,8 +20,7 @@ from jaxspec.plan.plan import (
     plan_layout,
 )
 from jaxspec.plan.row import row_layout
-from jaxspec.plan.scheduler_limits import SchedulerLimits
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.requests.request import Finish, Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduled_step import ScheduledStep

@@ -14,8 +14,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.models import load_model, unread_model_or_head
 from jaxspec.models.base import ModelSpec
 from jaxspec.options import SpeculativeConfig
-from jaxspec.plan.scheduler_limits import SchedulerLimits
-from jaxspec.plan.step_shapes import StateConfig, StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StateConfig, StepShapes
 from jaxspec.prefix.disk_tier import DiskTier
 from jaxspec.prefix.host_tier import HostTier
 from jaxspec.proposers import Proposer, make_proposer

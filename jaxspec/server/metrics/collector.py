@@ -12,8 +12,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector as Base
 
 from jaxspec.engine.metrics import Counter, Gauge, Vector
-from jaxspec.plan.scheduler_limits import SchedulerLimits
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.server.metrics.figures import LATENCIES, SIZES
 from jaxspec.server.metrics.snapshot import Snapshot
 

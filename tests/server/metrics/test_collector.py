@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxspec.engine.metrics import Counter, Gauge, Vector
-from jaxspec.plan.scheduler_limits import SchedulerLimits
+from jaxspec.plan.step_shapes import SchedulerLimits
 from jaxspec.server.metrics.collector import Collector
 from jaxspec.server.metrics.figures import Figures
 from jaxspec.server.metrics.snapshot import Snapshot
