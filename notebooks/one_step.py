@@ -19,7 +19,7 @@ from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from jaxspec.api.loading import EMBEDDED_MODEL
 from jaxspec.models import load_model
 from jaxspec.plan.plan import StepOutput
-from jaxspec.plan.step_shapes import StateConfig, StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StateConfig, StepShapes
 from jaxspec.proposers import make_proposer
 from jaxspec.requests.request import Request
 from jaxspec.requests.sampling_features import GREEDY
@@ -57,8 +57,7 @@ def place_rows(config, program, state, packed):
 def run_model(config, program, model, state, plan):
     """Stages 2 and 3, prepare and forward: one pass over all drafts and the prompts that enter.
 
-    A decoding row has its newest token and its drafts. Its recurrence starts from the state that
-    the row's `state_offset` or `ring_length` selects.
+    A decoding row has its last token and drafts; `state_offset` or `ring_length` selects its state.
     """
     inputs = prepare(state.rows, state.page_tables, plan, config.shapes.page_size, program)
     output, pools = model.forward(inputs.model, state.pools)
@@ -102,7 +101,7 @@ def run(model, requests, states, decode):
     options = {"dtype": FLOAT32, "verifier": make_verifier(MTP), "states": states}
     blueprint = Blueprint.of(model, shapes, make_proposer(MTP, model), **options)
     config, state = blueprint.config, blueprint.memory_usage.empty_state(shapes)
-    scheduler = Scheduler(shapes)  # chooses the rows, pages and slots of each step, on the host
+    scheduler = Scheduler(shapes, SchedulerLimits())  # chooses rows, pages and slots on the host
     scheduler.add(requests)
     field = "ring_length" if states.policy == "replay" else "state_offset"
     while step := scheduler.schedule():

@@ -134,7 +134,7 @@ def main() -> None:
             make = functools.partial(make_llm, args, folder, each)
             llm, setting_up = dummy_llm.started(make)
             about = {"commit": commit, "compile_seconds": setting_up["compile_seconds"]}
-            drafts = [AUTO, *llm.shapes.draft_counts] if each else [None]
+            drafts = [AUTO, *llm.shapes.draft_buckets] if each else [None]
             for rows in args.rows:
                 for word, figures in zip(drafts, measure(llm, args, rows, drafts), strict=True):
                     case = dataclasses.asdict(Case(**sizes, rates=each, rows=rows, drafts=word))

@@ -20,7 +20,7 @@ from jaxspec.engine.engine_thread import EngineThread, MakeSampleStream, Settle
 from jaxspec.engine.errors import DrainingError, QueueTimeoutError
 from jaxspec.engine.metrics import Metric, kv_cache_usage
 from jaxspec.engine.sample_stream import Receiver
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.process import check_process
 from jaxspec.requests.outputs import Sample
 from jaxspec.requests.request import Request
@@ -37,12 +37,14 @@ class WorkerSpec(NamedTuple):
         make_inputs: Factory of the process's `InputProcessor`.
         model_name: The model as it was given.
         shapes: Sizes of the engine's programs.
+        limits: Limits of its scheduler.
         default_params: Parameters of calls without any.
     """
 
     make_inputs: Callable[[], InputProcessor]
     model_name: str
     shapes: StepShapes
+    limits: SchedulerLimits
     default_params: SamplingParams
 
 
@@ -153,7 +155,7 @@ class AsyncLLM(AsyncCalls):
         """
         make_inputs = self._engine.twin_inputs(number)
         params = self.get_default_sampling_params()
-        return WorkerSpec(make_inputs, self.model_name, self.shapes, params)
+        return WorkerSpec(make_inputs, self.model_name, self.shapes, self.limits, params)
 
     def expecting(self) -> AbstractContextManager[None]:
         """Count a request that another process prepares as waiting, within the returned context.
@@ -306,6 +308,11 @@ class AsyncLLM(AsyncCalls):
     def shapes(self) -> StepShapes:
         """Sizes of the engine's programs, including the number of pages."""
         return self._engine.shapes
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        """Limits of the engine's scheduler."""
+        return self._engine.limits
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return a copy of the parameters of calls without any (option `generation_config`)."""

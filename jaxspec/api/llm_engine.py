@@ -40,6 +40,7 @@ class Diagnostics:
     Attributes:
         session: The session that runs the samples.
         shapes: Sizes of the engine's programs, including the number of pages.
+        limits: Limits of the engine's scheduler.
         model_name: The model as it was given.
     """
 
@@ -62,7 +63,7 @@ class Diagnostics:
             model_name: The model as it was given.
         """
         self.session = session
-        self.shapes = runner.shapes
+        self.shapes, self.limits = runner.shapes, session.scheduler.limits
         self._runner, self._flight = runner, flight
         self._method, self.model_name = method, model_name
         self._compile_seconds: dict[str, float] = {}
@@ -82,7 +83,7 @@ class Diagnostics:
         engine = self.session.engine
         return {
             **engine.figures(),
-            "acceptance": {self._method: vars(engine.draft_counts).copy()} if self._method else {},
+            "acceptance": {self._method: vars(engine.acceptance).copy()} if self._method else {},
             "shapes": self.shapes.compiled(),
             "compile_seconds": dict(self._compile_seconds),
             "memory_bytes": self._runner.memory(),
@@ -247,7 +248,7 @@ class LLMEngine(Diagnostics):
             eos_ids=model_config.eos_token_ids,
             request_key=proposer.request_key if proposer else lambda prompt, seed: 0,
             seed=config.seed,
-            finds_boundaries=runner.shapes.prefix_caching == "all",
+            finds_boundaries=loaded.limits.prefix_caching == "all",
         )
         flight, on_failure = None, None
         if config.flight_recorder != "off":
@@ -259,7 +260,7 @@ class LLMEngine(Diagnostics):
             )
             on_failure = functools.partial(flight.save_failure, folder=config.flight_folder)
         parts = loaded.host_drafter, loaded.host_tier, loaded.observers
-        scheduler = Scheduler(runner.shapes, config.max_step_ms, *parts)
+        scheduler = Scheduler(runner.shapes, loaded.limits, *parts)
         engine = Engine(scheduler, flight or runner, max_in_flight=config.max_in_flight)
         super().__init__(
             Session(engine, on_failure),
@@ -273,6 +274,7 @@ class LLMEngine(Diagnostics):
             notice = "bar"
         self._compiler = Compiler(
             runner,
+            loaded.limits,
             in_turn=functools.partial(_in_usable_turn, self.session),
             guard=self.session.guarded,
             publish=scheduler.programs.add,

@@ -28,7 +28,7 @@ from jaxspec.options.draft_methods import ExtractHiddenStatesOptions
 from jaxspec.options.engine_options import EngineConfig
 from jaxspec.options.generation_config import default_params
 from jaxspec.pallas import dispatch
-from jaxspec.plan.step_shapes import ModelSizes, StateConfig, StepShapes
+from jaxspec.plan.step_shapes import ModelSizes, SchedulerLimits, StateConfig, StepShapes
 from jaxspec.prefix.disk_tier import DiskTier
 from jaxspec.prefix.host_tier import HostTier
 from jaxspec.proposers import Proposer, make_proposer
@@ -46,7 +46,7 @@ from jaxspec.text.tokenizer import Tokenizer
 
 
 def prefix_sizes(config: EngineConfig, specs: Sequence[CacheSpec]) -> dict[str, Any]:
-    """Return the fields of `StepShapes` that configure prefix caching.
+    """Return the fields of `SchedulerLimits` that configure prefix caching.
 
     Args:
         config: Options of the engine.
@@ -111,11 +111,12 @@ def _kept_on_device(config: EngineConfig, specs: Sequence[CacheSpec]) -> dict[st
     }
 
 
-def host_tier(config: EngineConfig, runner: ModelRunner) -> HostTier | None:
+def host_tier(config: EngineConfig, host_bytes: int, runner: ModelRunner) -> HostTier | None:
     """Return the store for prefixes evicted from the device.
 
     Args:
         config: Options of the engine.
+        host_bytes: Memory of the tier; 0 means none.
         runner: The runner, which copies the blocks.
 
     Returns:
@@ -125,7 +126,7 @@ def host_tier(config: EngineConfig, runner: ModelRunner) -> HostTier | None:
         ValueError: the folder for its files is not a writable folder.
     """
     shapes, pieces, disk = runner.shapes, runner.blocks, None
-    if not shapes.host_bytes:
+    if not host_bytes:
         return None
     if config.kv_offloading_folder is not None:
         name, purpose = str(config.kv_offloading_folder), "Kept prefixes are written to"
@@ -137,7 +138,7 @@ def host_tier(config: EngineConfig, runner: ModelRunner) -> HostTier | None:
             shapes.page_size,
             {kind: pieces.arrays(is_state=kind) for kind in kinds},
         )
-    return HostTier(shapes, pieces, disk)
+    return HostTier(shapes, host_bytes, pieces, disk)
 
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded"
@@ -152,6 +153,7 @@ class Loaded(NamedTuple):
         speculation: Speculation options; None means no drafts.
         proposer: Drafts on the device; None without speculation.
         runner: Runs the programs.
+        limits: Limits of the scheduler.
         host_drafter: Follows requests on the host, and drafts there for some methods.
         host_tier: Store for prefixes evicted from the device; None without one.
         tokenizer: The tokenizer; None without one.
@@ -164,6 +166,7 @@ class Loaded(NamedTuple):
     speculation: SpeculativeConfig | None
     proposer: Proposer | None
     runner: ModelRunner
+    limits: SchedulerLimits
     host_drafter: HostDrafter | None
     host_tier: HostTier | None
     tokenizer: Tokenizer | None
@@ -247,7 +250,8 @@ class ResolvedOptions(NamedTuple):
         states: Policy and dtype of recurrent states.
         kv_dtype: Dtype of the KV cache.
         shapes: Sizes of the programs; `num_pages` is an upper bound (see `fitting`).
-        holdings: Bytes of device memory by use.
+        limits: Limits of the scheduler.
+        memory_usage: Bytes of device memory by use.
     """
 
     speculation: SpeculativeConfig | None
@@ -255,6 +259,7 @@ class ResolvedOptions(NamedTuple):
     states: StateConfig
     kv_dtype: jnp.dtype
     shapes: StepShapes
+    limits: SchedulerLimits
     memory_usage: MemoryUsage
 
     def fitting(self, budget: MemoryBudget | None) -> StepShapes:
@@ -266,25 +271,28 @@ class ResolvedOptions(NamedTuple):
         Raises:
             ValueError: as in `fit` and `check_host_bytes`.
         """
-        shapes = fit(self.shapes, budget, self.memory_usage.bytes)
-        check_host_bytes(self.memory_usage.specs, shapes)
+        share, usage = self.limits.prefix_cache_share, self.memory_usage
+        shapes = fit(self.shapes, share, budget, usage.bytes)
+        check_host_bytes(usage.specs, shapes, self.limits.host_bytes)
         return shapes
 
 
-def shapes_of(config: EngineConfig, model: Model, draft_counts: Sequence[int]) -> StepShapes:
-    """Return the sizes of the model's programs; `num_pages` is an upper bound.
+def sizes_of(
+    config: EngineConfig, model: Model, draft_buckets: Sequence[int]
+) -> tuple[StepShapes, SchedulerLimits]:
+    """Return the sizes of the model's programs, `num_pages` as an upper bound, and the limits.
 
     Args:
         config: Options of the engine.
         model: The model.
-        draft_counts: Numbers of drafts per step to compile programs for.
+        draft_buckets: Numbers of drafts per step to compile programs for.
 
     Raises:
         ValueError: sizes are inconsistent, or exceed the model's.
     """
     own = ModelSizes(model.max_position_embeddings, model.tokens_per_step, model.steps_per_dispatch)
-    sizes = config.step_shapes(own, draft_counts)
-    return dataclasses.replace(sizes, vocab_size=model.vocab_size)
+    shapes, limits = config.sizes(own, draft_buckets)
+    return dataclasses.replace(shapes, vocab_size=model.vocab_size), limits
 
 
 def settle(
@@ -308,15 +316,15 @@ def settle(
     proposer = make_proposer(speculation, model, model_spec) if speculation else None
     states = StateConfig.resolve(config.state_policy, config.state_dtype, has_kernels=has_kernels)
     kv_dtype = kv_dtype_of(config.kv_dtype, dtype)
-    counts = speculation.draft_counts if speculation else (0,)
-    shapes = shapes_of(config, model, counts)
+    counts = speculation.draft_buckets if speculation else (0,)
+    shapes, limits = sizes_of(config, model, counts)
     ahead = path_length(speculation, config.max_in_flight, shapes.steps_per_dispatch)
     memory_usage = MemoryUsage.of(
         model, proposer, drafter, dtype=dtype, kv_dtype=kv_dtype, states=states
     )
-    kept = prefix_sizes(config, memory_usage.specs)
-    shapes = dataclasses.replace(shapes, path_length=ahead, **kept)
-    return ResolvedOptions(speculation, proposer, states, kv_dtype, shapes, memory_usage)
+    limits = dataclasses.replace(limits, **prefix_sizes(config, memory_usage.specs))
+    shapes = dataclasses.replace(shapes, path_length=ahead)
+    return ResolvedOptions(speculation, proposer, states, kv_dtype, shapes, limits, memory_usage)
 
 
 def load(config: EngineConfig, *, progress: bool) -> Loaded:
@@ -385,12 +393,14 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
                 kv_dtype=settled.kv_dtype,
                 drafter=head,
             )
-            early = blueprint.trace_early(first_programs(shapes) if is_background else ())
+            early = blueprint.trace_early(
+                first_programs(shapes, settled.limits) if is_background else ()
+            )
             failed.callback(early.close)
             model = found.read(progress)
             drafter = found_drafter and found_drafter.read(progress)
         runner = ModelRunner(model, blueprint, drafter=drafter, early=early)
-        tier = host_tier(config, runner)
+        tier = host_tier(config, settled.limits.host_bytes, runner)
         failed.pop_all()
     return Loaded(
         folder=folder,
@@ -398,6 +408,7 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
         speculation=settled.speculation,
         proposer=settled.proposer,
         runner=runner,
+        limits=settled.limits,
         host_drafter=make_host_drafter(settled.speculation),
         host_tier=tier,
         tokenizer=tokenizer,
@@ -414,11 +425,11 @@ def _resolved(
         dtype=dtype.name,
         state_policy=settled.states.policy,
         num_pages=shapes.num_pages,
-        max_num_batched_tokens=shapes.max_num_batched_tokens,
+        max_num_batched_tokens=settled.limits.max_num_batched_tokens,
         prefill_buckets=shapes.prefill_tokens,
         max_prefill_seqs=shapes.max_prefill_seqs,
-        enable_prefix_caching=shapes.prefix_caching != "off",
-        checkpoint_interval=shapes.checkpoint_interval or config.checkpoint_interval,
+        enable_prefix_caching=settled.limits.caches_prefixes,
+        checkpoint_interval=settled.limits.checkpoint_interval or config.checkpoint_interval,
         steps_per_dispatch=shapes.steps_per_dispatch,
         speculative_config=settled.speculation,
     )

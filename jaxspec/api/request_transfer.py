@@ -12,6 +12,7 @@ from jaxspec.api.inputs import InputProcessor, check_ids
 from jaxspec.checks import shown
 from jaxspec.engine.session import Session
 from jaxspec.plan.block_plan import Copied
+from jaxspec.plan.step_shapes import SchedulerLimits
 from jaxspec.prefix.cache import PrefixCache
 from jaxspec.requests.outputs import Sample, Stream, TextDelta
 from jaxspec.requests.prompts import Prompt
@@ -27,6 +28,7 @@ class Travels(Protocol):
     """Interface of `LLM` used by this module."""
 
     session: Session
+    limits: SchedulerLimits
     _inputs: InputProcessor
     _runner: ModelRunner
 
@@ -180,7 +182,7 @@ def import_request(llm: Travels, state: RequestState) -> Stream:
 
 
 def _check_prefill(llm: Travels, request: Request) -> None:
-    if llm._runner.shapes.prefix_caching == "off":
+    if not llm.limits.caches_prefixes:
         raise ValueError(
             "prefill keeps what it computes as a prefix until it is copied, and this engine keeps "
             "none. Set enable_prefix_caching=True, with a mamba_cache_mode other than 'none'."
@@ -204,9 +206,9 @@ def _compile_copies(llm: Travels) -> None:
 
 def _compile_in_turn(llm: Travels) -> None:
     llm.session.require_usable()
-    runner = llm._runner
-    if runner.shapes.prefix_caching == "off":
+    if not llm.limits.caches_prefixes:
         return
+    runner = llm._runner
     for program in of_blocks(runner.shapes):
         if not runner.is_warm(program):
             llm.session.guarded(lambda program=program: runner.warm_up(program))
@@ -246,7 +248,7 @@ def _resumed(llm: Travels, state: RequestState) -> Sample:
 
 def _brought(llm: Travels, state: RequestState, request: Request) -> Copied | None:
     """Convert the state's arrays to blocks of this engine; None if the request would use none."""
-    is_read = llm._runner.shapes.prefix_caching != "off" and not PrefixCache.why_not(request)
+    is_read = llm.limits.caches_prefixes and not PrefixCache.why_not(request)
     if not (is_read and state.num_computed):
         return None
     return llm._runner.blocks.from_arrays(state.arrays, request.tokens[: state.num_computed])

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from jaxspec.plan.block_plan import Copied
 from jaxspec.plan.plan import AnyProgram, StepOutput, StepPlan
 from jaxspec.prefix.cache import copy_in, copy_out
-from jaxspec.requests.request import DraftCounts, Request
+from jaxspec.requests.request import AcceptanceCounts, Request
 from jaxspec.scheduler.packing import record_logprobs
 from jaxspec.scheduler.scheduled_step import Progress, ScheduledStep
 from jaxspec.scheduler.scheduler import Scheduler
@@ -100,7 +100,7 @@ class Engine:
                 f"{max_in_flight}."
             )
         self.scheduler, self.runner, self.max_in_flight = scheduler, runner, max_in_flight
-        self.metrics, self.draft_counts = EngineMetrics(), DraftCounts()
+        self.metrics, self.acceptance = EngineMetrics(), AcceptanceCounts()
         self.trace: list[StepTimes] | None = None  # receives the collected steps
         self._in_flight: deque[tuple[ScheduledStep, Pending, tuple[float, float, float]]] = deque()
         self._seen_end: float | None = None  # end of the last collected step, if waited for
@@ -129,7 +129,7 @@ class Engine:
                 "A request waits and nothing can run: the scheduler is stuck. This is a bug in "
                 "jaxspec."
             )
-        if self._in_flight and (step is None or self._num_behind() >= self.max_in_flight):
+        if self._in_flight and (step is None or self._num_following() >= self.max_in_flight):
             return self._collect()
         return []
 
@@ -168,7 +168,7 @@ class Engine:
         A round is the verify step of one request. Rates are per second of stepping, the sum of
         `plan_time`, `dispatch_time`, `wait_time` and `collect_time`.
         """
-        metrics, num_rounds = self.metrics, self.draft_counts.num_drafts
+        metrics, num_rounds = self.metrics, self.acceptance.num_drafts
         parts = metrics.plan_time, metrics.dispatch_time, metrics.wait_time, metrics.collect_time
         seconds = sum(parts)
         observed = (observer.stats() for observer in self.scheduler.observers)
@@ -190,15 +190,15 @@ class Engine:
     def _dispatch_copies(self) -> None:
         """Dispatch the pending copies now instead of with the next plan."""
         if self.scheduler.prefixes.store.copies:
-            self.runner.dispatch(self.scheduler.plans.only_copies(self.scheduler.running))
+            self.runner.dispatch(self.scheduler.packer.pack_copies(self.scheduler.running))
 
-    def _num_behind(self) -> int:
+    def _num_following(self) -> int:
         """Return the number of steps in flight after the oldest dispatch."""
-        behind = itertools.islice(self._in_flight, 1, None)
-        return sum(max(1, step.plan.num_steps) for step, *_ in behind)
+        following = itertools.islice(self._in_flight, 1, None)
+        return sum(max(1, step.plan.num_steps) for step, *_ in following)
 
     def _collect(self) -> list[Progress]:
-        step, pending, launch = self._in_flight.popleft()
+        step, pending, stamps = self._in_flight.popleft()
         started = time.perf_counter()
         output = pending.result()
         waited = time.perf_counter()
@@ -206,11 +206,11 @@ class Engine:
         progress = self.scheduler.collect(step, output)
         self._count(progress)
         collected = time.perf_counter()
-        self._note_seconds(step, launch[-1], started, waited)
+        self._note_seconds(step, stamps[-1], started, waited)
         self.metrics.wait_time += waited - started
         self.metrics.collect_time += collected - waited
         if self.trace is not None:
-            times = (*launch, started, waited, collected, pending.done_time())
+            times = (*stamps, started, waited, collected, pending.done_time())
             sizes = (step.plan.program, len(step.decodes), step.num_prompt_tokens)
             self.trace.append(StepTimes(*sizes, *times))
         return progress
@@ -222,7 +222,7 @@ class Engine:
         self.metrics.num_dropped_drafts += sum(row.num_dropped for row in given)
         drafted, accepted = ([row.drafted for row in given], [row.accepted for row in given])
         sums = [list(map(sum, zip(*rows, strict=True))) for rows in (drafted, accepted)]
-        self.draft_counts.record(*sums)
+        self.acceptance.record(*sums)
 
     def _note_seconds(
         self, step: ScheduledStep, dispatched: float, started: float, ended: float

@@ -43,7 +43,7 @@ def kv_cache_usage(scheduler: Scheduler) -> float:
 
 def metrics_of(engine: Engine, model_name: str) -> list[Metric]:
     """Return the metrics that the engine shares with vLLM, labelled with the model's name."""
-    scheduler, drafts = engine.scheduler, engine.draft_counts
+    scheduler, drafts = engine.scheduler, engine.acceptance
     prefixes = scheduler.prefixes.stats
     labels = {"model_name": model_name, "engine": "0"}
     return [

@@ -37,7 +37,7 @@ from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.requests.sampling_features import SamplingFeatures
 from jaxspec.sampling.processors import PROCESSORS
 
-FORMAT = 4  # file format; `read` refuses others
+FORMAT = 5  # file format; `read` refuses others
 MAX_BYTES = 2**36  # limit for an unpacked file; a copy of the state is most of it
 _MAX_HEADER_BYTES = 2**20
 _MAX_UNPACKED_BYTES = 2**30  # limit for compressed members: plans and outputs, which are small
@@ -131,7 +131,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 def _flight(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Flight:
     about = _about(header["about"])
     sizes = {**header["shapes"]}
-    for name in ("decode_rows", "prefill_tokens", "draft_counts"):
+    for name in ("decode_rows", "prefill_tokens", "draft_buckets"):
         sizes[name] = tuple(sizes[name])
     shapes = StepShapes(**sizes)
     programs = [_program(entry, shapes) for entry in header["programs"]]

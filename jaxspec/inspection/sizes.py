@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import jax
 from flax import nnx
 
-from jaxspec.api.loading import ResolvedOptions, prefix_sizes, shapes_of
+from jaxspec.api.loading import ResolvedOptions, sizes_of
 from jaxspec.cache import CacheSpec, PoolSizes, allocate
 from jaxspec.models.base import Model
 from jaxspec.models.layers.parameters import Placement
@@ -88,7 +88,7 @@ def cache_bytes(settled: ResolvedOptions) -> CacheBytes:
         token=_pool_bytes(specs, width, pages=2) - least,
         request=_pool_bytes(specs, width, slots=2) - least,
         request_without_drafts=_pool_bytes(specs, 1, slots=2) - _pool_bytes(specs, 1),
-        checkpoint=held[1] - held[0] if settled.shapes.prefix_cache_share else 0,
+        checkpoint=held[1] - held[0] if settled.limits.prefix_cache_share else 0,
     )
 
 
@@ -125,23 +125,24 @@ def _fit(
     share of the caches rounded to whole states, so with them the two numbers are further apart and
     the result is corrected.
     """
-    kept = prefix_sizes(options, settled.memory_usage.specs)
-    other = 129 if kept.get("prefix_cache_share") else 2
+    share = settled.limits.prefix_cache_share
+    other = 129 if share else 2
 
     def shapes(requests: int) -> StepShapes:
         sizes = {"max_num_seqs": requests, "max_model_len": length, "num_pages": None}
         defaults = {"max_num_batched_tokens": None, "decode_buckets": None}
         asked = dataclasses.replace(options, **sizes, **defaults)
-        return dataclasses.replace(shapes_of(asked, model, settled.shapes.draft_counts), **kept)
+        found, _ = sizes_of(asked, model, settled.shapes.draft_buckets)
+        return found
 
     def total(requests: int) -> int:
         held = settled.memory_usage.bytes
-        return sum(held(fit(shapes(requests), None, held)).values())
+        return sum(held(fit(shapes(requests), share, None, held)).values())
 
     def has_room(requests: int, budget: MemoryBudget) -> bool:
         whole = dataclasses.replace(budget, fixed_pages=True)
         try:
-            fit(shapes(requests), whole, settled.memory_usage.bytes)
+            fit(shapes(requests), share, whole, settled.memory_usage.bytes)
         except ValueError:
             return False
         return True

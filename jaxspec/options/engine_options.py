@@ -15,7 +15,7 @@ from typing import Any, Literal
 from jaxspec.options import SpeculativeConfig
 from jaxspec.options.option_values import read
 from jaxspec.options.vllm_options import RENAMED, UNDERSTOOD, translated
-from jaxspec.plan.step_shapes import ModelSizes, StepShapes
+from jaxspec.plan.step_shapes import TOKENS_PER_STEP, ModelSizes, SchedulerLimits, StepShapes
 
 
 def option(default: Any, help: str, *, none: str | None = None, least: int | None = 1) -> Any:
@@ -244,17 +244,19 @@ class EngineConfig:
                 "Leave revision out, or give a hub id as model."
             )
 
-    def step_shapes(self, own: ModelSizes, draft_counts: Sequence[int]) -> StepShapes:
-        """Return the shapes of the compiled programs; the runner may still lower `num_pages`.
+    def sizes(
+        self, own: ModelSizes, draft_buckets: Sequence[int]
+    ) -> tuple[StepShapes, SchedulerLimits]:
+        """Return the shapes of the programs and the limits; `num_pages` may still be lowered.
 
         Args:
             own: Limits and preferred sizes of the model.
-            draft_counts: Numbers of drafts per verify step that programs are compiled for.
+            draft_buckets: Numbers of drafts per verify step that programs are compiled for.
 
         Raises:
             ValueError: sizes contradict each other or exceed the model's.
         """
-        max_model_len = self.max_model_len
+        rows, max_model_len = self.max_num_seqs, self.max_model_len
         if max_model_len is None:
             max_model_len = min(own.max_positions, 8192)
         elif max_model_len > own.max_positions:
@@ -262,21 +264,46 @@ class EngineConfig:
                 f"max_model_len must not exceed the model's {own.max_positions} positions, got "
                 f"{max_model_len}."
             )
+        budget, verified = self.max_num_batched_tokens, rows * (1 + draft_buckets[-1])
+        seqs = self.max_prefill_seqs or max(4, (budget or own.tokens_per_step) // 256)
+        if (largest := budget) is None:
+            # At most the longest prompts that one step can advance, rounded up to 64.
+            longest = -(-min(seqs, rows) * max_model_len // 64) * 64
+            largest = max(TOKENS_PER_STEP, min(own.tokens_per_step, longest))
+            budget = largest + verified  # all rows verify beside it
+        if budget <= verified:
+            raise ValueError(
+                f"A step must have room for every row's verify and some prompt: "
+                f"max_num_batched_tokens={budget} must exceed max_num_seqs * "
+                f"(1 + num_speculative_tokens) = {verified}."
+            )
+        decode_rows, prefill_tokens = self.decode_buckets, self.prefill_buckets
+        if decode_rows is None:
+            decode_rows = (*(4**i for i in range(16) if 4**i < rows), rows)
+        if prefill_tokens is None:
+            # 64 and the largest size. From 2048 on also sizes in between, so that prompts of medium
+            # length, and the rest after a cached prefix, do not pay for the largest step.
+            between = {256, 512, 2048} if largest >= 2048 else set[int]()
+            prefill_tokens = sorted({min(64, largest), largest} | between)
         steps = self.steps_per_dispatch
-        return StepShapes.of(
-            max_num_seqs=self.max_num_seqs,
+        shapes = StepShapes(
+            max_num_seqs=rows,
             max_model_len=max_model_len,
             page_size=self.page_size,
-            num_pages=self.num_pages,
-            draft_counts=draft_counts,
-            decode_rows=self.decode_buckets,
-            prefill_tokens=self.prefill_buckets,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            tokens_per_step=own.tokens_per_step,
-            max_prefill_seqs=self.max_prefill_seqs,
+            num_pages=self.num_pages or rows * -(-max_model_len // self.page_size) + 1,
+            num_drafts=draft_buckets[-1],
+            draft_buckets=tuple(draft_buckets),
+            decode_rows=tuple(decode_rows),
+            prefill_tokens=tuple(prefill_tokens),
+            max_prefill_seqs=seqs,
             steps_per_dispatch=own.steps_per_dispatch if steps == "auto" else steps,
-            long_prefill_token_threshold=self.long_prefill_token_threshold,
         )
+        limits = SchedulerLimits(
+            max_num_batched_tokens=budget,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            max_step_ms=self.max_step_ms,
+        )
+        return shapes, limits
 
 
 OPTIONS = {field.name: field for field in dataclasses.fields(EngineConfig)}

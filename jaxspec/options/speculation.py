@@ -105,7 +105,7 @@ class SpeculativeConfig:
         return asked if isinstance(asked, int) else self.options.num_drafts
 
     @property
-    def draft_counts(self) -> tuple[int, ...]:
+    def draft_buckets(self) -> tuple[int, ...]:
         """Numbers of drafts per verify step that programs are compiled for, ascending."""
         fewer = (0, 1) if self.num_speculative_tokens == "auto" else ()
         return (*(count for count in fewer if count < self.num_drafts), self.num_drafts)

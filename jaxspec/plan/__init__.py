@@ -1,1 +1,1 @@
-"""Step plans: the shapes of programs, and the packed arrays from host to device. No JAX."""
+"""Step plans as packed arrays, shapes of programs, limits of the scheduler. No JAX."""

@@ -103,8 +103,8 @@ def plan_layout(program: AnyProgram, shapes: StepShapes) -> PackedLayout:
 def _step_layout(program: Program, shapes: StepShapes) -> PackedLayout:
     drafts, page_size = shapes.num_drafts, shapes.page_size
     seqs = shapes.prefill_seqs(program.prefill_tokens)
-    # A row's reserve grows by at most 1 + K positions per step, those verified, and the 2K of the
-    # draft head; a chunk of prompt adds its length.
+    # The reserved positions of a row grow by at most 1 + K per step, those verified, and the 2K of
+    # the draft head; a prompt chunk adds its length.
     growth = 1 + -(-(program.num_steps * (1 + drafts) + 2 * drafts) // page_size)
     appends = (program.decode_rows + seqs) * growth + seqs + program.prefill_tokens // page_size
     return _row_layout(
@@ -127,25 +127,25 @@ def _row_layout(
     path_length: int = 0,
 ) -> PackedLayout:
     rows, new, drafts = shapes.max_num_seqs, shapes.max_new_rows, shapes.num_drafts
-    # A target gets its whole page table, so it may start with any number of pages.
+    # A target slot gets its whole page table, so a request may start with any number of pages.
     tables = moves, shapes.pages_per_seq
     return PackedLayout(
         [
-            Field("prev_positions", "Each row's index in the last plan; -1: new.", shape=(rows,)),
-            Field("num_decode", "Rows that decode, the first ones."),
-            Field("new_row_index", "Rows that enter; -1: none.", shape=(new,)),
-            Field("new_rows", "Their fields.", shape=(new, row_layout(drafts).size)),
-            Field("append_slots", "Slots that are given a page; 0: none.", shape=(appends,)),
-            Field("append_indices", "Its index in the slot's page table.", shape=(appends,)),
-            Field("append_pages", "The page.", shape=(appends,)),
-            Field("prefill_tokens", "Chunks of prompts, end to end.", shape=(prefill_tokens,)),
-            Field("prefill_lens", "Tokens of each chunk; 0: none.", shape=(seqs,)),
-            Field("next_prefill_tokens", "The token after it; -1: the step's own.", shape=(seqs,)),
-            Field("source_slots", "Slots that are copied.", shape=(moves,)),
-            Field("target_slots", "Slots to copy to; 0: none.", shape=(moves,)),
-            Field("source_pages", "Pages that are copied.", shape=(moves,)),
-            Field("target_pages", "Pages to copy to; 0: none.", shape=(moves,)),
-            Field("target_tables", "All pages of each target slot.", shape=tables),
+            Field("prev_positions", "Each row's index in the last plan, or -1.", shape=(rows,)),
+            Field("num_decode", "Number of rows that decode; they come first."),
+            Field("new_row_index", "Indices of new rows, then -1.", shape=(new,)),
+            Field("new_rows", "The new rows (`row_layout`).", shape=(new, row_layout(drafts).size)),
+            Field("append_slots", "Slots of appended pages, then 0.", shape=(appends,)),
+            Field("append_indices", "Their indices in the page tables.", shape=(appends,)),
+            Field("append_pages", "The appended pages.", shape=(appends,)),
+            Field("prefill_tokens", "Prompt chunks, concatenated.", shape=(prefill_tokens,)),
+            Field("prefill_lens", "Tokens per chunk, then 0.", shape=(seqs,)),
+            Field("next_prefill_tokens", "Token after each; -1 at the end.", shape=(seqs,)),
+            Field("source_slots", "Slots to copy from.", shape=(moves,)),
+            Field("target_slots", "Slots to copy to, then 0.", shape=(moves,)),
+            Field("source_pages", "Pages to copy from.", shape=(moves,)),
+            Field("target_pages", "Pages to copy to, or 0.", shape=(moves,)),
+            Field("target_tables", "Page tables of the target slots.", shape=tables),
             *(_path_fields(rows, path_length) if path_length else ()),
         ]
     )
@@ -153,19 +153,19 @@ def _row_layout(
 
 _EXPORT_LAYOUT = PackedLayout(
     [
-        Field("row", "The row, by its index in the last plan."),
-        Field("checkpoint", "The slot of checkpoints that gets its state; 0: none."),
-        Field("source_page", "A page that is copied."),
-        Field("target_page", "Where to; 0: nowhere."),
+        Field("row", "Index of the row in the last plan."),
+        Field("checkpoint", "State slot to copy to; 0 means none."),
+        Field("source_page", "Page to copy from."),
+        Field("target_page", "Page to copy to; 0 means none."),
     ]
 )
 
 
 def _path_fields(rows: int, length: int) -> tuple[Field, ...]:
     return (
-        Field("paths", "How each row is expected to go on, then -1.", shape=(rows, length)),
-        Field("path_from", "Index in its request of the path's first token.", shape=(rows,)),
-        Field("path_match", "Tokens before the path that led to it.", shape=(rows,)),
+        Field("paths", "Predicted tokens of each row, then -1.", shape=(rows, length)),
+        Field("path_from", "Index of the first predicted token in the request.", shape=(rows,)),
+        Field("path_match", "Number of matching tokens before the path.", shape=(rows,)),
     )
 
 
@@ -195,9 +195,9 @@ class StepOutput:
 
     tokens: np.ndarray = _column("Emitted ids, then -1.", ("emits",))
     num_drafts: np.ndarray = _column("Drafts verified.")
-    num_accepted: np.ndarray = _column("Drafts that stand.")
-    finish: np.ndarray = _column("A `Finish`, which stays once it is set.")
-    num_dropped: np.ndarray = _column("Drafts verified that were no ids of the vocabulary.")
+    num_accepted: np.ndarray = _column("Drafts accepted.")
+    finish: np.ndarray = _column("A `Finish`; it stays once set.")
+    num_dropped: np.ndarray = _column("Drafts verified that are outside the vocabulary.")
     logprobs: np.ndarray | None = None  # int32 [steps, rows, tokens of a verify, LAYOUT.size]
     prompt_logprobs: np.ndarray | None = None  # int32 [steps, prompt tokens, LAYOUT.size]
 
@@ -225,8 +225,8 @@ class StepOutput:
         ends = emitted.sum(axis=1).cumsum().tolist()
         spans = list(map(slice, [0, *ends[:-1]], ends))
         places = np.arange(1, width + 1)
-        stood = self.num_accepted[:, :, None] >= places
-        positions = (stood * places).transpose(1, 0, 2).reshape(tokens.shape)
+        accepted = self.num_accepted[:, :, None] >= places
+        positions = (accepted * places).transpose(1, 0, 2).reshape(tokens.shape)
         flat = tuple(tokens[emitted].tolist())
         flat_positions = tuple(positions[emitted].tolist())
         fields = (
@@ -234,7 +234,7 @@ class StepOutput:
             [flat_positions[span] for span in spans],
             self.finish[-1].tolist(),
             (self.num_drafts[:, :, None] >= places[:-1]).sum(axis=0).tolist(),
-            stood[:, :, :-1].sum(axis=0).tolist(),
+            accepted[:, :, :-1].sum(axis=0).tolist(),
             self.num_dropped.sum(axis=0).tolist(),
         )
         return list(map(RowOutput._make, zip(*fields, strict=True)))
@@ -251,12 +251,12 @@ class StateExport(NamedTuple):
     """A row's state to be cached; the fields are those of the layout of `EXPORT`."""
 
     row: int
-    checkpoint: int  # slot of the cached state
+    checkpoint: int  # state slot of the copy
     source_page: int = 0  # the row's partly filled last page, if the row continues in it
     target_page: int = 0
 
 
-class Fork(NamedTuple):
+class SlotCopy(NamedTuple):
     """Start of a request at computed tokens: copies of their state and of their last page."""
 
     source_slot: int  # of another row; in a `RESTORE` plan the slot of a cached state

@@ -1,11 +1,10 @@
-"""Sizes of compiled programs (`StepShapes`) and formats of recurrent states (`StateConfig`).
+"""Sizes of programs (`StepShapes`), limits of the scheduler, and formats of recurrent states.
 
-Both are frozen and validated when they are created.
+All are frozen and validated when they are created.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from jaxspec.checks import INT32_MAX, integer, shown
 
@@ -36,49 +35,42 @@ def check_sizes(**values: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class StepShapes:
-    """Sizes of compiled programs; the scheduler rounds every step up to one of them.
+    """Sizes of an engine's programs; the scheduler rounds every step up to one of them.
 
-    `decode_rows` and `prefill_tokens` are ascending; their last entries bound a step. Fields with
-    `compare=False` do not select a program: engines that differ only in them share their programs,
-    which JAX compiles once per `num_pages`.
+    Engines with equal shapes, models and options share their programs. `num_pages` and
+    `num_checkpoints` are compared as well: JAX compiles each program once per size of the pools.
+    `decode_rows` and `prefill_tokens` are ascending; their last entries bound a step.
     """
 
     max_num_seqs: int  # rows of the batch state
     max_model_len: int  # most tokens of a request, prompt and output
     page_size: int  # tokens per KV page
-    num_pages: int = dataclasses.field(compare=False)  # pages of the pool, with the null page
+    num_pages: int  # pages of the pool, with the null page
     num_drafts: int  # K, the most drafts per verify step; 0 means plain decoding
     decode_rows: tuple[int, ...]
     prefill_tokens: tuple[int, ...]
     max_prefill_seqs: int = 4  # most prompts that a step advances
     steps_per_dispatch: int = 1  # most decode steps per call of a program
-    draft_counts: tuple[int, ...] = ()  # drafts per decode step, ascending to K; () means K only
+    draft_buckets: tuple[int, ...] = ()  # drafts per decode step, ascending to K; () means K only
     vocab_size: int = 0  # size of the logits, and of the bitmask in plans of sampling tables
     path_length: int = 0  # tokens of each row's path in a plan; 0 means no paths
-    # Limits per step: verified and prefilled tokens in total, and prompt tokens of one request.
-    max_num_batched_tokens: int = dataclasses.field(default=TOKENS_PER_STEP, compare=False)
-    long_prefill_token_threshold: int | None = dataclasses.field(default=None, compare=False)
-    # Contents of the prefix cache: none, pages only, or pages and cached states.
-    prefix_caching: PrefixMode = dataclasses.field(default="off", compare=False)
-    prefix_cache_share: float = dataclasses.field(default=0.0, compare=False)  # for cached states
-    num_checkpoints: int = dataclasses.field(default=0, compare=False)  # without the null slot
-    checkpoint_interval: int | None = dataclasses.field(default=None, compare=False)  # in tokens
-    block_pages: int = dataclasses.field(default=0, compare=False)  # pages per block; 0: default
-    host_bytes: int = dataclasses.field(default=0, compare=False)  # memory of the host tier
+    num_checkpoints: int = 0  # state slots of cached states, without the null slot
+    block_pages: int = 0  # pages per block; 0 means `BLOCK_TOKENS` tokens
 
     def __post_init__(self) -> None:
-        if not self.draft_counts:
-            object.__setattr__(self, "draft_counts", (self.num_drafts,))
+        if not self.draft_buckets:
+            object.__setattr__(self, "draft_buckets", (self.num_drafts,))
         check_sizes(
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             page_size=self.page_size,
             max_prefill_seqs=self.max_prefill_seqs,
             steps_per_dispatch=self.steps_per_dispatch,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            long_prefill_token_threshold=self.long_prefill_token_threshold or 1,
         )
-        self._check_prefixes()
+        if self.block_pages == 0:
+            object.__setattr__(self, "block_pages", max(1, BLOCK_TOKENS // self.page_size))
+        check_sizes(block_pages=self.block_pages)
+        integer("num_checkpoints", self.num_checkpoints, 0, INT32_MAX)
         integer("path_length", self.path_length, 0, MAX_PATH)
         integer("vocab_size", self.vocab_size, 0, INT32_MAX)
         if not 0 <= self.num_drafts <= MAX_DRAFTS:
@@ -86,11 +78,11 @@ class StepShapes:
                 f"num_speculative_tokens must be 0 to {MAX_DRAFTS}, got {self.num_drafts}: a "
                 f"verify step is at most {1 + MAX_DRAFTS} tokens wide."
             )
-        counts = self.draft_counts
+        counts = self.draft_buckets
         if list(counts) != sorted(set(counts)) or counts[0] < 0 or counts[-1] != self.num_drafts:
             raise ValueError(
-                f"draft_counts must ascend from at least 0 to {self.num_drafts}, the drafts of the "
-                f"widest step, got {shown(counts)}."
+                f"draft_buckets must ascend from at least 0 to {self.num_drafts}, the drafts of "
+                f"the widest step, got {shown(counts)}."
             )
         buckets = {"decode_buckets": self.decode_rows, "prefill_buckets": self.prefill_tokens}
         for name, sizes in buckets.items():
@@ -102,85 +94,11 @@ class StepShapes:
                 f"{self.max_num_seqs}, decode_buckets={shown(self.decode_rows)}. Change either."
             )
         integer("num_pages", self.num_pages, 2, hint=" (the null page and one)")
-        if self.max_num_batched_tokens <= self.max_num_seqs * (1 + self.num_drafts):
-            raise ValueError(
-                f"A step must have room for every row's verify and some prompt: "
-                f"max_num_batched_tokens={self.max_num_batched_tokens} must exceed max_num_seqs * "
-                f"(1 + num_speculative_tokens) = {self.max_num_seqs * (1 + self.num_drafts)}."
-            )
         if self.max_model_len < 2:
             raise ValueError(
                 f"max_model_len must be at least 2, one token in and one out, got "
                 f"{self.max_model_len}."
             )
-
-    def _check_prefixes(self) -> None:
-        if self.block_pages == 0:
-            object.__setattr__(self, "block_pages", max(1, BLOCK_TOKENS // self.page_size))
-        integer("num_checkpoints", self.num_checkpoints, 0, INT32_MAX)
-        integer("host_bytes", self.host_bytes, 0)
-        check_sizes(block_pages=self.block_pages, checkpoint_interval=self.checkpoint_interval or 1)
-        modes, share = get_args(PrefixMode), self.prefix_cache_share
-        if self.prefix_caching not in modes or not (isinstance(share, float) and 0 <= share < 1):
-            raise ValueError(
-                f"prefix_caching must be one of {', '.join(modes)} with a prefix_cache_share in "
-                f"[0, 1), got {shown(self.prefix_caching)} and {shown(share)}."
-            )
-
-    @staticmethod
-    def of(
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-        page_size: int,
-        num_pages: int | None,
-        draft_counts: Sequence[int],
-        decode_rows: Sequence[int] | None,
-        prefill_tokens: Sequence[int] | None,
-        max_num_batched_tokens: int | None,
-        max_prefill_seqs: int | None,
-        tokens_per_step: int = TOKENS_PER_STEP,
-        **sizes: Any,
-    ) -> "StepShapes":
-        """Return the given sizes, with the defaults of `EngineConfig` for those that are None.
-
-        `tokens_per_step`: prompt tokens at which a step of the model is efficient; divisible by 64.
-        """
-        if max_prefill_seqs is None:
-            max_prefill_seqs = max(4, (max_num_batched_tokens or tokens_per_step) // 256)
-        check_sizes(
-            max_num_seqs=max_num_seqs, page_size=page_size, max_prefill_seqs=max_prefill_seqs
-        )
-        num_drafts = draft_counts[-1]
-        if num_pages is None:
-            num_pages = max_num_seqs * -(-max_model_len // page_size) + 1
-        if max_num_batched_tokens is not None:
-            budget = largest = max_num_batched_tokens
-        else:
-            # At most the longest prompts that one step can advance, rounded up to 64.
-            longest = -(-min(max_prefill_seqs, max_num_seqs) * max_model_len // 64) * 64
-            largest = max(TOKENS_PER_STEP, min(tokens_per_step, longest))
-            budget = largest + max_num_seqs * (1 + num_drafts)  # all rows verify beside it
-        if decode_rows is None:
-            decode_rows = (*(4**i for i in range(16) if 4**i < max_num_seqs), max_num_seqs)
-        if prefill_tokens is None:
-            # 64 and the largest size. From 2048 on also sizes in between, so that prompts of medium
-            # length, and the rest after a cached prefix, do not pay for the largest step.
-            between = {256, 512, 2048} if largest >= 2048 else set[int]()
-            prefill_tokens = sorted({min(64, largest), largest} | between)
-        return StepShapes(
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            page_size=page_size,
-            num_pages=num_pages,
-            num_drafts=num_drafts,
-            draft_counts=tuple(draft_counts),
-            decode_rows=tuple(decode_rows),
-            prefill_tokens=tuple(prefill_tokens),
-            max_num_batched_tokens=budget,
-            max_prefill_seqs=max_prefill_seqs,
-            **sizes,
-        )
 
     @property
     def width(self) -> int:
@@ -198,7 +116,7 @@ class StepShapes:
 
     @property
     def num_slots(self) -> int:
-        """State slots of every pool: one per row, and the null slot."""
+        """Slots of every pool: one per row, and the null slot."""
         return self.max_num_seqs + 1
 
     @property
@@ -218,7 +136,7 @@ class StepShapes:
         """
         smallest, largest = self.decode_rows[0], self.decode_rows[-1]
         mixed_rows = [largest] if largest <= 8 else sorted({smallest, largest})
-        return [(rows, 0, drafts) for drafts in self.draft_counts for rows in self.decode_rows] + [
+        return [(rows, 0, drafts) for drafts in self.draft_buckets for rows in self.decode_rows] + [
             (rows, tokens, self.num_drafts) for tokens in self.prefill_tokens for rows in mixed_rows
         ]
 
@@ -262,6 +180,37 @@ class StepShapes:
             and (tokens > 0) == (num_prefill_tokens > 0)
         ]
         return min(fitting, key=lambda shape: (shape[1], shape[0], shape[2]))
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerLimits:
+    """Limits per step, and the contents of the prefix cache. No compiled step depends on them."""
+
+    max_num_batched_tokens: int = INT32_MAX  # verified and prefilled tokens per step
+    long_prefill_token_threshold: int | None = None  # prompt tokens of one request per step
+    max_step_ms: float | None = None  # duration of a step with prompt tokens while rows decode
+    prefix_caching: PrefixMode = "off"  # none, pages only, or pages and cached states
+    prefix_cache_share: float = 0.0  # share of the memory of pages and cached states for the latter
+    checkpoint_interval: int | None = None  # tokens between cached states; None: no regular ones
+    host_bytes: int = 0  # memory of the host tier
+
+    def __post_init__(self) -> None:
+        check_sizes(
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            long_prefill_token_threshold=self.long_prefill_token_threshold or 1,
+            checkpoint_interval=self.checkpoint_interval or 1,
+        )
+        integer("host_bytes", self.host_bytes, 0)
+        modes, share = get_args(PrefixMode), self.prefix_cache_share
+        if self.prefix_caching not in modes or not (isinstance(share, float) and 0 <= share < 1):
+            raise ValueError(
+                f"prefix_caching must be one of {', '.join(modes)} with a prefix_cache_share in "
+                f"[0, 1), got {shown(self.prefix_caching)} and {shown(share)}."
+            )
+
+    @property
+    def caches_prefixes(self) -> bool:
+        return self.prefix_caching != "off"
 
 
 @dataclasses.dataclass(frozen=True)

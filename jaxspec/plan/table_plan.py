@@ -28,12 +28,12 @@ def table_layout(vocab_size: int) -> PackedLayout:
     words = MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS
     return PackedLayout(
         [
-            Field("slot", "The slot whose tables these are; 0: none is written."),
-            Field("allowed", "A bit an id, the lowest first.", shape=(-(-vocab_size // 32),)),
-            Field("bias_ids", "Ids with a bias; then -1.", shape=(MAX_BIASES,)),
-            Field("biases", "What is added to theirs.", shape=(MAX_BIASES,), dtype=np.float32),
-            Field("bad_words", "Sequences, each behind its padding of -1.", shape=words),
-            Field("more_stop_ids", "Those that its row lacks; then -1.", shape=(MORE_STOP_IDS,)),
+            Field("slot", "Slot of the tables; 0 writes none."),
+            Field("allowed", "One bit per id, the lowest first.", shape=(-(-vocab_size // 32),)),
+            Field("bias_ids", "Ids with a bias, then -1.", shape=(MAX_BIASES,)),
+            Field("biases", "Biases of these ids.", shape=(MAX_BIASES,), dtype=np.float32),
+            Field("bad_words", "Token sequences, each padded with -1 in front.", shape=words),
+            Field("more_stop_ids", "Those beyond the row's, then -1.", shape=(MORE_STOP_IDS,)),
         ]
     )
 

@@ -19,8 +19,8 @@ back for waiting requests. `copy_out` and `copy_in` copy the prefix of a request
 from typing import Any, NamedTuple
 
 from jaxspec.plan.block_plan import Block, Copied, Read
-from jaxspec.plan.plan import Fork
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.plan import SlotCopy
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.prefix.block_index import BlockRef
 from jaxspec.prefix.host_tier import HostPrefixMatch, HostTier
 from jaxspec.prefix.page_pool import PagePool
@@ -48,15 +48,18 @@ class PrefixHit(NamedTuple):
 
 
 class PrefixCache:
-    """Tracks running requests; `StepShapes.prefix_caching` decides what is cached of them."""
+    """Tracks running requests; `SchedulerLimits.prefix_caching` decides what is cached of them."""
 
-    def __init__(self, shapes: StepShapes, tier: HostTier | None = None):
+    def __init__(
+        self, shapes: StepShapes, limits: SchedulerLimits, tier: HostTier | None = None
+    ):
         """Start empty; `tier` is unused if prefixes are not cached."""
-        self.shapes, self.min_uncached, self.min_turn = shapes, MIN_UNCACHED, MIN_TURN
+        self.shapes, self.limits = shapes, limits
+        self.min_uncached, self.min_turn = MIN_UNCACHED, MIN_TURN
         self.stats = PrefixMetrics()
-        self._is_on = shapes.prefix_caching != "off"
+        self._is_on = limits.caches_prefixes
         self._has_states = shapes.num_checkpoints > 0
-        self._keeps_ends = self._has_states and shapes.prefix_caching == "all"
+        self._keeps_ends = self._has_states and limits.prefix_caching == "all"
         self.tier = tier if self._is_on else None
         self.new_pool()
 
@@ -167,11 +170,11 @@ class PrefixCache:
         if hit.num_cached:
             self.store.copies.append(self._begin(request, hit))
 
-    def _begin(self, request: Request, hit: PrefixHit) -> Fork:
+    def _begin(self, request: Request, hit: PrefixHit) -> SlotCopy:
         own = self.store.pool.allocate(1) if hit.tail_page else []
         request.pages = PageTable([*hit.pages, *own], is_sent=True)
         pages = (hit.tail_page, own[0]) if own else (0, 0)
-        return Fork(hit.checkpoint, request.slot, *pages, tuple(request.pages))
+        return SlotCopy(hit.checkpoint, request.slot, *pages, tuple(request.pages))
 
     @staticmethod
     def why_not(request: Request) -> str:
@@ -206,7 +209,7 @@ class PrefixCache:
         """Return the end of the next chunk of a prompt, at most `end`."""
         if not self._has_states or request not in self._at:
             return end
-        done, interval = request.num_computed, self.shapes.checkpoint_interval
+        done, interval = request.num_computed, self.limits.checkpoint_interval
         stops = [stop for stop in self._stops.get(request, ()) if stop > done]
         if interval is not None:
             stops.append((done // interval + 1) * interval)
@@ -218,7 +221,7 @@ class PrefixCache:
             return
         self._publish(request, request.num_computed)
         if self._has_states and request.is_prefilling:
-            done, interval = request.num_computed, self.shapes.checkpoint_interval
+            done, interval = request.num_computed, self.limits.checkpoint_interval
             is_prompt_end = self._keeps_ends and done == request.prefill_len - 1
             is_on_grid = interval is not None and done % interval == 0
             if is_prompt_end or is_on_grid or done in self._stops.get(request, ()):
@@ -391,7 +394,7 @@ def copy_in(prefixes: PrefixCache, request: Request, copied: Copied) -> None:
     """
     shapes, store = prefixes.shapes, prefixes.store
     has_states = shapes.num_checkpoints > 0
-    is_fit = shapes.prefix_caching != "off" and has_states == (copied.state is not None)
+    is_fit = prefixes.limits.caches_prefixes and has_states == (copied.state is not None)
     if not is_fit or prefixes.find(request).num_cached >= copied.num_tokens:
         return
     size, tokens = shapes.page_size, tuple(request.tokens)

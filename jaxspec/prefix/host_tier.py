@@ -52,9 +52,15 @@ class HostPrefixMatch(NamedTuple):
 class HostTier:
     """Blocks by last use, in at most `max_bytes` of host memory, and on `disk`."""
 
-    def __init__(self, shapes: StepShapes, mover: BlockMover, disk: DiskTier | None = None):
+    def __init__(
+        self,
+        shapes: StepShapes,
+        max_bytes: int,
+        mover: BlockMover,
+        disk: DiskTier | None = None,
+    ):
         """Start empty; `mover` measures blocks and copies them to the device."""
-        self.max_bytes, self._shapes = shapes.host_bytes, shapes
+        self.max_bytes, self._shapes = max_bytes, shapes
         self._has_states = shapes.num_checkpoints > 0  # a request needs one as well as pages
         self.mover, self.disk = mover, disk
         self.num_read_pages = self.num_read_states = 0  # never reset

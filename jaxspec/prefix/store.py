@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from jaxspec.plan.block_plan import Block, Read, Write
-from jaxspec.plan.plan import Fork, StateExport
+from jaxspec.plan.plan import SlotCopy, StateExport
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.prefix.block_index import BlockRef
 from jaxspec.prefix.host_tier import HostPrefixMatch, HostTier
@@ -19,7 +19,7 @@ from jaxspec.prefix.page_pool import PagePool
 from jaxspec.prefix.tree import Node, PrefixTree
 from jaxspec.requests.request import Request
 
-Copy = StateExport | Read | Write | Fork
+Copy = StateExport | Read | Write | SlotCopy
 """Export of a state, copy to or from a block, or start of a request at a cached prefix."""
 
 
@@ -105,7 +105,7 @@ class PrefixStore:
     @property
     def lets_in(self) -> bool:
         """True if a request enters at a cached prefix with the next plan."""
-        return any(isinstance(copy, Fork) for copy in self.copies)
+        return any(isinstance(copy, SlotCopy) for copy in self.copies)
 
     def take_copies(self) -> list[Copy]:
         """Return the copies to run before the step of the current plan, in order."""

@@ -32,7 +32,7 @@ class Finish(enum.IntEnum):
 
 
 @dataclasses.dataclass
-class DraftCounts:
+class AcceptanceCounts:
     """Numbers of verify steps with a draft at each position, and of those that accepted it.
 
     A verify step with 3 drafts of which 1 is accepted adds [1, 1, 1] and [1, 0, 0].
@@ -76,7 +76,7 @@ def _added(counts: Sequence[int], more: Sequence[int]) -> list[int]:
 
 
 @dataclasses.dataclass
-class RequestMetrics(DraftCounts):
+class RequestMetrics(AcceptanceCounts):
     """Acceptance counts and times of a request.
 
     Times are in seconds of `time.monotonic`, those with `wall_time` in their name of `time.time`.

@@ -55,24 +55,24 @@ _Kept = tuple[Pools, Pools]
 Arrays = Mapping[str, np.ndarray]
 
 
-def check_host_bytes(specs: Iterable[CacheSpec], shapes: StepShapes) -> None:
+def check_host_bytes(specs: Iterable[CacheSpec], shapes: StepShapes, host_bytes: int) -> None:
     """Check that the host memory for prefixes has room for a block and exists.
 
     Raises:
         ValueError: one block of each kind does not fit, or the machine has less memory.
     """
-    if not shapes.host_bytes:
+    if not host_bytes:
         return
     blocks = BlockCopies(specs, shapes)
     least = blocks.num_bytes(is_state=False)
     if shapes.num_checkpoints:
         least += blocks.num_bytes(is_state=True)
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if not least <= shapes.host_bytes <= most:
+    if not least <= host_bytes <= most:
         raise ValueError(
             f"kv_offloading_size must be from {least / 2**30:.3g} GiB, which one piece of a prefix "
             f"takes, to {most / 2**30:.3g} GiB, which this machine has, got "
-            f"{shapes.host_bytes / 2**30:.3g}."
+            f"{host_bytes / 2**30:.3g}."
         )
 
 

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax.stages
 
 from jaxspec.plan.plan import AnyProgram, Program
+from jaxspec.plan.step_shapes import SchedulerLimits
 from jaxspec.requests.sampling_features import LADDER, SamplingFeatures, rung
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import (
@@ -44,6 +45,7 @@ class Compiler:
     def __init__(
         self,
         runner: ModelRunner,
+        limits: SchedulerLimits,
         *,
         in_turn: Guarded,
         guard: Guarded,
@@ -56,6 +58,7 @@ class Compiler:
 
         Args:
             runner: Compiles and runs programs.
+            limits: Limits of the scheduler, whose plans use the programs.
             in_turn: Calls a function while no step is dispatched.
             guard: Calls a function, and resets the engine if it raises; used within a turn.
             publish: Called within a turn with programs that plans may use from now on.
@@ -63,7 +66,8 @@ class Compiler:
             notice: How to report the compilation of programs that a request waits for.
             in_background: Compile programs in the background.
         """
-        self._runner, self._in_turn, self._guard = runner, in_turn, guard
+        self._runner, self._limits = runner, limits
+        self._in_turn, self._guard = in_turn, guard
         self._publish, self._on_run = publish, on_run
         self._notice: Notice = notice
         self._in_background = in_background
@@ -83,7 +87,7 @@ class Compiler:
         if rungs <= self._served:
             return
         if self._in_background and rungs <= set(LADDER):
-            self._in_turn(lambda: self._compile(first_programs(self._runner.shapes)))
+            self._in_turn(lambda: self._compile(first_programs(self._runner.shapes, self._limits)))
             self._served |= frozenset(LADDER)
             self._start(rungs)
         else:
@@ -98,10 +102,10 @@ class Compiler:
         self._in_turn(lambda: None)  # raises within a step, where `_stop` would deadlock
         self._stop()
         shapes, rungs = self._runner.shapes, frozenset(map(rung, feature_sets))
-        self._in_turn(lambda: self._compile(programs(shapes, rungs | self._served)))
+        self._in_turn(lambda: self._compile(programs(shapes, self._limits, rungs | self._served)))
         self._served |= rungs
         if self._in_background:
-            self._in_turn(lambda: self._compile(first_programs(shapes)))
+            self._in_turn(lambda: self._compile(first_programs(shapes, self._limits)))
             self._served |= frozenset(LADDER)
             self._start(())
 

@@ -117,6 +117,7 @@ def _described(model: Model) -> Any:
 
 def fit(
     shapes: StepShapes,
+    prefix_cache_share: float,
     budget: MemoryBudget | None,
     held_with: Callable[[StepShapes], dict[str, int]],
 ) -> StepShapes:
@@ -124,6 +125,7 @@ def fit(
 
     Args:
         shapes: Shapes with the wanted number of pages.
+        prefix_cache_share: As in `SchedulerLimits`.
         budget: Memory to use; None means unlimited.
         held_with: Returns the bytes of a runner with given shapes: `MemoryUsage.bytes`.
 
@@ -138,7 +140,7 @@ def fit(
 
     held = total(shapes.num_pages)
     page = max(1, total(shapes.num_pages + 1) - held)
-    share = shapes.prefix_cache_share
+    share = prefix_cache_share
     state = total(shapes.num_pages, 2) - total(shapes.num_pages, 1) if share else 0
 
     def fitted(num_pages: int) -> StepShapes:

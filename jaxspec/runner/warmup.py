@@ -22,7 +22,7 @@ from jaxspec.plan.plan import (
     AnyProgram,
     Program,
 )
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.requests.sampling_features import (
     EVERYTHING,
     LADDER,
@@ -49,25 +49,30 @@ _BETWEEN_STEPS = {
 }
 
 
-def programs(shapes: StepShapes, feature_sets: Iterable[SamplingFeatures]) -> list[AnyProgram]:
+def programs(
+    shapes: StepShapes, limits: SchedulerLimits, feature_sets: Iterable[SamplingFeatures]
+) -> list[AnyProgram]:
     """Return all programs that plans of requests with these feature sets can use.
 
     They are those of `to_compile(feature_sets)`; programs with prompts have no TOP_K rung.
     """
-    return [*_steps(shapes, to_compile(feature_sets)), *_between_steps(shapes)]
+    return [*_steps(shapes, to_compile(feature_sets)), *_between_steps(shapes, limits)]
 
 
-def first_programs(shapes: StepShapes) -> list[AnyProgram]:
+def first_programs(shapes: StepShapes, limits: SchedulerLimits) -> list[AnyProgram]:
     """Return the smallest list of programs that can run any request.
 
     It has one decode and one prefill program, of the largest size and with all sampling features,
     and those that run between steps.
     """
+    return [*_first_steps(shapes), *_between_steps(shapes, limits)]
+
+
+def _first_steps(shapes: StepShapes) -> list[Program]:
     rows, drafts = shapes.max_num_seqs, shapes.num_drafts
     return [
         Program(rows, 0, EVERYTHING, 1, drafts),
         Program(rows, shapes.prefill_tokens[-1], LADDER[-1], 1, drafts),
-        *_between_steps(shapes),
     ]
 
 
@@ -78,7 +83,7 @@ def later_programs(shapes: StepShapes, first: Iterable[SamplingFeatures] = ()) -
         shapes: Sizes of the engine's programs.
         first: Rungs of the ladder to put before the others.
     """
-    there, wanted = set(first_programs(shapes)), set(first)
+    there, wanted = set(_first_steps(shapes)), set(first)
     order = sorted(LADDER, key=lambda each: (each not in wanted, LADDER.index(each)))
     return [program for program in _steps(shapes, order) if program not in there]
 
@@ -107,19 +112,14 @@ def _shapes_of(shapes: StepShapes, features: SamplingFeatures) -> list[tuple[int
     return [shape for shape in shapes.compiled() if not shape[1] or shape[:2] == largest]
 
 
-def _between_steps(shapes: StepShapes) -> list[AnyProgram]:
+def _between_steps(shapes: StepShapes, limits: SchedulerLimits) -> list[AnyProgram]:
     """Return the programs between steps; an engine of one row needs no moves."""
-    moves = [MOVES] if shapes.max_num_seqs > 1 else []
-    return [*moves, TABLES, *_of_prefixes(shapes)]
-
-
-def _of_prefixes(shapes: StepShapes) -> list[AnyProgram]:
-    """Return the programs that save cached prefixes and start requests on them."""
-    if shapes.prefix_caching == "off":
-        return []
-    has_states = shapes.num_checkpoints > 0
-    blocks = of_blocks(shapes) if shapes.host_bytes else []
-    return [RESTORE, *([EXPORT] if has_states else []), *blocks]
+    found: list[AnyProgram] = [MOVES] if shapes.max_num_seqs > 1 else []
+    found.append(TABLES)
+    if limits.caches_prefixes:
+        found += [RESTORE, *([EXPORT] if shapes.num_checkpoints else [])]
+        found += of_blocks(shapes) if limits.host_bytes else []
+    return found
 
 
 def of_blocks(shapes: StepShapes) -> list[AnyProgram]:

@@ -52,8 +52,8 @@ class AdaptiveDrafts:
         self._since_trial = 0  # steps since the last trial
         self._ran: set[tuple[Load, int, int]] = set()  # load, drafts, steps per dispatch
 
-    def dispatch(self, step: StepBuilder, needs: StepNeeds) -> tuple[Program, DraftChoice]:
-        """Return the program of a step that is about to be dispatched, and its choice of drafts.
+    def choose_program(self, step: StepBuilder, needs: StepNeeds) -> tuple[Program, DraftChoice]:
+        """Return the program of the next dispatch and its choice of drafts; call it once for each.
 
         Steps with prompt tokens always use the largest number of drafts.
 
@@ -70,7 +70,7 @@ class AdaptiveDrafts:
 
     def choose(self, needs: StepNeeds, most: int) -> int:
         """Return the drafts of the next steps; no row wants more than `most`."""
-        counts = self._programs.draft_counts(needs)
+        counts = self._programs.draft_buckets(needs)
         if len(counts) == 1:
             self._is_trial = False
             return counts[0]
@@ -87,7 +87,7 @@ class AdaptiveDrafts:
         length = max(_TRIAL_STEPS, 2 * num_steps)
         self._spared += num_steps * _TRIAL_SHARE
         self._since_trial += num_steps
-        other, price = self._neighbour(allowed), 0.0
+        other, price = self._neighbor(allowed), 0.0
         load = load_of(features, num_rows)
         new = self._new(allowed, load, num_steps)
         if new is not None and self._since_trial > _PAUSE:
@@ -148,7 +148,7 @@ class AdaptiveDrafts:
         new = (n for n in counts if (load, n, num_steps) not in self._ran)
         return next(new, None) if is_known else None
 
-    def _neighbour(self, counts: Sequence[int]) -> int:
+    def _neighbor(self, counts: Sequence[int]) -> int:
         """Return the next larger or next smaller number, in turn."""
         place = counts.index(self._current)
         larger, smaller = counts[place + 1 : place + 2], counts[max(place - 1, 0) : place]

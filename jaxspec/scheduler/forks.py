@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from jaxspec.plan.plan import Fork
+from jaxspec.plan.plan import SlotCopy
 from jaxspec.prefix.page_pool import PagePool
 from jaxspec.requests.request import PageTable, Request
 
@@ -75,7 +75,7 @@ def num_own_pages(parent: Request, page_size: int) -> int:
     return int((len(parent.prompt) - 1) % page_size > 0)
 
 
-def fork(parent: Request, child: Request, pages: PagePool, page_size: int) -> Fork:
+def fork(parent: Request, child: Request, pages: PagePool, page_size: int) -> SlotCopy:
     """Allocate the pages of `child`, which has a slot, and return the copies for the device.
 
     Full pages are shared, because they are never written again; a partly filled page is copied.
@@ -85,4 +85,4 @@ def fork(parent: Request, child: Request, pages: PagePool, page_size: int) -> Fo
     own = pages.allocate(num_own_pages(parent, page_size))
     child.pages = PageTable(parent.pages[:shared] + own, is_sent=True)
     source, target = (parent.pages[shared], own[0]) if own else (0, 0)
-    return Fork(parent.slot, child.slot, source, target, tuple(child.pages))
+    return SlotCopy(parent.slot, child.slot, source, target, tuple(child.pages))

@@ -9,9 +9,9 @@ import numpy as np
 from jaxspec.plan.plan import (
     RESTORE,
     TABLES,
-    Fork,
     MoveRows,
     Program,
+    SlotCopy,
     StateExport,
     StepOutput,
     StepPlan,
@@ -37,7 +37,7 @@ def pack_step(
     prefills: Sequence[tuple[Request, int]],
     drafter: HostDrafter | None,
     grown: Iterable[Request] = (),
-    forks: Sequence[Fork] = (),
+    copies: Sequence[SlotCopy] = (),
 ) -> StepPlan:
     """Return the plan for `rows`: `num_decode` rows that decode, the `prefills`, then idle rows.
 
@@ -70,7 +70,7 @@ def pack_step(
             "prefill_lens": [n for _, n in prefills],
             "next_prefill_tokens": [_token_after(r, r.num_computed + n) for r, n in prefills],
             **_unsent_pages(grown),
-            **_moves(forks, shapes.pages_per_seq),
+            **_moves(copies, shapes.pages_per_seq),
             **path_fields(drafter, rows[: num_decode + len(prefills)], shapes, program),
         },
     )
@@ -103,15 +103,15 @@ def _unsent_pages(grown: Iterable[Request]) -> dict[str, list[int]]:
     return {"append_slots": slots, "append_indices": indices, "append_pages": pages}
 
 
-def _moves(forks: Sequence[Fork], pages_per_seq: int) -> dict[str, Any]:
-    tables = np.zeros((len(forks), pages_per_seq), np.int32)
-    for table, fork in zip(tables, forks, strict=True):
-        table[: len(fork.target_table)] = fork.target_table
+def _moves(copies: Sequence[SlotCopy], pages_per_seq: int) -> dict[str, Any]:
+    tables = np.zeros((len(copies), pages_per_seq), np.int32)
+    for table, copy in zip(tables, copies, strict=True):
+        table[: len(copy.target_table)] = copy.target_table
     return {
-        "source_slots": [fork.source_slot for fork in forks],
-        "target_slots": [fork.target_slot for fork in forks],
-        "source_pages": [fork.source_page for fork in forks],
-        "target_pages": [fork.target_page for fork in forks],
+        "source_slots": [copy.source_slot for copy in copies],
+        "target_slots": [copy.target_slot for copy in copies],
+        "source_pages": [copy.source_page for copy in copies],
+        "target_pages": [copy.target_page for copy in copies],
         "target_tables": tables,
     }
 
@@ -157,47 +157,47 @@ def _record_output(step: ScheduledStep, output: StepOutput) -> None:
         request.logprobs += fields[start:end]
 
 
-class RowUpdates:
+class PlanPacker:
     """Packs plans of the running requests and records the rows and pages sent to the device."""
 
     def __init__(self, shapes: StepShapes, drafter: HostDrafter | None, prefixes: PrefixCache):
         self._shapes, self._drafter, self._prefixes = shapes, drafter, prefixes
 
-    def plan(
+    def pack(
         self,
         program: Program | MoveRows,
         step: StepBuilder,
         running: Sequence[Request],
-        forks: Sequence[Fork] = (),
+        copies: Sequence[SlotCopy] = (),
     ) -> StepPlan:
         """Pack a plan of all running requests, and record their rows and pages as sent.
 
         The copies of the prefix cache come before it, in their order. The first copy that restores
         a cached prefix already places the rows of all requests that enter.
         """
-        return _joined([*self._copies(running), self._plan(program, step, running, forks)])
+        return _joined([*self._copies(running), self._pack(program, step, running, copies)])
 
-    def only_copies(self, running: Sequence[Request]) -> StepPlan:
+    def pack_copies(self, running: Sequence[Request]) -> StepPlan:
         """Return a plan of the pending copies, at least one, that computes nothing."""
         return _joined(self._copies(running))
 
     def _copies(self, running: Sequence[Request]) -> list[StepPlan]:
         plans = list[StepPlan]()
         for copy in self._prefixes.store.take_copies():
-            if isinstance(copy, Fork):
-                plans.append(self._plan(RESTORE, StepBuilder(0, 0), running, [copy]))
+            if isinstance(copy, SlotCopy):
+                plans.append(self._pack(RESTORE, StepBuilder(0, 0), running, [copy]))
             elif isinstance(copy, StateExport):
                 plans.append(pack_export(copy))
             else:
                 plans.append(pack_copy(copy, self._shapes))
         return plans
 
-    def _plan(
+    def _pack(
         self,
         program: Program | MoveRows,
         step: StepBuilder,
         running: Sequence[Request],
-        forks: Sequence[Fork],
+        copies: Sequence[SlotCopy],
     ) -> StepPlan:
         rows = step.decodes + [request for request, _ in step.prefills]
         if len(rows) < len(running):
@@ -210,7 +210,7 @@ class RowUpdates:
             num_decode=len(step.decodes),
             prefills=step.prefills,
             grown=step.grown,
-            forks=forks,
+            copies=copies,
             drafter=self._drafter,
         )
         for row, request in enumerate(rows):

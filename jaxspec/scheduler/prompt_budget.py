@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.requests.request import Request
 from jaxspec.requests.sampling_features import join
 from jaxspec.scheduler.forks import ForkedSamples
@@ -12,6 +12,7 @@ from jaxspec.scheduler.ready_programs import ReadyPrograms, StepNeeds
 
 def prompt_budget(
     shapes: StepShapes,
+    limits: SchedulerLimits,
     running: Sequence[Request],
     waiting: Sequence[Request],
     forked: ForkedSamples,
@@ -28,16 +29,17 @@ def prompt_budget(
     if not waiting and not any(request.is_prefilling for request in running):
         return 0
     num_decodes = sum(request.takes_decode_row for request in running)
-    left = shapes.max_num_batched_tokens - num_decodes * shapes.width
+    left = limits.max_num_batched_tokens - num_decodes * shapes.width
     left = min(shapes.prefill_tokens[-1], left)
     if num_decodes == 0:
         return left
-    due = sum(_due_chunks(shapes, running, waiting, forked, num_free))
+    due = sum(_due_chunks(shapes, limits, running, waiting, forked, num_free))
     return max(1, within_bound(shapes.well_filled(min(left, due)), num_decodes))
 
 
 def _due_chunks(
     shapes: StepShapes,
+    limits: SchedulerLimits,
     running: Sequence[Request],
     waiting: Sequence[Request],
     forked: ForkedSamples,
@@ -48,7 +50,7 @@ def _due_chunks(
     lengths = [forked.prefill_end(request) - request.num_computed for request in started]
     new = (request for request in waiting if not forked.waits(request, running))
     lengths += [len(request.tokens) for request in itertools.islice(new, num_free)]
-    longest = shapes.long_prefill_token_threshold or max(lengths, default=0)
+    longest = limits.long_prefill_token_threshold or max(lengths, default=0)
     return [min(length, longest) for length in lengths if length > 0][: shapes.max_prefill_seqs]
 
 

@@ -34,14 +34,12 @@ class ReadyPrograms:
         self._counts: dict[StepNeeds, list[int]] = {}
 
     def add(self, programs: Iterable[AnyProgram]) -> None:
-        """Add programs to choose from."""
         new = [p for p in programs if isinstance(p, Program) and p not in self._programs]
         self._programs = sorted([*self._programs, *new], key=_cost)
         self._chosen.clear()
         self._counts.clear()
 
     def can_run(self, needs: StepNeeds) -> bool:
-        """Return whether a program can run the step."""
         return not self._programs or any(_can_run(program, needs) for program in self._programs)
 
     def choose(self, needs: StepNeeds) -> Program:
@@ -65,10 +63,10 @@ class ReadyPrograms:
             self._chosen[needs] = program
         return self._chosen[needs]
 
-    def draft_counts(self, needs: StepNeeds) -> list[int]:
+    def draft_buckets(self, needs: StepNeeds) -> list[int]:
         """Return the numbers of drafts for which a program can run a step, ascending."""
         if not self._programs:
-            return list(self._shapes.draft_counts)
+            return list(self._shapes.draft_buckets)
         if needs not in self._counts:
             able = (program for program in self._programs if _can_run(program, needs))
             self._counts[needs] = sorted({program.num_drafts for program in able})

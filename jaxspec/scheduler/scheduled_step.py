@@ -33,7 +33,7 @@ class Entry(NamedTuple):
     chunk: range = range(0)  # indices in the request of the tokens that are prefilled
 
     @staticmethod
-    def launch(request: Request, num_steps: int, bound: int, num_read: int = 0) -> "Entry":
+    def in_flight(request: Request, num_steps: int, bound: int, num_read: int = 0) -> "Entry":
         """Count the steps and tokens of a request as in flight, and return its entry.
 
         `num_read`: tokens of its chunk, which `num_computed` already includes.
@@ -54,7 +54,9 @@ class Entry(NamedTuple):
         return self.bound > 0 and self.is_current
 
 
-def launch(step: StepBuilder, num_drafts: int) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+def set_in_flight(
+    step: StepBuilder, num_drafts: int
+) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
     """Count a planned step as in flight; return the entries of its decode rows and of its chunks.
 
     `num_drafts` is the number of drafts that each row verifies.
@@ -64,11 +66,11 @@ def launch(step: StepBuilder, num_drafts: int) -> tuple[tuple[Entry, ...], tuple
         is_last_prompt_token = request.is_prefilling  # it has no drafts
         request.num_computed += is_last_prompt_token
         bound = 1 if is_last_prompt_token else step.num_steps * (1 + num_drafts)
-        decodes.append(Entry.launch(request, step.num_steps, bound))
+        decodes.append(Entry.in_flight(request, step.num_steps, bound))
     for request, length in step.prefills:
         request.num_computed += length
         ends_prompt = int(not request.is_prefilling)
-        prefills.append(Entry.launch(request, ends_prompt, ends_prompt, length))
+        prefills.append(Entry.in_flight(request, ends_prompt, ends_prompt, length))
     return tuple(decodes), tuple(prefills)
 
 

@@ -9,8 +9,8 @@ positions, counts and slots itself.
 import time
 from collections.abc import Iterable, Sequence
 
-from jaxspec.plan.plan import MOVES, Fork, StepOutput
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.plan import MOVES, SlotCopy, StepOutput
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.prefix.cache import PrefixCache
 from jaxspec.prefix.host_tier import HostTier
 from jaxspec.prefix.page_pool import check_fits
@@ -20,11 +20,11 @@ from jaxspec.requests.waiting_queue import WaitingQueue, place
 from jaxspec.scheduler.adaptive_drafts import AdaptiveDrafts
 from jaxspec.scheduler.forks import ForkedSamples, fork, num_own_pages
 from jaxspec.scheduler.host_drafter import HostDrafter
-from jaxspec.scheduler.packing import RowUpdates
+from jaxspec.scheduler.packing import PlanPacker
 from jaxspec.scheduler.prompt_budget import num_decode_steps, prompt_budget
 from jaxspec.scheduler.ready_programs import ReadyPrograms, StepNeeds
 from jaxspec.scheduler.request_observer import RequestObserver
-from jaxspec.scheduler.scheduled_step import Progress, ScheduledStep, StepBuilder, launch
+from jaxspec.scheduler.scheduled_step import Progress, ScheduledStep, StepBuilder, set_in_flight
 from jaxspec.scheduler.step_seconds import StepSeconds
 
 
@@ -34,17 +34,17 @@ class Scheduler:
     def __init__(
         self,
         shapes: StepShapes,
-        max_step_ms: float | None = None,
+        limits: SchedulerLimits,
         drafter: HostDrafter | None = None,
         tier: HostTier | None = None,
         observers: Sequence[RequestObserver] = (),
     ):
-        """Start empty. `max_step_ms` as in `StepSeconds`, `tier` as in `PrefixCache`."""
-        self.shapes = shapes
+        """Start empty; `tier` as in `PrefixCache`."""
+        self.shapes, self.limits = shapes, limits
         self.observers = (*observers, *([drafter] if drafter else []))
-        self.prefixes = PrefixCache(shapes, tier)
-        self.plans = RowUpdates(shapes, drafter, self.prefixes)
-        self.step_seconds = StepSeconds(shapes, max_step_ms)
+        self.prefixes = PrefixCache(shapes, limits, tier)
+        self.packer = PlanPacker(shapes, drafter, self.prefixes)
+        self.step_seconds = StepSeconds(shapes, limits.max_step_ms)
         self.num_preemptions = 0
         self.programs = ReadyPrograms(shapes)
         self.waiting = WaitingQueue()
@@ -63,7 +63,7 @@ class Scheduler:
         self.running.clear()
         self.pages = self.prefixes.new_pool()
         self._free_slots = list(range(self.shapes.num_slots - 1, 0, -1))
-        self._followers = ForkedSamples()
+        self._forked_samples = ForkedSamples()
         self.adaptive_drafts = AdaptiveDrafts(self.shapes, self.step_seconds.decode, self.programs)
         for observer in self.observers:
             observer.clear()
@@ -82,7 +82,7 @@ class Scheduler:
         """Queue validated requests; the first sample of a prompt is the `parent` of the others."""
         for request in requests:
             self.waiting.add(request)
-            self._followers.add(request)
+            self._forked_samples.add(request)
 
     def end(self, request: Request, finish: Finish) -> None:
         """Remove a request for good; its results in flight will be ignored.
@@ -97,7 +97,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
             self.prefixes.over(request)
-        self._followers.remove(request)
+        self._forked_samples.remove(request)
         for observer in self.observers:
             observer.remove(request)
 
@@ -118,20 +118,21 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Plan the next dispatch; None if none should be made before results arrive."""
-        for request in self._followers.prefilled():
+        for request in self._forked_samples.prefilled():
             self.prefixes.preempted(request)
             self.end(request, Finish.ABORT)
         if not (self.waiting and self._free_slots) and all(r.is_likely_over for r in self.running):
             return None  # a row that continues waits for the host, which costs less than a step
-        forked = self._fork() if self._followers else None
+        forked = self._fork() if self._forked_samples else None
         if forked is not None:
             return forked
         num_free = min(len(self._free_slots), self.shapes.max_new_rows)
         budget = prompt_budget(
             self.shapes,
+            self.limits,
             self.running,
             self.waiting,
-            self._followers,
+            self._forked_samples,
             num_free,
             self.step_seconds.within_bound,
         )
@@ -145,9 +146,9 @@ class Scheduler:
             index += 1
         self._admit(step)
         if step.has_work:
-            return self._dispatch(step)
+            return self._plan(step)
         if self.prefixes.store.lets_in:  # parents whose forked samples enter next
-            return ScheduledStep(self.plans.only_copies(self.running), (), (), 0)
+            return ScheduledStep(self.packer.pack_copies(self.running), (), (), 0)
         return None
 
     def collect(self, step: ScheduledStep, output: StepOutput) -> list[Progress]:
@@ -194,8 +195,8 @@ class Scheduler:
             self._advance_prefill(request, step)
 
     def _advance_prefill(self, request: Request, step: StepBuilder) -> None:
-        end = self._followers.prefill_end(request)
-        longest = self.shapes.long_prefill_token_threshold or step.budget
+        end = self._forked_samples.prefill_end(request)
+        longest = self.limits.long_prefill_token_threshold or step.budget
         end = self.prefixes.chunk_end(request, end)
         length = min(end - request.num_computed, step.budget, longest)
         if length < 1 or len(step.prefills) == self.shapes.max_prefill_seqs:
@@ -213,20 +214,20 @@ class Scheduler:
         Return None if none can enter. If more samples wait than may enter at once, the rest enter
         in the next dispatch.
         """
-        step, forks = StepBuilder(budget=0, num_steps=0), list[Fork]()
-        for parent in self._followers.ready(self.running):
-            forked = self._followers.of(parent)
+        step, copies = StepBuilder(budget=0, num_steps=0), list[SlotCopy]()
+        for parent in self._forked_samples.ready(self.running):
+            forked = self._forked_samples.of(parent)
             own_pages = num_own_pages(parent, self.shapes.page_size)
             while forked and self._has_row(step) and own_pages <= self.pages.num_free:
                 child = forked[0]
                 self.waiting.remove(child)
                 self._enter(child, step, num_computed=len(parent.prompt) - 1)
-                forks.append(fork(parent, child, self.pages, self.shapes.page_size))
+                copies.append(fork(parent, child, self.pages, self.shapes.page_size))
             if not (forked and self._free_slots and step.num_new == self.shapes.max_new_rows):
-                self._followers.dismiss(parent)
-        if not forks:
+                self._forked_samples.dismiss(parent)
+        if not copies:
             return None
-        return ScheduledStep(self.plans.plan(MOVES, step, self.running, forks), (), (), 0)
+        return ScheduledStep(self.packer.pack(MOVES, step, self.running, copies), (), (), 0)
 
     def _has_row(self, step: StepBuilder) -> bool:
         return bool(self._free_slots) and step.num_new < self.shapes.max_new_rows
@@ -234,7 +235,7 @@ class Scheduler:
     def _admit(self, step: StepBuilder) -> None:
         reserved = 0
         for request in list(self.waiting):
-            if self._followers.waits(request, self.running):
+            if self._forked_samples.waits(request, self.running):
                 reserved += 1  # keeps a row free until its parent reaches the fork
                 continue
             rows_full = len(self._free_slots) <= reserved or not self._has_row(step)
@@ -255,13 +256,13 @@ class Scheduler:
             self.waiting.remove(request)
             self._enter(request, step, hit.num_cached)
             self.prefixes.enter(request, hit)
-            if request.num_computed < self._followers.prefill_end(request):
+            if request.num_computed < self._forked_samples.prefill_end(request):
                 self._advance(request, step)
 
     # Rows, slots and pages
 
     def _enter(self, request: Request, step: StepBuilder, num_computed: int) -> None:
-        self._followers.release(request)
+        self._forked_samples.release(request)
         request.generation += 1
         request.metrics.record_row(time.monotonic())
         request.slot = self._free_slots.pop()
@@ -310,14 +311,14 @@ class Scheduler:
 
     # The plan
 
-    def _dispatch(self, step: StepBuilder) -> ScheduledStep:
+    def _plan(self, step: StepBuilder) -> ScheduledStep:
         chunks = [request for request, _ in step.prefills]
         num_prompt_tokens = sum(length for _, length in step.prefills)
         features = join(r.features for r in (*step.decodes, *chunks))
         needs = StepNeeds(len(step.decodes), num_prompt_tokens, features, step.num_steps)
-        program, choice = self.adaptive_drafts.dispatch(step, needs)
-        plan = self.plans.plan(program, step, self.running)
-        decodes, prefills = launch(step, program.num_drafts)
+        program, choice = self.adaptive_drafts.choose_program(step, needs)
+        plan = self.packer.pack(program, step, self.running)
+        decodes, prefills = set_in_flight(step, program.num_drafts)
         for request in chunks:
             self.prefixes.computed(request)
         return ScheduledStep(plan, decodes, prefills, num_prompt_tokens, choice)

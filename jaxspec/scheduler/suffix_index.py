@@ -57,7 +57,6 @@ class SuffixIndex:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in all texts."""
         return sum(len(text.tokens) for text in self._texts.values())
 
     def begin(self, tokens: Sequence[int], alike: Text | None = None) -> Text:
@@ -182,7 +181,6 @@ class SuffixDrafter(HostDrafter):
     """Drafts from the tokens of all running requests and of the last ended ones."""
 
     def __init__(self, depth: int, most_ended: int, least_share: float):
-        """Take the values of `SuffixOptions`."""
         self._sizes, self._least_share = (depth, most_ended), least_share
         self.clear()
 

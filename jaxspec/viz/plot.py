@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxspec.engine.engine import StepTimes
 from jaxspec.requests.outputs import CompletionOutput, RequestOutput
-from jaxspec.requests.request import DraftCounts
+from jaxspec.requests.request import AcceptanceCounts
 from jaxspec.runner.memory import HOLDER_WORDS
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.viz.colored_tokens import ColoredText
@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
         'jaxspec.viz.plot needs matplotlib, which is not installed: pip install -e ".[notebook]".'
     ) from error
 
-_Runs = Mapping[str, DraftCounts | Mapping[str, Any]]  # or the `LLM.metrics` of one engine
+_Runs = Mapping[str, AcceptanceCounts | Mapping[str, Any]]  # or the `LLM.metrics` of one engine
 
 
 def tokens(
@@ -44,7 +44,7 @@ def tokens(
     return ColoredText.of(output, tokenizer)
 
 
-def acceptance(metrics: DraftCounts | _Runs, ax: Axes | None = None) -> Axes:
+def acceptance(metrics: AcceptanceCounts | _Runs, ax: Axes | None = None) -> Axes:
     """Plot the share of verify steps in which draft 1, 2, ... was accepted.
 
     A draft is accepted only if all before it are, so the bars descend. The legend has the tokens
@@ -183,16 +183,20 @@ def memory(metrics: Mapping[str, Any], ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _runs(metrics: DraftCounts | Mapping[str, Any], name: str = "") -> dict[str, DraftCounts]:
+def _runs(
+    metrics: AcceptanceCounts | Mapping[str, Any], name: str = ""
+) -> dict[str, AcceptanceCounts]:
     """Return the counts of each run by name; those of an engine by run name and draft method."""
-    if isinstance(metrics, DraftCounts):
+    if isinstance(metrics, AcceptanceCounts):
         return {name: metrics}
     if "acceptance" not in metrics:
         several = (_runs(run, key) for key, run in metrics.items())
         return {key: counts for runs in several for key, counts in runs.items()}
-    of_method = {method: DraftCounts(**counts) for method, counts in metrics["acceptance"].items()}
+    of_method = {
+        method: AcceptanceCounts(**counts) for method, counts in metrics["acceptance"].items()
+    }
     if not of_method:
-        return {name: DraftCounts()}
+        return {name: AcceptanceCounts()}
     return {f"{name}, {m}" if name else m: counts for m, counts in of_method.items()}
 
 

@@ -22,7 +22,7 @@ def test_whatever_the_device_decided_is_written_into_the_options():
     config = loaded.config
     assert config.dtype in ("float32", "bfloat16") and config.state_policy in ("snapshot", "replay")
     assert config.num_pages == loaded.runner.shapes.num_pages
-    assert config.max_num_batched_tokens == loaded.runner.shapes.max_num_batched_tokens
+    assert config.max_num_batched_tokens == loaded.limits.max_num_batched_tokens
     assert config.speculative_config == SpeculativeConfig(num_speculative_tokens=3)
     again = load(config, progress=False)
     assert again.config == config and again.runner.shapes == loaded.runner.shapes

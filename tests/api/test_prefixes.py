@@ -18,7 +18,8 @@ def kept(fixture, **options):
     config = EngineConfig(FIXTURES / fixture, max_num_seqs=2, max_model_len=64, **options)
     settled = settle(config, model(fixture), jnp.dtype("float32"))
     shapes = settled.fitting(None)
-    return shapes.prefix_caching, shapes.num_checkpoints, shapes.checkpoint_interval
+    limits = settled.limits
+    return limits.prefix_caching, shapes.num_checkpoints, limits.checkpoint_interval
 
 
 def test_prefixes_are_kept_unless_they_shall_not_be():
@@ -67,8 +68,8 @@ def test_the_host_s_memory_is_counted_in_gibibytes():
     options = {"max_num_seqs": 2, "max_model_len": 64, "enable_prefix_caching": True}
     for fixture in ("qwen3", "qwen3_5"):
         config = EngineConfig(FIXTURES / fixture, kv_offloading_size=0.25, **options)
-        shapes = settle(config, model(fixture), jnp.dtype("float32")).fitting(None)
-        assert (shapes.host_bytes, shapes.block_pages) == (2**28, 64)
+        settled = settle(config, model(fixture), jnp.dtype("float32"))
+        assert (settled.limits.host_bytes, settled.fitting(None).block_pages) == (2**28, 64)
     assert EngineConfig(**options).kv_offloading_size == 0
 
 
@@ -98,7 +99,8 @@ def tier_of(folder, size=0.01, **options):
     settled = settle(config, model("qwen3"), jnp.dtype("float32"))
     shapes = settled.fitting(None)
     blocks = BlockCopies(settled.memory_usage.specs, shapes)
-    return host_tier(config, SimpleNamespace(shapes=shapes, blocks=blocks, fingerprint="a"))
+    runner = SimpleNamespace(shapes=shapes, blocks=blocks, fingerprint="a")
+    return host_tier(config, settled.limits.host_bytes, runner)
 
 
 def test_files_of_pieces_lie_in_a_folder_of_the_user_alone(tmp_path):

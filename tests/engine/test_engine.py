@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec.engine.engine import Engine
 from jaxspec.plan.plan import StepOutput, plan_layout
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.requests.request import Finish, Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.scheduler.request_observer import RequestObserver
@@ -73,7 +73,7 @@ class FakePending:
 
 def make_engine(depth):
     runner = FakeRunner()
-    engine = Engine(Scheduler(BUCKETS), runner, max_in_flight=depth)
+    engine = Engine(Scheduler(BUCKETS, SchedulerLimits()), runner, max_in_flight=depth)
     request = Request((1, 2, 3), SamplingParams(max_tokens=8), seed=0)
     engine.scheduler.add([request])
     return engine, runner, request
@@ -115,7 +115,7 @@ def test_figures_are_of_the_engines_whole_life_and_of_its_own_seconds(monkeypatc
     engine.scheduler.add([Request((1, 2, 3), SamplingParams(max_tokens=1), seed=1)])
     while engine.has_work:
         engine.step()
-    figures, counts = engine.figures(), engine.draft_counts
+    figures, counts = engine.figures(), engine.acceptance
     assert counts.drafted_per_position == [9, 9, 0] and counts.accepted_per_position == [9, 0, 0]
     assert (figures["num_tokens"], figures["num_rounds"]) == (9, 9)
     seconds = sum(figures[f"{part}_time"] for part in ("plan", "dispatch", "wait", "collect"))
@@ -152,7 +152,7 @@ def test_several_steps_at_once_count_as_many_in_flight(depth, lead):
     """Four steps behind four are enough for the host; a prompt that comes waits for them all."""
     shapes = dataclasses.replace(BUCKETS, steps_per_dispatch=4, max_model_len=200, num_pages=201)
     runner = FakeRunner(shapes)
-    engine = Engine(Scheduler(shapes), runner, max_in_flight=depth)
+    engine = Engine(Scheduler(shapes, SchedulerLimits()), runner, max_in_flight=depth)
     engine.scheduler.add([Request((1, 2, 3), SamplingParams(max_tokens=100), seed=0)])
     for _ in range(12):
         engine.step()
@@ -218,10 +218,10 @@ def test_who_follows_requests_adds_figures_and_is_closed_behind_the_runner():
 
 def test_an_engine_without_work_dispatches_nothing():
     runner = FakeRunner()
-    engine = Engine(Scheduler(BUCKETS), runner)
+    engine = Engine(Scheduler(BUCKETS, SchedulerLimits()), runner)
     assert engine.step() == [] and not engine.has_work and not runner.log
 
 
 def test_a_negative_depth_is_refused():
     with pytest.raises(ValueError, match="max_in_flight must be at least 0 .* got -1"):
-        Engine(Scheduler(BUCKETS), FakeRunner(), max_in_flight=-1)
+        Engine(Scheduler(BUCKETS, SchedulerLimits()), FakeRunner(), max_in_flight=-1)

@@ -4,17 +4,18 @@ from fake_device import make_buckets, make_group
 
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.metrics import Counter, Gauge, Vector, metrics_of
+from jaxspec.plan.step_shapes import SchedulerLimits
 from jaxspec.scheduler.scheduler import Scheduler
 
 
 def test_each_figure_is_the_engine_s_own():
-    scheduler = Scheduler(make_buckets(num_drafts=2))
+    scheduler = Scheduler(make_buckets(num_drafts=2), SchedulerLimits())
     engine = Engine(scheduler, runner=None)
     group = make_group(1, 6, 30)
     scheduler.add(group)
     scheduler.prefixes.stats.of_request(9, num_cached=4, num_matched=6)
     engine.metrics.num_tokens, scheduler.num_preemptions = 7, 2
-    engine.draft_counts.record([3, 2], [2, 1])
+    engine.acceptance.record([3, 2], [2, 1])
     found = {metric.name.removeprefix("vllm:"): metric for metric in metrics_of(engine, "a")}
     assert all(m.labels == {"model_name": "a", "engine": "0"} for m in found.values())
     values = {n: m.value for n, m in found.items() if isinstance(m, Counter | Gauge)}

@@ -13,7 +13,7 @@ from threads import in_threads
 from jaxspec.engine.session import Session
 from jaxspec.plan.block_plan import Copied
 from jaxspec.plan.plan import RowOutput
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.requests.outputs import Sample
 from jaxspec.requests.request import Finish, Request
 from jaxspec.requests.sampling_params import SamplingParams
@@ -36,7 +36,7 @@ class FakeEngine:
     """Gives each request one letter a step, from that of its seed on; slow, as a device is."""
 
     def __init__(self):
-        self.scheduler = Scheduler(SIZES)
+        self.scheduler = Scheduler(SIZES, SchedulerLimits())
         self.has_work = self.is_stepping = False
         self.num_steps = self.num_drains = self.num_resets = 0
         self.within_step = lambda: None  # what happens during a step

@@ -9,7 +9,7 @@ from jaxspec.flight.blocks import ReplayedBlocks, bounds_of_copy
 from jaxspec.plan.block_plan import Block, Read, Write
 from jaxspec.plan.plan import BLOCK_COPIES, EXPORT, MOVES, READ, WRITE, pack_copy, plan_layout
 
-SHAPES = make_buckets(prefix_caching="all", num_checkpoints=2, block_pages=3)
+SHAPES = make_buckets(num_checkpoints=2, block_pages=3)
 PAGES, STATE = Block(is_state=False), Block(is_state=True)
 READS = Read(PAGES, (4, 5)), Read(STATE, (6,), 1)
 WRITES = Write(PAGES, (1,), (7,)), Write(STATE, (0,), (8,), 2)

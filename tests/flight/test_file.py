@@ -294,7 +294,7 @@ def test_tables_are_read_and_their_ids_are_bounded(tmp_path):
 
 
 def with_export(**fields):
-    shapes = dataclasses.replace(SHAPES, prefix_caching="all", num_checkpoints=3)
+    shapes = dataclasses.replace(SHAPES, num_checkpoints=3)
     kept = pack_export(StateExport(**{"row": 0, "checkpoint": 1} | fields))
     step = Step(EXPORT, kept.packed, np.zeros((0, 0, output_layout(2).size), np.int32))
     restored = pack_plan(RESTORE, shapes, {"source_slots": [3], "target_slots": [1]})
@@ -307,7 +307,7 @@ def test_what_was_kept_is_read_and_its_places_are_bounded(tmp_path):
     write(path, flight)
     found = read(path)
     assert [step.program for step in found.steps] == [EXPORT, RESTORE]
-    assert found.shapes.num_checkpoints == 3 and found.shapes.prefix_caching == "all"
+    assert found.shapes.num_checkpoints == 3
     for wrong in ({"row": 99}, {"checkpoint": 4}, {"source_page": 10**6}, {"target_page": -1}):
         write(path, with_export(**wrong))
         with pytest.raises(ValueError, match="A flight must be a whole file"):

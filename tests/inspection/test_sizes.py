@@ -10,7 +10,7 @@ from flax import nnx
 from harness import FIXTURES, model
 from safetensors.numpy import load_file
 
-from jaxspec.api.loading import load, prefix_sizes, settle
+from jaxspec.api.loading import load, settle
 from jaxspec.inspection.find import find
 from jaxspec.inspection.sizes import Parameters, cache_bytes, fits, parameters, weight_bytes
 from jaxspec.models import dtype_of, family_of, parse_config
@@ -91,12 +91,22 @@ def test_as_many_requests_as_are_said_fit_with_all_their_pages(options):
             def shapes(count, asked=asked):
                 many = dataclasses.replace(config, max_num_seqs=count, **asked)
                 drafts = said.shapes.num_drafts
-                return many.step_shapes(ModelSizes(512), draft_counts=(drafts,))
+                return many.sizes(ModelSizes(512), draft_buckets=(drafts,))[0]
 
             assert row.requests > 0
-            fit(shapes(row.requests), budget, said.memory_usage.bytes)
+            fit(
+                shapes(row.requests),
+                said.limits.prefix_cache_share,
+                budget,
+                said.memory_usage.bytes,
+            )
             with pytest.raises(ValueError, match="must fit"):
-                fit(shapes(row.requests + 1), budget, said.memory_usage.bytes)
+                fit(
+                    shapes(row.requests + 1),
+                    said.limits.prefix_cache_share,
+                    budget,
+                    said.memory_usage.bytes,
+                )
             needed = row.fixed_bytes + row.requests * row.request_bytes
             assert needed == sum(said.memory_usage.bytes(shapes(row.requests)).values())
 
@@ -117,15 +127,24 @@ def test_states_of_prefixes_are_counted_beside_the_requests(share):
             def shapes(count, length=row.max_model_len):
                 asked = {"max_model_len": length, "decode_buckets": None, "max_num_seqs": count}
                 drafts = (said.shapes.num_drafts,)
-                many = dataclasses.replace(config, **asked).step_shapes(ModelSizes(512), drafts)
-                return dataclasses.replace(many, **prefix_sizes(config, said.memory_usage.specs))
+                return dataclasses.replace(config, **asked).sizes(ModelSizes(512), drafts)[0]
 
             if row.requests:
-                held = fit(shapes(row.requests), budget, said.memory_usage.bytes)
+                held = fit(
+                    shapes(row.requests),
+                    said.limits.prefix_cache_share,
+                    budget,
+                    said.memory_usage.bytes,
+                )
                 needed = row.fixed_bytes + row.requests * row.request_bytes
                 assert abs(needed - sum(said.memory_usage.bytes(held).values())) <= 2 * state
             with pytest.raises(ValueError, match="must fit"):
-                fit(shapes(row.requests + 1), budget, said.memory_usage.bytes)
+                fit(
+                    shapes(row.requests + 1),
+                    said.limits.prefix_cache_share,
+                    budget,
+                    said.memory_usage.bytes,
+                )
 
 
 def test_lengths_end_with_the_models_longest_and_have_the_users(monkeypatch):

@@ -34,7 +34,9 @@ def make():
     )
     compiler = llm._compiler
     compiler._in_turn(
-        lambda: compiler._compile(programs(compiler._runner.shapes, [LADDER[-1], EVERYTHING]))
+        lambda: compiler._compile(
+            programs(compiler._runner.shapes, compiler._limits, [LADDER[-1], EVERYTHING])
+        )
     )
     compiler._served = frozenset(LADDER)
     return llm

@@ -52,7 +52,7 @@ def check_all_is_free(engine):
     assert tier.index.num_bytes == sum(
         mover.num_bytes(is_state=p.is_state) for p in tier.index.blocks
     )
-    assert tier.index.num_bytes <= shapes.host_bytes and not mover._staged
+    assert tier.index.num_bytes <= engine.limits.host_bytes and not mover._staged
     prefixes.clear()
     assert sorted(scheduler.pages._free) == list(range(1, shapes.num_pages))
     assert sorted(prefixes.store.free_slots) == list(range(1, 1 + shapes.num_checkpoints))

@@ -55,7 +55,7 @@ def test_whatever_happens_to_a_batch_every_request_gives_its_own_tokens(
 def test_numbers_of_drafts_that_change_at_random_change_no_token(states, monkeypatch):
     """Laws 1, 3, 4, 5 and 7 with steps of 1, 2 and 4 tokens in any order, and capped requests."""
     options = {"steps_per_dispatch": 2, "num_pages": 40, "states": states}
-    engine = walk_harness((0.8, 0.6, 0.5), vary=True, draft_counts=(0, 1, 3), **options)
+    engine = walk_harness((0.8, 0.6, 0.5), vary=True, draft_buckets=(0, 1, 3), **options)
     rng, seen = np.random.default_rng(1), set()
 
     def choose(needs, most):

@@ -12,7 +12,7 @@ import pytest
 import jaxspec
 from jaxspec import LLM, SpeculativeConfig
 from jaxspec.options.engine_options import OPTIONS, EngineConfig, default_of, meaning
-from jaxspec.plan.step_shapes import ModelSizes, StepShapes
+from jaxspec.plan.step_shapes import ModelSizes, SchedulerLimits, StepShapes
 from tools.docs import options as page
 
 
@@ -145,10 +145,10 @@ def test_a_configuration_is_frozen_and_equal_options_make_equal_ones():
     ("asked", "positions", "length"), [(None, 100, 100), (None, 99999, 8192), (64, 100, 64)]
 )
 def test_samples_are_as_long_as_the_model_allows(asked, positions, length):
-    shapes = EngineConfig(max_model_len=asked).step_shapes(ModelSizes(positions), draft_counts=(3,))
+    shapes, _ = EngineConfig(max_model_len=asked).sizes(ModelSizes(positions), draft_buckets=(3,))
     assert shapes.max_model_len == length
     with pytest.raises(ValueError, match="must not exceed the model's 100 positions, got 101"):
-        EngineConfig(max_model_len=101).step_shapes(ModelSizes(100), draft_counts=(3,))
+        EngineConfig(max_model_len=101).sizes(ModelSizes(100), draft_buckets=(3,))
 
 
 def test_every_size_reaches_the_shapes():
@@ -156,17 +156,88 @@ def test_every_size_reaches_the_shapes():
         "max_num_seqs": 6,
         "page_size": 8,
         "num_pages": 33,
-        "max_num_batched_tokens": 99,
         "max_prefill_seqs": 3,
         "steps_per_dispatch": 5,
-        "long_prefill_token_threshold": 17,
     }
-    config = EngineConfig(**sizes, decode_buckets=[2, 6], prefill_buckets=[48], max_model_len=80)
+    limits = {"max_num_batched_tokens": 99, "long_prefill_token_threshold": 17, "max_step_ms": 8.0}
+    config = EngineConfig(
+        **sizes, **limits, decode_buckets=[2, 6], prefill_buckets=[48], max_model_len=80
+    )
     want = StepShapes(
         **sizes, max_model_len=80, num_drafts=2, decode_rows=(2, 6), prefill_tokens=(48,)
     )
-    shapes = config.step_shapes(ModelSizes(100), draft_counts=(2,))
-    assert dataclasses.asdict(shapes) == dataclasses.asdict(want)
+    assert config.sizes(ModelSizes(100), draft_buckets=(2,)) == (want, SchedulerLimits(**limits))
     own = ModelSizes(100, steps_per_dispatch=4)
-    assert config.step_shapes(own, draft_counts=(2,)).steps_per_dispatch == 5
-    assert EngineConfig().step_shapes(own, draft_counts=(2,)).steps_per_dispatch == 4
+    assert config.sizes(own, draft_buckets=(2,))[0].steps_per_dispatch == 5
+    assert EngineConfig().sizes(own, draft_buckets=(2,))[0].steps_per_dispatch == 4
+
+
+def sizes_of(tokens_per_step=512, **options):
+    """The sizes of a model with 3 drafts."""
+    config = EngineConfig(
+        **{"max_num_seqs": 8, "max_model_len": 100, "max_prefill_seqs": 4} | options
+    )
+    return config.sizes(ModelSizes(10**6, tokens_per_step), draft_buckets=(3,))
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"),
+    [(1, (1,)), (2, (1, 2)), (4, (1, 4)), (8, (1, 4, 8)), (64, (1, 4, 16, 64))],
+)
+def test_default_decode_buckets_end_in_all_rows(max_num_seqs, sizes):
+    buckets, limits = sizes_of(max_num_seqs=max_num_seqs)
+    assert buckets.decode_rows == sizes
+    assert buckets.num_pages == 7 * max_num_seqs + 1
+    assert limits.max_num_batched_tokens == 512 + 4 * max_num_seqs
+
+
+@pytest.mark.parametrize(
+    ("budget", "sizes"),
+    [
+        (7, (7,)),
+        (64, (64,)),
+        (600, (64, 600)),
+        (2047, (64, 2047)),
+        (2048, (64, 256, 512, 2048)),
+        (2049, (64, 256, 512, 2048, 2049)),
+    ],
+)
+def test_default_prefill_buckets_end_in_the_budget_that_is_given(budget, sizes):
+    shapes, _ = sizes_of(max_num_seqs=1, max_num_batched_tokens=budget)
+    assert shapes.prefill_tokens == sizes
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_step", "max_model_len", "sizes"),
+    [
+        (512, 8192, (64, 512)),
+        (4096, 8192, (64, 256, 512, 2048, 4096)),
+        (2560, 8192, (64, 256, 512, 2048, 2560)),
+        (4096, 500, (64, 256, 512, 2048)),  # what 4 prompts may have, in full 64s
+        (4096, 10, (64, 512)),
+    ],
+)
+def test_a_model_has_its_own_default_of_tokens_a_step(tokens_per_step, max_model_len, sizes):
+    own = {"tokens_per_step": tokens_per_step, "max_model_len": max_model_len}
+    shapes, limits = sizes_of(**own)
+    verify = 8 * 4  # of all rows, beside which there is room for the prompts
+    assert (shapes.prefill_tokens, limits.max_num_batched_tokens) == (sizes, sizes[-1] + verify)
+    alone, limits = sizes_of(**own, max_prefill_seqs=1)
+    longest = max(512, min(tokens_per_step, -(-max_model_len // 64) * 64))
+    assert alone.prefill_tokens[-1] == longest == limits.max_num_batched_tokens - verify
+    given, _ = sizes_of(**own, max_num_batched_tokens=300)
+    assert given.prefill_tokens == (64, 300)
+    many = {"max_num_seqs": 1000, "max_num_batched_tokens": None}
+    assert sizes_of(**own, **many)[0].prefill_tokens == sizes
+
+
+def test_what_is_given_is_no_default():
+    buckets, _ = sizes_of(decode_buckets=[2, 8], prefill_buckets=[16], num_pages=9)
+    assert (buckets.decode_rows, buckets.prefill_tokens, buckets.num_pages) == ((2, 8), (16,), 9)
+    _, many = sizes_of(max_num_seqs=100)
+    assert many.max_num_batched_tokens == 512 + 100 * 4
+    for option in ("decode_buckets", "prefill_buckets"):
+        with pytest.raises(ValueError, match=f"{option} must ascend"):
+            sizes_of(**{option: [8, 4]})
+    with pytest.raises(ValueError, match="max_num_batched_tokens=32 must exceed .* = 32"):
+        sizes_of(max_num_batched_tokens=32)

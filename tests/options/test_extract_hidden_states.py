@@ -42,7 +42,7 @@ def test_what_cannot_be_is_refused(given, message):
 @pytest.mark.parametrize("count", [None, 0, 1, np.int8(1)])
 def test_it_drafts_nothing_whichever_way_that_is_said(count):
     config = SpeculativeConfig.of({**GIVEN, "num_speculative_tokens": count})
-    assert config.num_drafts == 0 and config.draft_counts == (0,)
+    assert config.num_drafts == 0 and config.draft_buckets == (0,)
     assert config == dataclasses.replace(config) == SpeculativeConfig.of(dataclasses.asdict(config))
 
 

@@ -119,7 +119,7 @@ def test_numbers_of_numpy_are_kept_as_pythons():
 )
 def test_steps_have_one_number_of_drafts_unless_the_engine_may_choose(asked, counts):
     config = SpeculativeConfig(num_speculative_tokens=asked)
-    assert config.draft_counts == counts and config.num_drafts == counts[-1]
+    assert config.draft_buckets == counts and config.num_drafts == counts[-1]
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,7 @@
 import pytest
 
-from jaxspec.plan.step_shapes import StateConfig, StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StateConfig, StepShapes
 
-DEFAULTS = {
-    "max_num_seqs": 8,
-    "max_model_len": 100,
-    "page_size": 16,
-    "draft_counts": (3,),
-    "num_pages": None,
-    "decode_rows": None,
-    "prefill_tokens": None,
-    "max_num_batched_tokens": None,
-    "max_prefill_seqs": 4,
-}
 SIZES = {
     "max_num_seqs": 8,
     "max_model_len": 100,
@@ -40,7 +29,6 @@ SIZES = {
         ({"prefill_tokens": (64, 64)}, "prefill_buckets must ascend"),
         ({"decode_rows": (1, 4)}, r"max_num_seqs=8, decode_buckets=\(1, 4\)"),
         ({"decode_rows": (8, 16)}, r"max_num_seqs=8, decode_buckets=\(8, 16\)"),
-        ({"max_num_batched_tokens": 32}, r"max_num_batched_tokens=32 must exceed .* = 32"),
     ],
 )
 def test_sizes_that_cannot_work_are_refused(changes, message):
@@ -58,7 +46,7 @@ def test_the_page_table_is_as_wide_as_the_longest_request(max_model_len, page_si
 
 @pytest.mark.parametrize("counts", [(), (0, 3), (0, 1, 3)])
 def test_every_step_fits_the_smallest_compiled_shape_that_holds_it(counts):
-    buckets = StepShapes(**SIZES | {"draft_counts": counts})
+    buckets = StepShapes(**SIZES | {"draft_buckets": counts})
     shapes = buckets.compiled()
     assert len(shapes) == len(set(shapes))
     for num_decode in range(9):
@@ -82,65 +70,14 @@ def test_every_step_fits_the_smallest_compiled_shape_that_holds_it(counts):
 
 
 def test_without_a_word_every_step_has_all_drafts():
-    assert StepShapes(**SIZES).draft_counts == (SIZES["num_drafts"],)
+    assert StepShapes(**SIZES).draft_buckets == (SIZES["num_drafts"],)
     assert {drafts for _, _, drafts in StepShapes(**SIZES).compiled()} == {SIZES["num_drafts"]}
 
 
 @pytest.mark.parametrize("counts", [(1, 0, 3), (0, 1), (-1, 3), (3, 3)])
 def test_draft_counts_ascend_to_those_of_the_widest_step(counts):
-    with pytest.raises(ValueError, match="draft_counts must ascend from at least 0 to 3"):
-        StepShapes(**SIZES | {"draft_counts": counts})
-
-
-@pytest.mark.parametrize(
-    ("max_num_seqs", "sizes"),
-    [(1, (1,)), (2, (1, 2)), (4, (1, 4)), (8, (1, 4, 8)), (64, (1, 4, 16, 64))],
-)
-def test_default_decode_buckets_end_in_all_rows(max_num_seqs, sizes):
-    buckets = StepShapes.of(**DEFAULTS | {"max_num_seqs": max_num_seqs})
-    assert buckets.decode_rows == sizes
-    assert buckets.num_pages == 7 * max_num_seqs + 1
-    assert buckets.max_num_batched_tokens == 512 + 4 * max_num_seqs
-
-
-@pytest.mark.parametrize(
-    ("budget", "sizes"),
-    [
-        (7, (7,)),
-        (64, (64,)),
-        (600, (64, 600)),
-        (2047, (64, 2047)),
-        (2048, (64, 256, 512, 2048)),
-        (2049, (64, 256, 512, 2048, 2049)),
-    ],
-)
-def test_default_prefill_buckets_end_in_the_budget_that_is_given(budget, sizes):
-    sizes_given = DEFAULTS | {"max_num_seqs": 1, "max_num_batched_tokens": budget}
-    assert StepShapes.of(**sizes_given).prefill_tokens == sizes
-
-
-@pytest.mark.parametrize(
-    ("tokens_per_step", "max_model_len", "sizes"),
-    [
-        (512, 8192, (64, 512)),
-        (4096, 8192, (64, 256, 512, 2048, 4096)),
-        (2560, 8192, (64, 256, 512, 2048, 2560)),
-        (4096, 500, (64, 256, 512, 2048)),  # what 4 prompts may have, in full 64s
-        (4096, 10, (64, 512)),
-    ],
-)
-def test_a_model_has_its_own_default_of_tokens_a_step(tokens_per_step, max_model_len, sizes):
-    own = {"tokens_per_step": tokens_per_step, "max_model_len": max_model_len}
-    shapes = StepShapes.of(**DEFAULTS | own)
-    verify = 8 * 4  # of all rows, beside which there is room for the prompts
-    assert (shapes.prefill_tokens, shapes.max_num_batched_tokens) == (sizes, sizes[-1] + verify)
-    alone = StepShapes.of(**DEFAULTS | own | {"max_prefill_seqs": 1})
-    longest = max(512, min(tokens_per_step, -(-max_model_len // 64) * 64))
-    assert alone.prefill_tokens[-1] == longest == alone.max_num_batched_tokens - verify
-    given = StepShapes.of(**DEFAULTS | own | {"max_num_batched_tokens": 300})
-    assert given.prefill_tokens == (64, 300)
-    many = {"max_num_seqs": 1000, "max_num_batched_tokens": None}
-    assert StepShapes.of(**DEFAULTS | own | many).prefill_tokens == sizes
+    with pytest.raises(ValueError, match="draft_buckets must ascend from at least 0 to 3"):
+        StepShapes(**SIZES | {"draft_buckets": counts})
 
 
 @pytest.mark.parametrize(
@@ -160,21 +97,19 @@ def test_a_model_has_its_own_default_of_tokens_a_step(tokens_per_step, max_model
     ],
 )
 def test_a_size_is_filled_by_three_quarters_or_the_one_below_is_filled(sizes, due, computed):
-    buckets = StepShapes.of(**DEFAULTS | {"prefill_tokens": sizes})
+    buckets = StepShapes(**SIZES | {"prefill_tokens": sizes})
     assert buckets.well_filled(due) == computed
 
 
-def test_what_is_given_is_no_default():
-    given = {"decode_rows": [2, 8], "prefill_tokens": [16], "num_pages": 9}
-    buckets = StepShapes.of(**DEFAULTS | given)
-    assert (buckets.decode_rows, buckets.prefill_tokens, buckets.num_pages) == ((2, 8), (16,), 9)
-    many = StepShapes.of(**DEFAULTS | {"max_num_seqs": 100})
-    assert many.max_num_batched_tokens == 512 + 100 * 4
-    for name, option in (("decode_rows", "decode_buckets"), ("prefill_tokens", "prefill_buckets")):
-        with pytest.raises(ValueError, match=f"{option} must ascend"):
-            StepShapes.of(**DEFAULTS | {name: []})
-    with pytest.raises(ValueError, match="max_num_batched_tokens"):
-        StepShapes.of(**DEFAULTS | {"max_num_batched_tokens": 0})
+def test_limits_that_cannot_work_are_refused():
+    for name in ("max_num_batched_tokens", "long_prefill_token_threshold", "checkpoint_interval"):
+        with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got -1"):
+            SchedulerLimits(**{name: -1})
+    for changes in ({"prefix_caching": "some"}, {"prefix_cache_share": 1.0}):
+        with pytest.raises(
+            ValueError, match="prefix_caching must be one of off, pages, align, all"
+        ):
+            SchedulerLimits(**changes)
 
 
 @pytest.mark.parametrize("field", ["policy", "dtype"])

@@ -293,8 +293,8 @@ class Mover:
 
 
 def tier_of(num_checkpoints, host_bytes=1000):
-    sizes = {"num_checkpoints": num_checkpoints, "host_bytes": host_bytes, "block_pages": 2}
-    return host_tier.HostTier(make_buckets(**sizes), Mover())
+    shapes = make_buckets(num_checkpoints=num_checkpoints, block_pages=2)
+    return host_tier.HostTier(shapes, host_bytes, Mover())
 
 
 def add_pages(tier, nodes):

@@ -25,7 +25,7 @@ def flush(loop):
     scheduler = loop.scheduler
     copies = list(scheduler.prefixes.store.copies)
     if copies:
-        plan = scheduler.plans.only_copies(scheduler.running)
+        plan = scheduler.packer.pack_copies(scheduler.running)
         step = ScheduledStep(plan, (), (), 0)
         loop.device.run(scheduler, step)
         assert loop.device.uncollected.pop() is step  # it gives nothing to wait for
@@ -175,4 +175,4 @@ def test_a_request_to_be_prefilled_alone_leaves_an_idle_engine():
     loop.add([request])
     end(loop, request)
     assert not loop.scheduler.has_work
-    assert request.finish is Finish.ABORT and not loop.scheduler._followers.prefilled()
+    assert request.finish is Finish.ABORT and not loop.scheduler._forked_samples.prefilled()

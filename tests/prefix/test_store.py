@@ -2,13 +2,12 @@
 
 from fake_device import make_buckets, make_group
 
-from jaxspec.plan.plan import Fork, StateExport
+from jaxspec.plan.plan import SlotCopy, StateExport
 from jaxspec.prefix.store import PrefixMetrics, PrefixStore
 
 
 def make(num_checkpoints=2, **sizes):
-    mode = "all" if num_checkpoints else "pages"
-    shapes = make_buckets(prefix_caching=mode, num_checkpoints=num_checkpoints, **sizes)
+    shapes = make_buckets(num_checkpoints=num_checkpoints, **sizes)
     return PrefixStore(shapes, PrefixMetrics())
 
 
@@ -95,7 +94,7 @@ def test_what_would_come_too_late_is_not_kept():
     store = make()
     request = running(store)
     node = publish(store, request, 8)
-    store.copies.append(Fork(1, 2, 0, 0, (1,)))
+    store.copies.append(SlotCopy(1, 2, 0, 0, (1,)))
     store.keep(request, node, 8)
     assert len(store.take_copies()) == 1 and store._metrics.skipped["too late"] == 1
     store.keep(request, node, 8)

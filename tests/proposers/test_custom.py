@@ -103,7 +103,7 @@ def make(proposer, drafts=2, **options):
         (
             LastTimeProposer,
             GREEDY,
-            {"steps_per_dispatch": 2, "draft_counts": (0, 1, 3), "drafts": 3},
+            {"steps_per_dispatch": 2, "draft_buckets": (0, 1, 3), "drafts": 3},
         ),
     ],
     ids=["synchronous", "replay", "preemption", "several numbers"],
@@ -111,7 +111,7 @@ def make(proposer, drafts=2, **options):
 def test_drafts_of_ones_own_change_no_output(kind, params, options, monkeypatch):
     """Laws 1, 3 and 4."""
     engine = make(kind(options.get("drafts", 2)), feature_sets=(params.features,), **options)
-    if "draft_counts" in options:
+    if "draft_buckets" in options:
         rng = np.random.default_rng(0)
         chooser = engine.scheduler.adaptive_drafts
         monkeypatch.setattr(chooser, "choose", lambda *_: int(rng.choice([0, 1, 3])))
@@ -140,7 +140,7 @@ def test_ids_that_the_vocabulary_lacks_are_dropped_and_counted(ids):
         engine.add(prompt)
     engine.run().check()
     dropped = engine.engine.metrics.num_dropped_drafts
-    drafted_at = engine.engine.draft_counts.drafted_per_position
+    drafted_at = engine.engine.acceptance.drafted_per_position
     wrong = [not -1 <= i < engine.vocab_size for i in ids]
     assert dropped == sum(n for n, is_wrong in zip(drafted_at, wrong, strict=True) if is_wrong) > 0
 
@@ -155,7 +155,7 @@ def test_a_number_of_drafts_that_cannot_be_is_clipped(count):
     engine = make(Wrong(drafted))
     engine.add((1, 2, 3))
     engine.run().check()
-    assert (engine.engine.draft_counts.num_drafts > 0) == (count > 0)
+    assert (engine.engine.acceptance.num_drafts > 0) == (count > 0)
 
 
 def test_placeholders_are_no_mistake():
@@ -165,7 +165,7 @@ def test_placeholders_are_no_mistake():
     engine = make(Wrong(drafted))
     engine.add((1, 2, 3))
     engine.run().check()
-    assert engine.engine.draft_counts.num_draft_tokens > 0
+    assert engine.engine.acceptance.num_draft_tokens > 0
     assert engine.engine.metrics.num_dropped_drafts == 0
 
 

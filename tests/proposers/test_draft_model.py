@@ -60,7 +60,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(fixture, states):
 SYNCHRONOUS = {"max_in_flight": 0, "chunk": 1}
 REPLAYED = {"max_in_flight": 3, "chunk": 7, "states": REPLAY}
 PREEMPTED = {"num_pages": 16, "states": REPLAY}
-SEVERAL = {"steps_per_dispatch": 2, "draft_counts": (0, 1, 3)}
+SEVERAL = {"steps_per_dispatch": 2, "draft_buckets": (0, 1, 3)}
 SEVERAL_REPLAYED = {**SEVERAL, "states": REPLAY}
 
 
@@ -82,7 +82,7 @@ SEVERAL_REPLAYED = {**SEVERAL, "states": REPLAY}
 def test_drafts_of_another_model_change_no_output(options, params, monkeypatch):
     """Laws 1, 3 and 4, with a hybrid drafter and an attention target."""
     engine = make("llama_draft", HYBRID, feature_sets=(params.features,), **options)
-    if "draft_counts" in options:
+    if "draft_buckets" in options:
         rng = np.random.default_rng(0)
         chooser = engine.scheduler.adaptive_drafts
         monkeypatch.setattr(chooser, "choose", lambda *_: int(rng.choice([0, 1, 3])))
@@ -96,7 +96,7 @@ def test_drafts_of_another_model_change_no_output(options, params, monkeypatch):
 def test_a_hybrid_drafter_is_right_where_the_number_of_drafts_changes(states, monkeypatch):
     """Its states survive steps without drafts, and passes that are not counted."""
     long = SamplingParams(temperature=0.0, max_tokens=40)
-    engine = make(HYBRID, HYBRID, states=states, draft_counts=(0, 1, 3))
+    engine = make(HYBRID, HYBRID, states=states, draft_buckets=(0, 1, 3))
     rng = np.random.default_rng(2)
     chooser = engine.scheduler.adaptive_drafts
     monkeypatch.setattr(chooser, "choose", lambda *_: int(rng.choice([0, 1, 3])))

@@ -101,7 +101,7 @@ def heard_drafts(engine, requests):
     [
         ("llama", None, {}),
         ("llama", (1, 0, 5), {"chunk": 7, "num_pages": 16}),
-        ("llama", None, {"draft_counts": (0, 1, 3)}),
+        ("llama", None, {"draft_buckets": (0, 1, 3)}),
         ("qwen3", (0, 1, 2), {}),
     ],
     ids=["whole prompts", "chunks and preemption", "several numbers", "qwen3"],
@@ -110,7 +110,7 @@ def test_drafts_depend_on_the_accepted_text_alone(target, layers, options, monke
     """After any number of accepted drafts they are those of a head that sees the text anew."""
     rates = (0.8, 0.6, 0.4)
     engine = make(target, layers=layers, synthetic=rates, max_in_flight=0, **options)
-    if "draft_counts" in options:
+    if "draft_buckets" in options:
         vary_draft_counts(engine, monkeypatch)
     heard = heard_drafts(engine, [(prompt, GREEDY, 0) for prompt in PROMPTS])
     assert len(heard) > 15
@@ -145,7 +145,7 @@ def test_the_oracle_sees(name, bug, plant):
 SYNCHRONOUS = {"max_in_flight": 0, "chunk": 1}
 CHUNKS = {"max_in_flight": 3, "chunk": 7}
 PREEMPTED = {"num_pages": 16}
-SEVERAL = {"max_in_flight": 1, "steps_per_dispatch": 2, "draft_counts": (0, 1, 3)}
+SEVERAL = {"max_in_flight": 1, "steps_per_dispatch": 2, "draft_buckets": (0, 1, 3)}
 HYBRID_TARGET = {"target": "qwen3_5", "states": REPLAY, "chunk": 7}
 
 
@@ -167,7 +167,7 @@ HYBRID_TARGET = {"target": "qwen3_5", "states": REPLAY, "chunk": 7}
 def test_drafts_change_no_output(options, params, monkeypatch):
     """Laws 1, 3 and 4."""
     engine = make(**{"feature_sets": (params.features,), **options})
-    if "draft_counts" in options:
+    if "draft_buckets" in options:
         vary_draft_counts(engine, monkeypatch)
     for seed, prompt in enumerate(PROMPTS * 2):
         engine.add(prompt, params, seed)

@@ -56,7 +56,7 @@ def make(**options):
 SYNCHRONOUS = {"max_in_flight": 0, "chunk": 1}
 REPLAYED = {"max_in_flight": 3, "chunk": 7, "states": REPLAY}
 PREEMPTED = {"num_pages": 16}
-SEVERAL = {"steps_per_dispatch": 2, "draft_counts": (0, 1, 4)}
+SEVERAL = {"steps_per_dispatch": 2, "draft_buckets": (0, 1, 4)}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ SEVERAL = {"steps_per_dispatch": 2, "draft_counts": (0, 1, 4)}
 def test_looked_up_drafts_change_no_output(params, options, monkeypatch):
     """Laws 1, 3 and 4."""
     engine = make(feature_sets=(params.features,), **options)
-    if "draft_counts" in options:
+    if "draft_buckets" in options:
         rng = np.random.default_rng(0)
         chooser = engine.scheduler.adaptive_drafts
         monkeypatch.setattr(chooser, "choose", lambda *_: int(rng.choice([0, 1, 4])))

@@ -109,7 +109,7 @@ def test_only_what_runs_is_known_where_no_ended_request_is_kept():
 SYNCHRONOUS = {"max_in_flight": 0, "chunk": 1}
 REPLAYED = {"max_in_flight": 3, "chunk": 7, "states": REPLAY}
 PREEMPTED = {"num_pages": 16}
-SEVERAL = {"steps_per_dispatch": 2, "draft_counts": (0, 1, 4)}
+SEVERAL = {"steps_per_dispatch": 2, "draft_buckets": (0, 1, 4)}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ SEVERAL = {"steps_per_dispatch": 2, "draft_counts": (0, 1, 4)}
 def test_paths_change_no_output(options, params, monkeypatch):
     """Laws 1, 3 and 4."""
     engine = make(feature_sets=(params.features,), **options)
-    if "draft_counts" in options:
+    if "draft_buckets" in options:
         rng = np.random.default_rng(0)
         chooser = engine.scheduler.adaptive_drafts
         monkeypatch.setattr(chooser, "choose", lambda *_: int(rng.choice([0, 1, 4])))

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import pytest
 
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.requests.logprobs import LAYOUT
 from jaxspec.requests.outputs import CompletionOutput, RequestOutput, Sample, TextDelta
 from jaxspec.requests.request import Finish, Request, RequestMetrics
@@ -51,7 +51,7 @@ def make_sample(stops=(), stream=True, **fields):
 
 def feed(sample, pieces, finish):
     """Give pieces as a session does; what the device decided comes with the last."""
-    request, scheduler = sample.request, Scheduler(SIZES)
+    request, scheduler = sample.request, Scheduler(SIZES, SchedulerLimits())
     scheduler.add([request])
     deltas = []
     for number, piece in enumerate(pieces, 1):

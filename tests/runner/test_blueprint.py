@@ -41,7 +41,7 @@ def test_a_blueprint_of_shapes_is_that_of_the_weights(monkeypatch):
     (((_, *others), parts),) = made
     with unread(EMBEDDED_MODEL, parts["dtype"], load_format="auto") as found:
         before, after = runner._blueprint, of(found.read(False), *others, **parts)
-    for program in first_programs(runner.shapes):
+    for program in first_programs(runner.shapes, llm.limits):
         if isinstance(program, Program):
             assert before.fingerprint(program) == after.fingerprint(program) is not None
             assert before.request(program) == after.request(program)
@@ -60,7 +60,11 @@ def test_the_first_programs_are_traced_once_and_before_the_weights(folder, monke
     llm = make()
     assert len(asked) == 2  # by the time that the constructor returns
     runner = llm._compiler._runner
-    steps = [program for program in first_programs(runner.shapes) if isinstance(program, Program)]
+    steps = [
+        program
+        for program in first_programs(runner.shapes, llm.limits)
+        if isinstance(program, Program)
+    ]
     assert set(runner.trace_ahead(steps)) == set(steps)
     assert all(program_cache.is_there(runner._place(program)) for program in steps)
     make().close()

@@ -67,14 +67,14 @@ def test_no_request_waits_after_the_first_and_later_programs_change_no_token(hel
         compiled_here.clear()
         early = [ids(llm, params) for params in KINDS]
         assert compiled_here == []
-        assert set(llm._runner._programs) == set(first_programs(llm.shapes))
+        assert set(llm._runner._programs) == set(first_programs(llm.shapes, llm.limits))
 
         stream = llm.stream(PROMPT, SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True))
         taken = [id for _ in range(3) for id in next(stream).token_ids]
         held.set()  # programs are swapped in while the stream runs
         llm._compiler._background.thread.join(300)
         taken += [id for delta in stream for id in delta.token_ids]
-        ready = set(first_programs(llm.shapes)) | set(later_programs(llm.shapes))
+        ready = set(first_programs(llm.shapes, llm.limits)) | set(later_programs(llm.shapes))
         assert ready == set(llm._runner._programs)
 
         compiled_here.clear()
@@ -107,5 +107,5 @@ def test_a_program_that_can_not_be_compiled_is_left_out(held, monkeypatch):
         monkeypatch.setattr(compiler, "_compiled", fail)
         held.set()
         llm._compiler._background.thread.join(120)
-        assert set(llm._runner._programs) == set(first_programs(llm.shapes))
+        assert set(llm._runner._programs) == set(first_programs(llm.shapes, llm.limits))
         assert ids(llm, KINDS[0]) == expected

@@ -32,7 +32,7 @@ def held_with(buckets):
 
 def pages(max_bytes, *, fixed=False, **changes):
     budget = MemoryBudget(2 * max_bytes, 0.5, fixed)
-    return fit(dataclasses.replace(BUCKETS, **changes), budget, held_with).num_pages
+    return fit(dataclasses.replace(BUCKETS, **changes), 0.0, budget, held_with).num_pages
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,9 @@ def held_with_states(shapes):
 @pytest.mark.parametrize("max_bytes", [1700, 2000, 3300, 10**6])
 def test_pages_and_checkpoints_fill_what_is_there_and_no_more(max_bytes, share):
     budget = MemoryBudget(max_bytes, 1.0, False)
-    sizes = {"prefix_caching": "all", "prefix_cache_share": share, "num_pages": 400}
-    shapes = dataclasses.replace(BUCKETS, **sizes)
+    shapes = dataclasses.replace(BUCKETS, num_pages=400)
     try:
-        found = fit(shapes, budget, held_with_states)
+        found = fit(shapes, share, budget, held_with_states)
     except ValueError:  # not even a sample's pages and two checkpoints
         assert max_bytes <= 2000
         return
@@ -132,6 +131,6 @@ def test_pages_and_checkpoints_fill_what_is_there_and_no_more(max_bytes, share):
     assert found.num_checkpoints >= 2 and LEAST <= found.num_pages <= 400
     more = dataclasses.replace(found, num_pages=found.num_pages + 8)
     assert found.num_pages == 400 or sum(held_with_states(more).values()) > max_bytes
-    alone = fit(shapes, None, held_with_states)
+    alone = fit(shapes, share, None, held_with_states)
     assert alone.num_pages == 400
     assert alone.num_checkpoints == int(400 * 10 * share / (1 - share) / 40)

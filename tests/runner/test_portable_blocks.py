@@ -16,9 +16,9 @@ ATTENTION = (KV, HISTORY)
 
 
 def blocks_of(specs=MODEL, page_size=4, block_pages=2, num_checkpoints=2):
-    kept = {"prefix_caching": "all", "num_checkpoints": num_checkpoints}
-    kept = kept if num_checkpoints else {"prefix_caching": "pages"}
-    shapes = make_buckets(page_size=page_size, block_pages=block_pages, **kept)
+    shapes = make_buckets(
+        page_size=page_size, block_pages=block_pages, num_checkpoints=num_checkpoints
+    )
     return BlockCopies(specs, shapes)
 
 

@@ -10,7 +10,7 @@ import pytest
 from harness import SNAPSHOT, model
 
 from jaxspec.plan.plan import EXPORT, MOVES, RESTORE, Program, StepPlan
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.requests.sampling_features import GREEDY, SAMPLED
 from jaxspec.runner import warmup
 from jaxspec.runner.blueprint import Blueprint
@@ -67,24 +67,26 @@ def compiled_by():
 def test_each_program_is_compiled_once_and_several_at_a_time(runner, compiled_by, monkeypatch):
     monkeypatch.setattr(warmup, "num_cores", lambda: 4)
     before = {id(leaf) for leaf in jax.tree.leaves(runner.state)}
-    for program in programs(SIZES, [GREEDY]):
+    for program in programs(SIZES, SchedulerLimits(), [GREEDY]):
         runner.lower(program)
     assert before == {id(leaf) for leaf in jax.tree.leaves(runner.state)}  # nothing is donated yet
     ran = {}
-    seconds = warm_up(runner, programs(SIZES, [GREEDY]), on_run=ran.setdefault)
+    seconds = warm_up(runner, programs(SIZES, SchedulerLimits(), [GREEDY]), on_run=ran.setdefault)
     assert list(seconds) == [*NAMES, FORK, TABLES] and min(seconds.values()) >= 0
-    assert list(ran) == [p for p in programs(SIZES, [GREEDY]) if isinstance(p, Program)]
+    assert list(ran) == [
+        p for p in programs(SIZES, SchedulerLimits(), [GREEDY]) if isinstance(p, Program)
+    ]
     assert 0 < max(ran.values()) < sum(seconds.values())
     assert len(compiled_by) == 5
     assert all(name.startswith("jaxspec-compile") for name in compiled_by)
-    assert all(runner.is_warm(program) for program in programs(SIZES, [GREEDY]))
-    assert warm_up(runner, programs(SIZES, [GREEDY])) == {}
+    assert all(runner.is_warm(program) for program in programs(SIZES, SchedulerLimits(), [GREEDY]))
+    assert warm_up(runner, programs(SIZES, SchedulerLimits(), [GREEDY])) == {}
 
 
 def test_outputs_lie_on_the_host_and_stay(runner):
     """A step writes its own there: nobody asks for a copy, and no later step goes over it."""
-    (program, *_) = programs(SIZES, [GREEDY])
-    warm_up(runner, programs(SIZES, [GREEDY]))
+    (program, *_) = programs(SIZES, SchedulerLimits(), [GREEDY])
+    warm_up(runner, programs(SIZES, SchedulerLimits(), [GREEDY]))
     plan = StepPlan(program, runner._empty_plan(program))
     pending = [runner.dispatch(plan) for _ in range(4)]
     assert pending[0]._packed.sharding.memory_kind == "pinned_host"
@@ -94,14 +96,18 @@ def test_outputs_lie_on_the_host_and_stay(runner):
 
 
 def test_one_program_moves_for_all_samplers_and_none_where_one_row_has_no_samples():
-    assert programs(SIZES, [GREEDY, SAMPLED]).count(MOVES) == 1
+    assert programs(SIZES, SchedulerLimits(), [GREEDY, SAMPLED]).count(MOVES) == 1
     alone = dataclasses.replace(SIZES, max_num_seqs=1, decode_rows=(1,))
-    assert MOVES not in programs(alone, [GREEDY])
+    assert MOVES not in programs(alone, SchedulerLimits(), [GREEDY])
 
 
 def test_what_keeps_prefixes_is_compiled_where_they_are_kept():
     added = {
-        mode: programs(dataclasses.replace(SIZES, prefix_caching=mode, num_checkpoints=n), [GREEDY])
+        mode: programs(
+            dataclasses.replace(SIZES, num_checkpoints=n),
+            SchedulerLimits(prefix_caching=mode),
+            [GREEDY],
+        )
         for mode, n in (("off", 0), ("pages", 0), ("all", 2))
     }
     own = len(added["off"])
@@ -109,10 +115,14 @@ def test_what_keeps_prefixes_is_compiled_where_they_are_kept():
 
 
 def test_engines_of_equal_shape_share_what_is_compiled(runner, compiled_by):
-    warm_up(runner, programs(SIZES, [GREEDY]))
+    warm_up(runner, programs(SIZES, SchedulerLimits(), [GREEDY]))
     other = make_runner()
     compiled_by.clear()
-    assert list(warm_up(other, programs(SIZES, [GREEDY]))) == [*NAMES, FORK, TABLES]
+    assert list(warm_up(other, programs(SIZES, SchedulerLimits(), [GREEDY]))) == [
+        *NAMES,
+        FORK,
+        TABLES,
+    ]
     assert compiled_by == []
 
 
@@ -122,6 +132,8 @@ def test_an_error_ends_the_others_and_warms_nothing(runner, monkeypatch):
 
     monkeypatch.setattr(runner, "lower", fail)
     with pytest.raises(RuntimeError, match="no such kernel"):
-        warm_up(runner, programs(SIZES, [GREEDY]))
-    assert not any(runner.is_warm(program) for program in programs(SIZES, [GREEDY]))
+        warm_up(runner, programs(SIZES, SchedulerLimits(), [GREEDY]))
+    assert not any(
+        runner.is_warm(program) for program in programs(SIZES, SchedulerLimits(), [GREEDY])
+    )
     assert not [t for t in threading.enumerate() if t.name.startswith("jaxspec-compile")]

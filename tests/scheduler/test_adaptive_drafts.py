@@ -15,16 +15,15 @@ from jaxspec.scheduler.scheduled_step import Entry, ScheduledStep, StepBuilder
 from jaxspec.scheduler.step_seconds import DecodeSeconds
 
 GOOD, POOR = (0.8, 0.6, 0.45), (0.4, 0.15, 0.05)
-SHAPES = StepShapes.of(
+SHAPES = StepShapes(
     max_num_seqs=64,
     max_model_len=512,
     page_size=16,
-    num_pages=None,
-    draft_counts=(0, 1, 3),
+    num_pages=2049,
+    num_drafts=3,
+    draft_buckets=(0, 1, 3),
     decode_rows=(1, 64),
-    prefill_tokens=None,
-    max_num_batched_tokens=None,
-    max_prefill_seqs=None,
+    prefill_tokens=(64, 512),
 )
 # Milliseconds of a step with 0, 1 and 3 drafts: few rows, many rows, and a mixture of experts.
 FEW_ROWS, MANY_ROWS, EXPERTS = (4.2, 4.8, 6.2), (4.2, 6.0, 10.8), (5.5, 8.4, 13.0)
@@ -61,7 +60,7 @@ class Device:
             rows = [SimpleNamespace(max_drafts=most)] * self.num_rows
             step = StepBuilder(0, self.num_steps, decodes=rows)
             needs = StepNeeds(self.num_rows, 0, GREEDY, self.num_steps)
-            program, choice = self.chooser.dispatch(step, needs)
+            program, choice = self.chooser.choose_program(step, needs)
             count = program.num_drafts
             self.counts.append(count)
             self.give(count, choice)

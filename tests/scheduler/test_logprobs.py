@@ -57,7 +57,7 @@ def of_prompt(count):
 
 def test_each_emitted_token_gets_the_report_of_its_place():
     one, silent = request(2), request(2, SamplingParams())
-    step = scheduled([Entry.launch(one, STEPS, 6), Entry.launch(silent, STEPS, 6)])
+    step = scheduled([Entry.in_flight(one, STEPS, 6), Entry.in_flight(silent, STEPS, 6)])
     tokens = {(0, 0): [7, 8], (1, 0): [9], (0, 1): [1], (1, 1): [2]}
     record_logprobs(step, emitted(ROWS, tokens))
     assert number(one.logprobs) == [0, 1, 100]
@@ -66,7 +66,7 @@ def test_each_emitted_token_gets_the_report_of_its_place():
 
 def test_the_end_of_a_prompt_is_behind_the_rows_that_decode():
     one = request(4, num_computed=4)
-    step = scheduled(prefills=[Entry.launch(one, 1, 1, 4)])
+    step = scheduled(prefills=[Entry.in_flight(one, 1, 1, 4)])
     record_logprobs(step, emitted(ROWS + 2, {(0, ROWS): [5]}))
     assert number(one.logprobs) == [20]
 
@@ -74,7 +74,7 @@ def test_the_end_of_a_prompt_is_behind_the_rows_that_decode():
 def test_a_chunk_tells_of_the_tokens_behind_its_own():
     """Of two prompts, one from its beginning and one from its fourth token on."""
     first, second = request(6, num_computed=3), request(8, num_computed=8)
-    entries = [Entry.launch(first, 0, 0, 3), Entry.launch(second, 1, 1, 4)]
+    entries = [Entry.in_flight(first, 0, 0, 3), Entry.in_flight(second, 1, 1, 4)]
     record_logprobs(scheduled(prefills=entries), of_prompt(8))
     assert number(first.prompt_logprobs) == [None, 0, 1, 2, None, None]
     # What follows the prompt's last token is no prompt token.
@@ -86,7 +86,7 @@ def test_a_prompt_read_again_with_its_output_is_reported_once():
     again.tokens += [9, 9, 9]
     for start, stop in [(0, 5), (5, 7)]:
         again.num_computed = stop
-        entry = Entry.launch(again, 0, 0, stop - start)
+        entry = Entry.in_flight(again, 0, 0, stop - start)
         record_logprobs(scheduled(prefills=[entry]), of_prompt(8))
     assert number(again.prompt_logprobs) == [None, 0, 1, 2]
 
@@ -102,7 +102,7 @@ def returned(entry):
 @pytest.mark.parametrize("change", [ended, returned])
 def test_late_reports_are_nobody_s(change):
     one = request(4, num_computed=4)
-    entry = Entry.launch(one, 1, 1, 4)
+    entry = Entry.in_flight(one, 1, 1, 4)
     change(entry)
     step = scheduled(prefills=[entry])
     record_logprobs(step, emitted(ROWS + 2, {(0, ROWS): [5]}))
@@ -112,7 +112,7 @@ def test_late_reports_are_nobody_s(change):
 
 def test_what_is_kept_does_not_hold_the_step_s_arrays():
     one = request(4, num_computed=4)
-    step = scheduled(prefills=[Entry.launch(one, 1, 1, 4)])
+    step = scheduled(prefills=[Entry.in_flight(one, 1, 1, 4)])
     outputs = emitted(ROWS + 2, {(0, ROWS): [5]}), of_prompt(8)
     for output in outputs:
         record_logprobs(step, output)

@@ -4,7 +4,7 @@ import importlib
 
 import numpy as np
 import pytest
-from counting_device import Counting, default_shapes
+from counting_device import Counting, sizes_for
 
 workload = importlib.import_module("benchmarks.engine.workload")
 
@@ -12,7 +12,7 @@ workload = importlib.import_module("benchmarks.engine.workload")
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_nine_tenths_of_what_the_trace_computes_of_prompts_is_theirs(drafts):
     """256 requests of unequal lengths at once, 64 rows, default sizes."""
-    device, requests = Counting(default_shapes(64, drafts)), workload.lengths("trace")
+    device, requests = Counting(*sizes_for(64, drafts)), workload.lengths("trace")
     device.add(*requests)
     while device.scheduler.has_work:
         device.turn()
@@ -22,7 +22,7 @@ def test_nine_tenths_of_what_the_trace_computes_of_prompts_is_theirs(drafts):
 
 
 def test_a_prompt_that_nobody_decodes_beside_is_whole():
-    device = Counting(default_shapes(8, 3))
+    device = Counting(*sizes_for(8, 3))
     device.add((100, 5))
     device.turn()
     assert device.chunks == [(100, 512)]
@@ -38,7 +38,7 @@ def test_a_prompt_that_nobody_decodes_beside_is_whole():
     ],
 )
 def test_beside_rows_that_decode_what_would_be_padding_waits_for_the_next_step(prompt, chunks):
-    device = Counting(default_shapes(8, 3))
+    device = Counting(*sizes_for(8, 3))
     device.add((8, 200))
     for _ in range(4):
         device.turn()
@@ -51,7 +51,7 @@ def test_beside_rows_that_decode_what_would_be_padding_waits_for_the_next_step(p
 
 def test_rows_that_decode_take_no_room_from_prompts():
     """All but one of 64 rows decode, and a prompt of 512 tokens is one step's."""
-    device = Counting(default_shapes(64, 3))
+    device = Counting(*sizes_for(64, 3))
     device.add(*[(8, 300)] * 63)
     for _ in range(30):
         device.turn()

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.requests.sampling_features import EVERYTHING, GREEDY, LADDER, TOP_K
 from jaxspec.runner.warmup import first_programs, later_programs
 from jaxspec.scheduler.ready_programs import ReadyPrograms, StepNeeds
@@ -18,7 +18,7 @@ SHAPES = StepShapes(
     decode_rows=(1, 4, 16),
     prefill_tokens=(16, 64),
     steps_per_dispatch=4,
-    draft_counts=(0, 1, 3),
+    draft_buckets=(0, 1, 3),
 )
 NEEDS = [
     StepNeeds(rows, tokens, features, 1, drafts)
@@ -28,7 +28,7 @@ NEEDS = [
 
 def begun():
     programs = ReadyPrograms(SHAPES)
-    programs.add(first_programs(SHAPES))
+    programs.add(first_programs(SHAPES, SchedulerLimits()))
     return programs
 
 
@@ -71,14 +71,14 @@ def test_each_program_that_is_added_makes_no_step_dearer_and_drops_no_feature():
 
 def test_several_steps_and_fewer_drafts_wait_for_their_programs():
     programs, several = begun(), StepNeeds(4, 0, GREEDY, 4)
-    assert not programs.can_run(several) and programs.draft_counts(NEEDS[0]) == [3]
+    assert not programs.can_run(several) and programs.draft_buckets(NEEDS[0]) == [3]
     with pytest.raises(RuntimeError, match="none can run"):
         programs.choose(several)
     programs.add(later_programs(SHAPES))
-    assert programs.can_run(several) and programs.draft_counts(NEEDS[0]) == [0, 1, 3]
+    assert programs.can_run(several) and programs.draft_buckets(NEEDS[0]) == [0, 1, 3]
 
 
 def test_the_number_of_programs_does_not_depend_on_the_requests():
     count = len(later_programs(SHAPES))
     assert count == len(later_programs(SHAPES, [EVERYTHING])) == len(set(later_programs(SHAPES)))
-    assert not set(later_programs(SHAPES)) & set(first_programs(SHAPES))
+    assert not set(later_programs(SHAPES)) & set(first_programs(SHAPES, SchedulerLimits()))

@@ -5,6 +5,7 @@ from loop import Loop, random_group
 from pairwise import crossed
 
 from jaxspec.plan.plan import TABLES
+from jaxspec.plan.step_shapes import SchedulerLimits
 from jaxspec.plan.table_plan import table_layout
 from jaxspec.requests.request import Finish
 from jaxspec.requests.sampling_features import GREEDY
@@ -482,16 +483,18 @@ def test_a_request_keeps_the_time_of_its_first_row_when_it_is_preempted():
 
 
 def test_a_request_that_can_never_run_is_refused():
-    scheduler = Scheduler(make_buckets(max_model_len=40, page_size=4, num_pages=6))
+    scheduler = Scheduler(
+        make_buckets(max_model_len=40, page_size=4, num_pages=6), SchedulerLimits()
+    )
     scheduler.check(make_group(1, 10, 10))
     with pytest.raises(ValueError, match="21 tokens need 6 pages of 4, the pool has 5"):
         scheduler.check([*make_group(1, 2, 2), *make_group(2, 11, 10)])
     assert not scheduler.has_work
 
 
-@pytest.mark.parametrize("cut", ["pages.release", "_followers.dismiss"])
+@pytest.mark.parametrize("cut", ["pages.release", "_forked_samples.dismiss"])
 def test_a_reset_finds_every_slot_and_page_wherever_an_interrupt_cut_the_books(cut, monkeypatch):
-    scheduler = Scheduler(make_buckets(max_num_seqs=3, decode_rows=(3,)))
+    scheduler = Scheduler(make_buckets(max_num_seqs=3, decode_rows=(3,)), SchedulerLimits())
     requests = make_group(3, 9, 6, n=2) + make_group(20, 5, 4) + make_group(30, 5, 4)
     scheduler.add(requests)
     for _ in range(3):
@@ -509,7 +512,7 @@ def test_a_reset_finds_every_slot_and_page_wherever_an_interrupt_cut_the_books(c
     assert {request.finish for request in requests} == {Finish.ERROR}
     assert sorted(scheduler._free_slots) == [1, 2, 3]
     assert scheduler.pages.num_free == scheduler.shapes.num_pages - 1
-    assert not scheduler.has_work and not scheduler._followers
+    assert not scheduler.has_work and not scheduler._forked_samples
 
 
 @pytest.mark.parametrize("fact, what", [("slot", "slot"), ("row", "row of the last plan")])

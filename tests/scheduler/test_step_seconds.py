@@ -1,14 +1,14 @@
 """How long a step with prompts may take: the largest size that keeps to the bound."""
 
 import pytest
-from counting_device import Counting, default_shapes
+from counting_device import Counting, sizes_for
 
 from jaxspec.plan.plan import Program
 from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.scheduler.step_seconds import StepSeconds
 
-SIZES = {"decode_rows": (1, 16), "prefill_tokens": (64, 512, 2048), "max_model_len": 9000}
-SHAPES = default_shapes(16, 0, tokens_per_step=2048, **SIZES)
+SIZES = {"decode_buckets": (1, 16), "prefill_buckets": (64, 512, 2048), "max_model_len": 9000}
+SHAPES, LIMITS = sizes_for(16, 0, tokens_per_step=2048, **SIZES)
 
 
 def make_seconds(bound):
@@ -113,7 +113,7 @@ def test_what_is_guessed_gives_way_to_what_was_seen():
 def test_a_long_prompt_beside_rows_that_decode_comes_in_chunks_that_keep_to_the_bound(
     bound, chunks
 ):
-    device = Counting(SHAPES)
+    device = Counting(SHAPES, LIMITS)
     device.scheduler.step_seconds = seconds = make_seconds(bound)
     for tokens, milliseconds in ((64, 12), (512, 21), (2048, 60)):
         note(seconds, tokens, milliseconds, rows=1)
@@ -128,7 +128,7 @@ def test_a_long_prompt_beside_rows_that_decode_comes_in_chunks_that_keep_to_the_
 
 
 def test_where_no_row_decodes_nothing_bounds_a_prompt():
-    device = Counting(SHAPES)
+    device = Counting(SHAPES, LIMITS)
     device.scheduler.step_seconds = seconds = make_seconds(30.0)
     note(seconds, 2048, 60, rows=1)
     device.add((8192, 1))

@@ -5,6 +5,7 @@ from fake_device import make_buckets, make_group
 
 from jaxspec.options import SpeculativeConfig
 from jaxspec.plan.plan import StepOutput
+from jaxspec.plan.step_shapes import SchedulerLimits
 from jaxspec.requests.request import Finish, Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.scheduler.host_drafter import make_host_drafter
@@ -60,7 +61,7 @@ def test_a_thousand_requests_leave_no_more_than_was_asked_for():
     """Preempted, forked, aborted, ended or failed: the drafter's books are the scheduler's."""
     drafter, rng = make(suffix_decoding_max_cached_requests=5), np.random.default_rng(0)
     shapes = make_buckets(num_drafts=2, path_length=6, num_pages=16)
-    scheduler = Scheduler(shapes, drafter=drafter)
+    scheduler = Scheduler(shapes, SchedulerLimits(), drafter=drafter)
     count = 0
     while count < 1000 or scheduler.has_work:
         if count < 1000 and len(scheduler.waiting) < 4:

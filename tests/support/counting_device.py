@@ -4,18 +4,17 @@ from collections import deque
 
 import numpy as np
 
+from jaxspec.options.engine_options import EngineConfig
 from jaxspec.plan.plan import StepOutput
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import ModelSizes
 from jaxspec.requests.request import Finish, Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduler import Scheduler
 
 
-def default_shapes(rows, drafts, **given):
-    sizes = {"max_model_len": 4096, "page_size": 16}
-    names = "num_pages", "decode_rows", "prefill_tokens", "max_num_batched_tokens"
-    chosen = dict.fromkeys((*names, "max_prefill_seqs"))
-    return StepShapes.of(max_num_seqs=rows, draft_counts=(drafts,), **sizes | chosen | given)
+def sizes_for(rows, drafts, tokens_per_step=512, **given):
+    config = EngineConfig(**{"max_num_seqs": rows, "max_model_len": 4096} | given)
+    return config.sizes(ModelSizes(10**6, tokens_per_step), (drafts,))
 
 
 class Counting:
@@ -24,8 +23,8 @@ class Counting:
     Each draft stands with a chance of four fifths.
     """
 
-    def __init__(self, shapes):
-        self.scheduler, self.random = Scheduler(shapes), np.random.default_rng(0)
+    def __init__(self, shapes, limits):
+        self.scheduler, self.random = Scheduler(shapes, limits), np.random.default_rng(0)
         self.lengths = {}  # of each request, as the device knows them
         self.chunks = []  # prompt tokens, and how many the program has room for, by step
         self.in_flight = deque()

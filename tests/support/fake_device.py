@@ -20,7 +20,7 @@ from jaxspec.plan.plan import (
     plan_layout,
 )
 from jaxspec.plan.row import row_layout
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.requests.request import Finish, Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduled_step import ScheduledStep
@@ -30,8 +30,10 @@ JUNK = -99  # what the draft head leaves at positions whose tokens are not known
 VOCAB = 50
 
 
-def make_buckets(**changes):
-    """Small sizes; `chunk` sets the prompt tokens of a step."""
+def make_sizes(**changes):
+    """Small shapes, and limits; `chunk` sets the prompt tokens of a step."""
+    names = {field.name for field in dataclasses.fields(SchedulerLimits)}
+    limits = {name: changes.pop(name) for name in names & changes.keys()}
     sizes = {
         "max_num_seqs": 5,
         "max_model_len": 40,
@@ -45,7 +47,12 @@ def make_buckets(**changes):
     sizes.setdefault("num_pages", 1 + sizes["max_num_seqs"] * -(-40 // sizes["page_size"]))
     sizes.setdefault("prefill_tokens", tuple(sorted({min(4, chunk), chunk})))
     verified = sizes["max_num_seqs"] * (1 + sizes["num_drafts"])
-    return StepShapes(max_num_batched_tokens=verified + chunk, **sizes)
+    return StepShapes(**sizes), SchedulerLimits(max_num_batched_tokens=verified + chunk, **limits)
+
+
+def make_buckets(**changes):
+    shapes, _ = make_sizes(**changes)
+    return shapes
 
 
 def next_token(seed, position):
@@ -343,7 +350,7 @@ class FakeDevice:
                 name: value.tolist()
                 for name, value in layout.unpack(values["new_rows"][place]).items()
             }
-            self.rows[index] = self._new_row(fields)
+            self.rows[index] = self._new_row(fields, scheduler)
         present = [row.request for row in self.rows if row is not None]
         assert present == [r.request for r in self.rows[: len(present)]], "rows with holes"
         assert sorted(map(id, present)) == sorted(map(id, scheduler.running))
@@ -353,7 +360,7 @@ class FakeDevice:
             assert row.fields["slot"] == row.request.slot
         self.owner = {request: request.generation for request in present}
 
-    def _new_row(self, fields):
+    def _new_row(self, fields, scheduler):
         request = self.requests[fields["proposer_key"]]
         params, num_tokens = request.params, len(request.tokens)
         assert fields["seed"] == request.seed
@@ -371,7 +378,7 @@ class FakeDevice:
         assert not self.num_uncollected(request), "admitted again before its outputs arrived"
         slot = fields["slot"]
         assert 0 < slot < self.buckets.num_slots
-        keeps_prefixes = self.buckets.prefix_caching != "off"
+        keeps_prefixes = scheduler.limits.caches_prefixes
         assert not fields["num_computed"] or request.parent or keeps_prefixes
         assert fields["num_computed"] < fields["prefill_len"]
         self.tables[slot] = 0

@@ -20,7 +20,8 @@ class FakeLLMEngine:
     def __init__(self, model=None, **options):
         del model
         self.schedule = Schedule(**options)
-        self.session, self.shapes = self.schedule.session, self.schedule.scheduler.shapes
+        self.session, scheduler = self.schedule.session, self.schedule.scheduler
+        self.shapes, self.limits = scheduler.shapes, scheduler.limits
         self.asks: dict[str, Ask] = {}
         self.before_prepare = lambda: None
         self._numbers, self._keys = itertools.count(), itertools.count(1)

@@ -14,7 +14,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.models import load_model, unread_model_or_head
 from jaxspec.models.base import ModelSpec
 from jaxspec.options import SpeculativeConfig
-from jaxspec.plan.step_shapes import StateConfig, StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StateConfig, StepShapes
 from jaxspec.prefix.disk_tier import DiskTier
 from jaxspec.prefix.host_tier import HostTier
 from jaxspec.proposers import Proposer, make_proposer
@@ -118,9 +118,9 @@ class Harness:
         prefill_tokens=(64,),
         states: StateConfig = SNAPSHOT,
         kv_dtype=None,
-        draft_counts: tuple[int, ...] = (),
+        draft_buckets: tuple[int, ...] = (),
         drafter: str | None = None,  # another fixture
-        prefixes: str = "off",  # `StepShapes.prefix_caching`
+        prefixes: str = "off",  # `SchedulerLimits.prefix_caching`
         num_checkpoints: int = 6,
         interval: int | None = None,
         host_bytes: int = 0,
@@ -147,16 +147,18 @@ class Harness:
             prefill_tokens=prefill_tokens,
             max_prefill_seqs=3,
             steps_per_dispatch=steps_per_dispatch,
-            draft_counts=draft_counts,
+            draft_buckets=draft_buckets,
             vocab_size=model(fixture).vocab_size,
             path_length=path_length(speculation, max_in_flight, steps_per_dispatch),
+            num_checkpoints=num_checkpoints if prefixes in ("align", "all") else 0,
+            block_pages=block_pages,
+        )
+        self.limits = SchedulerLimits(
             max_num_batched_tokens=200,
             long_prefill_token_threshold=chunk,
             prefix_caching=prefixes,
-            num_checkpoints=num_checkpoints if prefixes in ("align", "all") else 0,
             checkpoint_interval=interval,
             host_bytes=host_bytes,
-            block_pages=block_pages,
         )
         self.fixture = fixture
         self.vocab_size = model(fixture).vocab_size
@@ -184,7 +186,7 @@ class Harness:
             drafter=given,
         )
         self.runner = ModelRunner(model(fixture), blueprint, drafter=given)
-        compiled = programs(self.buckets, feature_sets)
+        compiled = programs(self.buckets, self.limits, feature_sets)
         warm_up(self.runner, compiled)
         drafts_on_host = make_host_drafter(speculation)
         pieces, tier = self.runner.blocks, None
@@ -192,8 +194,8 @@ class Harness:
             kinds = (False, True) if self.buckets.num_checkpoints else (False,)
             like = {kind: pieces.arrays(is_state=kind) for kind in kinds}
             disk = folder and DiskTier(folder, 2**30, self.runner.fingerprint, page_size, like)
-            tier = HostTier(self.buckets, pieces, disk)
-        self.scheduler = Scheduler(self.buckets, drafter=drafts_on_host, tier=tier)
+            tier = HostTier(self.buckets, host_bytes, pieces, disk)
+        self.scheduler = Scheduler(self.buckets, self.limits, drafter=drafts_on_host, tier=tier)
         self.scheduler.programs.add(compiled if feature_sets else ())
         self.engine = Engine(self.scheduler, self.runner, max_in_flight=max_in_flight)
         self.requests: list[Request] = []

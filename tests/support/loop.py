@@ -3,7 +3,7 @@
 from collections import deque
 
 import numpy as np
-from fake_device import FakeDevice, expected_output, make_buckets, make_group
+from fake_device import FakeDevice, expected_output, make_group, make_sizes
 
 from jaxspec.prefix.host_tier import HostTier
 from jaxspec.requests.request import Finish
@@ -35,9 +35,9 @@ class Loop:
     def __init__(self, depth=0, accuracy=0.6, seed=0, **sizes):
         self.random = np.random.default_rng(seed)
         self.mover = FakeMover(self.random)
-        shapes = make_buckets(**sizes)
-        tier = HostTier(shapes, self.mover) if shapes.host_bytes else None
-        self.scheduler = Scheduler(shapes, tier=tier)
+        shapes, limits = make_sizes(**sizes)
+        tier = HostTier(shapes, limits.host_bytes, self.mover) if limits.host_bytes else None
+        self.scheduler = Scheduler(shapes, limits, tier=tier)
         self.requests = {}
         self.device = FakeDevice(self.scheduler.shapes, self.requests, self.random, accuracy)
         self.depth = depth
@@ -102,7 +102,7 @@ class Loop:
             else:
                 assert (request.output, request.finish) == (tokens, finish)
             assert not request.pages
-        assert not scheduler.has_work and not scheduler._followers
+        assert not scheduler.has_work and not scheduler._forked_samples
         assert scheduler.pages.num_free == scheduler.shapes.num_pages - 1
         assert sorted(scheduler._free_slots) == list(range(1, scheduler.shapes.num_slots))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 from callers import Ask, Caller, Watched
-from fake_device import FakeDevice, make_buckets
+from fake_device import FakeDevice, make_sizes
 from interrupts import INTERRUPTS, CtrlC, Interrupter
 
 from jaxspec.engine.engine import Engine
@@ -87,8 +87,8 @@ class Schedule:
 
     def __init__(self, max_in_flight=2, accuracy=0.6, seed=0, keeps_errors=False, **sizes):
         """Start one; `keeps_errors` as IPython does, so that frames they passed live on."""
-        shapes = make_buckets(max_model_len=MAX_LEN, **sizes)
-        self.scheduler = WatchedScheduler(shapes)
+        shapes, limits = make_sizes(max_model_len=MAX_LEN, **sizes)
+        self.scheduler = WatchedScheduler(shapes, limits)
         self.scheduler.prefixes.min_uncached = 3
         self.random = np.random.default_rng(seed)
         self.requests: dict[int, Request] = {}
@@ -319,7 +319,7 @@ class Schedule:
         session, scheduler = self.session, self.scheduler
         assert not session.has_work and not session._samples
         assert not session._added and not session._notes
-        assert not scheduler.has_work and not scheduler._followers
+        assert not scheduler.has_work and not scheduler._forked_samples
         assert scheduler.pages.num_free == scheduler.shapes.num_pages - 1
         assert len(scheduler._free_slots) == scheduler.shapes.num_slots - 1
 

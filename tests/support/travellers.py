@@ -23,7 +23,7 @@ class Traveller:
         options.setdefault("num_checkpoints", 0 if options["prefixes"] == "pages" else 12)
         self.harness = Harness(fixture, **options)
         self.fixture, self._runner = fixture, self.harness.runner
-        self.session = Session(self.harness.engine)
+        self.session, self.limits = Session(self.harness.engine), self.harness.limits
         self.prefixes = self.harness.scheduler.prefixes
         self._default_params = None
         proposer = self.harness.proposer

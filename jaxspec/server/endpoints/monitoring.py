@@ -7,7 +7,7 @@ from fastapi import Query
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 from starlette.responses import HTMLResponse, Response
 
-from jaxspec.requests.request import DraftCounts
+from jaxspec.requests.request import AcceptanceCounts
 from jaxspec.server.generation.service import Service, ServiceOf
 from jaxspec.server.http.errors import json_response
 from jaxspec.server.http.routing import make_router
@@ -44,7 +44,7 @@ async def figures(
             "page_size": llm.shapes.page_size,
             **{name: told[name] for name in _SAME if name in told},
             "acceptance": {
-                method: _acceptance(DraftCounts(**counts))
+                method: _acceptance(AcceptanceCounts(**counts))
                 for method, counts in told.get("acceptance", {}).items()
             },
             "steps": [_step(row) for row in rows],
@@ -52,7 +52,7 @@ async def figures(
     )
 
 
-def _acceptance(counts: DraftCounts) -> dict[str, Any]:
+def _acceptance(counts: AcceptanceCounts) -> dict[str, Any]:
     return {
         "num_drafts": counts.num_drafts,
         "accepted_per_position": counts.accepted_per_position,
@@ -76,7 +76,7 @@ async def metrics(service: ServiceOf) -> Response:
     """Return all metrics in Prometheus' text format."""
     snapshot = await service.watch.snapshot()
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector(snapshot, service.llm.shapes, service.names[0]))
+    registry.register(Collector(snapshot, service.llm.shapes, service.llm.limits, service.names[0]))
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 

@@ -12,7 +12,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector as Base
 
 from jaxspec.engine.metrics import Counter, Gauge, Vector
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.server.metrics.figures import LATENCIES, SIZES
 from jaxspec.server.metrics.snapshot import Snapshot
 
@@ -47,8 +47,10 @@ _ENGINE_SECONDS = ("plan_time", "dispatch_time", "wait_time", "collect_time")
 class Collector(Base):
     """Exports metrics under vLLM's names, for its dashboards, and a few under `jaxspec:`."""
 
-    def __init__(self, snapshot: Snapshot, shapes: StepShapes, model_name: str):
-        self._snapshot, self._shapes = snapshot, shapes
+    def __init__(
+        self, snapshot: Snapshot, shapes: StepShapes, limits: SchedulerLimits, model_name: str
+    ):
+        self._snapshot, self._shapes, self._limits = snapshot, shapes, limits
         self._labels = {"model_name": model_name, "engine": "0"}
 
     def describe(self) -> Iterable[Metric]:
@@ -97,13 +99,13 @@ class Collector(Base):
 
     def _settings(self) -> Iterator[Metric]:
         """Yield constant metrics: the KV cache configuration and the sleep state."""
-        shapes, name = self._shapes, "vllm:cache_config"
-        keeps_states = shapes.prefix_caching in ("align", "all")
+        shapes, limits, name = self._shapes, self._limits, "vllm:cache_config"
+        keeps_states = limits.prefix_caching in ("align", "all")
         config = {
             "block_size": str(shapes.page_size),
             "num_gpu_blocks": str(shapes.num_pages - 1),  # without the null page
-            "enable_prefix_caching": str(shapes.prefix_caching != "off"),
-            "mamba_cache_mode": shapes.prefix_caching if keeps_states else "none",
+            "enable_prefix_caching": str(limits.caches_prefixes),
+            "mamba_cache_mode": limits.prefix_caching if keeps_states else "none",
         }
         info = InfoMetricFamily(name, _TEXTS[name], labels=list(self._labels))
         info.add_metric(list(self._labels.values()), config)

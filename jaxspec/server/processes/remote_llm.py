@@ -70,7 +70,8 @@ class RemoteLLM(AsyncCalls):
         inputs = engine.make_inputs()
         self._begin_calls(_Maker(inputs, engine.default_params))
         self.tokenizer: Tokenizer | None = inputs.tokenizer
-        self.model_name, self.shapes = engine.model_name, engine.shapes
+        self.model_name = engine.model_name
+        self.shapes, self.limits = engine.shapes, engine.limits
         self.max_model_len = engine.shapes.max_model_len
         self.error: ServiceError | None = None  # error of all further requests; None while serving
         self._default_params, self._channel = engine.default_params, channel

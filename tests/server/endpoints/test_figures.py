@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxspec.requests.request import DraftCounts
+from jaxspec.requests.request import AcceptanceCounts
 from jaxspec.server.metrics.step_watch import MAX_STEPS
 from jaxspec.viz.timeline import STAGES
 
@@ -21,7 +21,7 @@ def test_figures_are_those_of_the_engine(served):
     assert found["max_num_seqs"] == 8 and found["num_pages"] == served.llm.shapes.num_pages - 1
     assert found["num_running"] == found["num_waiting"] == 0 and found["kv_cache_usage"] == 0.0
     ((method, counts),) = found["acceptance"].items()
-    expected = DraftCounts(**told["acceptance"][method])
+    expected = AcceptanceCounts(**told["acceptance"][method])
     assert counts["accepted_per_position"] == expected.accepted_per_position
     assert counts["num_drafts"] == expected.num_drafts
     assert counts["mean_acceptance_length"] == pytest.approx(expected.mean_acceptance_length)

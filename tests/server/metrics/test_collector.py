@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxspec.engine.metrics import Counter, Gauge, Vector
+from jaxspec.plan.step_shapes import SchedulerLimits
 from jaxspec.server.metrics.collector import Collector
 from jaxspec.server.metrics.figures import Figures
 from jaxspec.server.metrics.snapshot import Snapshot
@@ -23,10 +24,11 @@ BY_VLLM = [
 
 
 def text_of(figures, prefix_caching="all"):
-    shapes = SimpleNamespace(page_size=16, num_pages=101, prefix_caching=prefix_caching)
+    shapes = SimpleNamespace(page_size=16, num_pages=101)
+    limits = SchedulerLimits(prefix_caching=prefix_caching)
     snapshot = Snapshot(True, {**SECONDS, "num_steps": 4}, BY_VLLM, figures, 0.25)
     registry = CollectorRegistry()
-    registry.register(Collector(snapshot, shapes, "a"))
+    registry.register(Collector(snapshot, shapes, limits, "a"))
     return generate_latest(registry).decode()
 
 

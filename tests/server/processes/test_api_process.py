@@ -32,8 +32,8 @@ def worker_config():
         request_key=lambda prompt, seed: 0,
         seed=0,
     )
-    shapes = FakeLLMEngine().shapes
-    engine = WorkerSpec(inputs.twin(1), "some/model", shapes, SamplingParams())
+    fake = FakeLLMEngine()
+    engine = WorkerSpec(inputs.twin(1), "some/model", fake.shapes, fake.limits, SamplingParams())
     return WorkerConfig(ServerOptions(), engine, 1_700_000_000)
 
 
