@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxspec.api.inputs import InputProcessor
 from jaxspec.api.loading import load
+from jaxspec.checks import integer
 from jaxspec.engine.engine import Engine, StepTimes
 from jaxspec.engine.metrics import Metric, metrics_of
 from jaxspec.engine.session import Session
@@ -22,15 +23,15 @@ from jaxspec.options.engine_options import EngineConfig
 from jaxspec.pallas import dispatch
 from jaxspec.process import check_process, first_process
 from jaxspec.requests.outputs import Sample
-from jaxspec.requests.prompts import Prompt, TokensPrompt, for_one, only_prompt
-from jaxspec.requests.sampling_features import LADDER, SamplingFeatures, features_named
+from jaxspec.requests.prompts import Prompt
+from jaxspec.requests.request import INT32_MAX
+from jaxspec.requests.sampling_features import LADDER, features_named
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runner.compiler import Compiler
 from jaxspec.runner.memory import memory_map
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import Notice
 from jaxspec.scheduler.scheduler import Scheduler
-from jaxspec.text.conversations import Messages, TemplateOptions
 from jaxspec.text.tokenizer import Tokenizer
 
 
@@ -202,17 +203,16 @@ class Diagnostics:
         watching.close()
 
 
-Groups = list[list[Sample]]  # samples of each prompt
 Kind = str | SamplingParams
 
 
 class LLMEngine(Diagnostics):
     """Loaded model with its session and tokenizer. Thread-safe.
 
-    Creates samples from prompts and compiles the programs they need; subclasses and `AsyncLLM` step
-    the session.
+    Compiles the programs that samples need; subclasses and `AsyncLLM` step the session.
 
     Attributes:
+        inputs: Creates samples from prompts.
         tokenizer: The model's tokenizer; None if it has none.
         vocab_size: Number of token ids.
 
@@ -238,15 +238,15 @@ class LLMEngine(Diagnostics):
         folder, model_config, proposer = loaded.folder, loaded.model, loaded.proposer
         self.tokenizer, self.vocab_size = loaded.tokenizer, model_config.vocab_size
         self._show_progress = progress
-        self._default_params = loaded.default_params
         runner = loaded.runner
-        self._inputs = InputProcessor(
+        self._request_key = proposer.request_key if proposer else lambda prompt, seed: 0
+        self.inputs = InputProcessor(
             self.tokenizer,
             vocab_size=self.vocab_size,
             max_model_len=runner.shapes.max_model_len,
             eos_ids=model_config.eos_token_ids,
-            request_key=proposer.request_key if proposer else lambda prompt, seed: 0,
             seed=config.seed,
+            default_params=loaded.default_params,
             finds_boundaries=runner.shapes.prefix_caching == "all",
         )
         flight, on_failure = None, None
@@ -294,15 +294,11 @@ class LLMEngine(Diagnostics):
         Raises:
             ValueError: the model has no tokenizer.
         """
-        return self._inputs.require_tokenizer("get_tokenizer()")
-
-    def twin_inputs(self, number: int) -> Callable[[], InputProcessor]:
-        """Return `InputProcessor.twin(number)` of the engine's input processor."""
-        return self._inputs.twin(number)
+        return self.inputs.require_tokenizer("get_tokenizer()")
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return a copy of the parameters of calls without any (option `generation_config`)."""
-        return self._default_params.clone()
+        return self.inputs.default_params.clone()
 
     def warm_up(self, feature_sets: Kind | Iterable[Kind] | None = None) -> None:
         """Compile all programs for some sampling features, and wait for them.
@@ -332,25 +328,22 @@ class LLMEngine(Diagnostics):
             RuntimeError: the engine is closed, or this is a forked child of its process.
         """
         self.session.require_usable()
-        self._compile(set(LADDER))
-
-    def _compile(self, feature_sets: set[SamplingFeatures]) -> None:
-        self._compiler.ensure(feature_sets)
+        self._compiler.ensure(set(LADDER))
 
     def prepare(
         self,
         prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         request_ids: Sequence[str] | None = None,
         priority: int | Sequence[int] | None = None,
-    ) -> Groups:
+    ) -> list[list[Sample]]:
         """Check prompts, create their samples, and compile the programs they need.
 
         Nothing is queued.
 
         Args:
             prompts: Prompts as in `LLM.generate`.
-            params: Parameters of each prompt.
+            sampling_params: As in `LLM.generate`.
             request_ids: As in `LLM.generate`.
             priority: As in `LLM.generate`.
 
@@ -361,85 +354,27 @@ class LLMEngine(Diagnostics):
             ValueError, RuntimeError: as in `LLM.generate`.
         """
         self.session.require_usable()
-        groups = self._inputs.process(prompts, params, request_ids, priority)
-        self._admit([sample for group in groups for sample in group])
+        groups = self.inputs.process(prompts, sampling_params, request_ids, priority)
+        self.admit([sample for group in groups for sample in group])
         return groups
 
     def admit(self, samples: Sequence[Sample]) -> None:
-        """Check samples created in another process, and compile the programs they need.
+        """Check samples against the engine's limits, and compile the programs they need.
 
         Sets the `proposer_key` of their requests.
 
         Args:
-            samples: Samples from an `InputProcessor` of `twin_inputs`.
+            samples: Samples from `inputs`, or from a twin of it in another process.
 
         Raises:
             ValueError, RuntimeError: as in `LLM.generate`.
         """
         self.session.require_usable()
         for request in (sample.request for sample in samples):
-            request.proposer_key = self._inputs.proposer_key(request.prompt, request.seed)
-        self._admit(samples)
-
-    def _admit(self, samples: Sequence[Sample]) -> None:
+            key = self._request_key(request.prompt, request.seed)
+            request.proposer_key = integer("request_key", key, 0, INT32_MAX)
         self.session.check(samples)
-        self._compile({sample.request.features for sample in samples})
-
-    def one_prompt(self, prompt: Any, call: str = "stream") -> Any:
-        """Return the prompt of a call for a single prompt.
-
-        Args:
-            prompt: The prompt, or a list of one.
-            call: Name of the call, for error messages.
-
-        Raises:
-            ValueError: `prompt` is a list of several prompts, or of none.
-            RuntimeError: as in `LLM.generate`.
-        """
-        self.session.require_usable()
-        return only_prompt(prompt, call)
-
-    def prepare_one(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None,
-        request_id: str | None,
-        priority: int,
-    ) -> list[Sample]:
-        """Check one prompt, create its samples, and compile the programs they need.
-
-        Args:
-            prompt: The prompt, as `one_prompt` returns it.
-            sampling_params: Parameters; None means `get_default_sampling_params()`.
-            request_id: Id for `abort`; None means a number.
-            priority: Waiting requests with lower values enter the batch first.
-
-        Returns:
-            The samples of the prompt.
-
-        Raises:
-            ValueError, RuntimeError: as in `LLM.generate`.
-        """
-        given = for_one(sampling_params, self._default_params, request_id, priority)
-        (samples,) = self.prepare([prompt], *given)
-        return samples
-
-    def chat_prompt(self, messages: Messages, template: TemplateOptions) -> TokensPrompt:
-        """Render and tokenize one conversation.
-
-        Args:
-            messages: The messages, as in `LLM.chat`.
-            template: Template options, as in `LLM.chat`.
-
-        Returns:
-            The prompt with its token ids and its text.
-
-        Raises:
-            TypeError, RuntimeError: as in `LLM.chat`.
-            ValueError: as in `LLM.chat`, or there are several conversations.
-        """
-        self.session.require_usable()
-        return self._inputs.chat(messages, template)
+        self._compiler.ensure({sample.request.features for sample in samples})
 
 
 def _in_usable_turn(session: Session, act: Callable[[], object]) -> object:

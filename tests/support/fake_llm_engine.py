@@ -21,6 +21,7 @@ class FakeLLMEngine:
         del model
         self.schedule = Schedule(**options)
         self.session, self.shapes = self.schedule.session, self.schedule.scheduler.shapes
+        self.inputs = self  # an `InputProcessor`, too
         self.asks: dict[str, Ask] = {}
         self.before_prepare = lambda: None
         self._numbers, self._keys = itertools.count(), itertools.count(1)
@@ -47,11 +48,7 @@ class FakeLLMEngine:
             held.clear()
         schedule.scheduler.planned = None
 
-    def one_prompt(self, prompt):
-        self.session.require_usable()
-        return prompt
-
-    def prepare_one(self, prompt, params, request_id, priority):
+    def process_one(self, prompt, params, request_id, priority):
         self.before_prepare()
         if prompt not in self.asks:
             raise ValueError(f"{prompt!r} is no prompt")
@@ -61,7 +58,10 @@ class FakeLLMEngine:
             request.params.output_kind = params.output_kind
             request.priority, request.index = priority, index
             request.request_id = request_id or prompt
-        samples = [sample_of(request) for request in requests]
+        return [sample_of(request) for request in requests]
+
+    def prepare_one(self, prompt, params=None, request_id=None, priority=0):
+        samples = self.process_one(prompt, params, request_id, priority)
         self.admit(samples)
         return samples
 

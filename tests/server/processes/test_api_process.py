@@ -14,7 +14,6 @@ from jaxspec.api.async_llm import WorkerSpec
 from jaxspec.api.inputs import InputProcessor
 from jaxspec.api.loading import EMBEDDED_MODEL
 from jaxspec.engine.errors import DrainingError, EngineDeadError
-from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.processes.api_process import WorkerConfig
 from jaxspec.server.processes.channel import Channel
@@ -29,11 +28,10 @@ def worker_config():
         vocab_size=2048,
         max_model_len=64,
         eos_ids=(0,),
-        request_key=lambda prompt, seed: 0,
         seed=0,
     )
     shapes = FakeLLMEngine().shapes
-    engine = WorkerSpec(inputs.twin(1), "some/model", shapes, SamplingParams())
+    engine = WorkerSpec(inputs.twin(1), "some/model", shapes)
     return WorkerConfig(ServerOptions(), engine, 1_700_000_000)
 
 
