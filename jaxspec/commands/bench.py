@@ -36,7 +36,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 Figures = dict[str, Any]
 Texts = list[str] | None  # prompts; None means random token ids
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
-_EPILOG = "exit status: 0 done; 1 the model failed on a prompt; 2 an error in what was asked for"
+_EPILOG = "exit status: 0 done; 1 the model failed on a prompt; 2 invalid arguments or input"
 
 
 def main(words: Sequence[str]) -> int:
@@ -71,19 +71,21 @@ def parser() -> argparse.ArgumentParser:
     """Return the command's parser; on an error it exits with status 2."""
     made = CommandParser(
         prog="python -m jaxspec bench",
-        description="Measure a model on this machine, without a server. Each kind has --help.",
+        description="Measure a model on this machine, without a server. Each benchmark has --help.",
         epilog=_EPILOG,
     )
     kinds = made.add_subparsers(metavar="KIND", required=True)
-    latency = _add(kinds, "latency", _latency, "seconds that a batch of prompts takes, repeated")
-    _add_number(latency, "batch-size", 8, "prompts of a batch")
-    _add_number(latency, "num-iters-warmup", 1, "batches that are not timed")
-    _add_number(latency, "num-iters", 10, "batches that are timed")
+    latency = _add(kinds, "latency", _latency, "measure the seconds per batch of prompts")
+    _add_number(latency, "batch-size", 8, "number of prompts per batch")
+    _add_number(latency, "num-iters-warmup", 1, "number of batches before the timed ones")
+    _add_number(latency, "num-iters", 10, "number of timed batches")
     _add_shared(latency)
     throughput = _add(
-        kinds, "throughput", _throughput, "tokens a second over prompts that are all there"
+        kinds, "throughput", _throughput, "measure the tokens per second of many prompts"
     )
-    _add_number(throughput, "num-prompts", 64, "prompts, of which max-num-seqs run at once")
+    _add_number(
+        throughput, "num-prompts", 64, "number of prompts; max-num-seqs run at the same time"
+    )
     _add_shared(throughput)
     add_engine_options(throughput, "max_num_seqs")
     return made
@@ -110,22 +112,29 @@ def _add_number(kind: Any, name: str, default: int, help: str) -> None:
 
 def _add_shared(kind: Any) -> None:
     """Add the options of both benchmarks."""
-    _add_number(kind, "input-len", 128, "tokens of a prompt")
-    _add_number(kind, "output-len", 128, "tokens that each prompt gets, whatever they are")
+    _add_number(kind, "input-len", 128, "number of tokens per prompt")
+    _add_number(kind, "output-len", 128, "generated tokens per prompt; end tokens are ignored")
     kind.add_argument(
         "--prompts-file",
         type=Path,
         metavar="FILE",
-        help="a UTF-8 text file with one prompt a line, of which the last input-len tokens are "
-        "used, from the first again when they run out (default: random token ids, on which fewer "
-        "drafts stand than on texts)",
+        help="a UTF-8 text file with one prompt per line, truncated to the last input-len tokens "
+        "and repeated as needed (default: random token ids, for which fewer drafts are accepted "
+        "than for texts)",
     )
     kind.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="of sampling (default: 0)"
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature (default: 0)",
     )
-    _add_number(kind, "seed", 0, "of random token ids and of sampling")
+    _add_number(kind, "seed", 0, "seed of random token ids and of the sampling noise")
     kind.add_argument(
-        "--output-json", type=Path, metavar="FILE", help="where figures go too (default: nowhere)"
+        "--output-json",
+        type=Path,
+        metavar="FILE",
+        help="also write the results as JSON (default: no)",
     )
     add_engine_options(kind, *(name for name in FEW if name != "max_model_len"), "load_format")
     add_speculation(kind)

@@ -21,7 +21,7 @@ example:
   curl localhost:8000/v1/completions -H "content-type: application/json" \\
        -d '{"prompt": "def fibonacci(n):", "max_tokens": 32}'
 
-exit status: 0 ended by a signal; 1 the engine failed; 2 an error in what was asked for
+exit status: 0 ended by a signal; 1 the engine failed; 2 invalid arguments or input
 """
 _OF_ENGINE = {
     name: field
@@ -55,8 +55,8 @@ def parser() -> argparse.ArgumentParser:
     made = CommandParser(
         prog="python -m jaxspec serve",
         usage="python -m jaxspec serve [options] [MODEL]",
-        description="Serve a model by HTTP, as OpenAI's and Anthropic's clients know it\n"
-        "(docs/serving.md). The port opens when all is loaded and compiled.",
+        description="Serve a model over HTTP with OpenAI's and Anthropic's APIs\n"
+        "(docs/serving.md). The port opens once the model is loaded and compiled.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -90,7 +90,7 @@ def _add(group: Any, field: dataclasses.Field) -> None:
     if bool in kinds:
         how = {"action": argparse.BooleanOptionalAction}
     elif tuple in kinds:
-        how, told = {"metavar": "TEXT", "action": "append"}, f"{told or 'none'}; may come again"
+        how, told = {"metavar": "TEXT", "action": "append"}, f"{told or 'none'}; may be repeated"
     elif Sequence in kinds or typing.get_origin(field.type) is Sequence:
         how = {"metavar": "N,N,...", "type": _sizes}
     elif int in kinds or float in kinds:

@@ -48,9 +48,9 @@ class Body(BaseModel):
         unknown = self.model_extra or {}
         if len(unknown) > _MAX_UNKNOWN:
             raise ValueError(
-                f"there are {len(unknown):,} fields that nobody knows, such as "
-                f"{shown(next(iter(unknown)))}, and at most {_MAX_UNKNOWN} are passed over. Leave "
-                "them out"
+                f"there are {len(unknown):,} unknown fields, such as "
+                f"{shown(next(iter(unknown)))}, and at most {_MAX_UNKNOWN} are ignored. Leave them "
+                "out"
             )
         for name in itertools.islice(unknown, _MAX_COMPARED):
             near = difflib.get_close_matches(name[:_MAX_NAME], type(self).model_fields, 1, _NEAR)
@@ -59,7 +59,7 @@ class Body(BaseModel):
                     f"there is no field {shown(name)}; the nearest is {near[0]!r}. Correct it, or "
                     "leave it out"
                 )
-            _LOG.debug("A request has the field %s, which is passed over.", shown(name))
+            _LOG.debug("A request has the field %s, which is ignored.", shown(name))
         return self
 
 

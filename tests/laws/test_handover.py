@@ -156,7 +156,7 @@ def test_a_request_may_come_back_and_leave_again(engines):
     """A chain: the state of each engine is the next one's beginning."""
     here, there = engines
     for params in LONG:
-        state = by_wire(here.prefill(PROMPT, params))
+        state = by_wire(here.prefill(PROMPT, params, request_id="x"))
         for count, engine in enumerate([there, here, there, here]):
             if engine is here:
                 engine.prefixes.clear()

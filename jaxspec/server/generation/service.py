@@ -88,7 +88,7 @@ class Service:
         known = ", ".join(map(repr, self.names))
         raise ApiError(
             404,
-            f"model must be {known}, got {name[:80]!r}. GET /v1/models lists what is here.",
+            f"model must be {known}, got {name[:80]!r}. GET /v1/models lists the names.",
             param="model",
         )
 

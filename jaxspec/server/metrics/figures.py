@@ -10,20 +10,20 @@ from jaxspec.server.metrics.histogram import LENGTHS, SECONDS, Histogram
 
 LATENCIES = {
     "time_to_first_token_seconds": "Seconds from a tokenized prompt to its first token.",
-    "inter_token_latency_seconds": "Seconds between tokens; those of a verify share theirs.",
-    "request_time_per_output_token_seconds": "Seconds a token after the first, of whole samples.",
-    "e2e_request_latency_seconds": "Seconds from a tokenized prompt to a sample's end.",
+    "inter_token_latency_seconds": "Seconds between tokens, averaged over those of one delta.",
+    "request_time_per_output_token_seconds": "Mean seconds per token after the first, by sample.",
+    "e2e_request_latency_seconds": "Seconds from a tokenized prompt to a sample's last token.",
     "request_queue_time_seconds": "Seconds from a tokenized prompt to a sample's first row.",
     "request_prefill_time_seconds": "Seconds from a sample's first row to its first token.",
     "request_decode_time_seconds": "Seconds from a sample's first token to its last.",
     "request_inference_time_seconds": "Seconds from a sample's first row to its last token.",
 }
 SIZES = {
-    "request_prompt_tokens": "Tokens of a prompt.",
-    "request_generation_tokens": "Tokens of a sample.",
-    "request_max_num_generation_tokens": "Tokens of the longest sample of a prompt.",
-    "request_params_n": "Samples that a request asks for.",
-    "request_params_max_tokens": "max_tokens of requests that give one.",
+    "request_prompt_tokens": "Number of tokens per prompt.",
+    "request_generation_tokens": "Number of generated tokens per sample.",
+    "request_max_num_generation_tokens": "Number of tokens of a prompt's longest sample.",
+    "request_params_n": "Number of samples per request (n).",
+    "request_params_max_tokens": "max_tokens of requests that set it.",
 }
 
 
