@@ -140,6 +140,11 @@ class AsyncCalls(abc.ABC):
             async for delta in stream:
                 yield delta
 
+    @property
+    @abc.abstractmethod
+    def is_healthy(self) -> bool:
+        """True if no step has failed and it is not closed."""
+
     @abc.abstractmethod
     async def _submit(self, prepare: Prepare) -> AsyncStream:
         """Prepare samples in a worker thread and queue them."""

@@ -13,8 +13,7 @@ from jaxspec.server.http.access import RequireKey
 from jaxspec.server.http.connection import ClientConnection
 from jaxspec.server.http.errors import ENGINE_ERRORS, ApiError, respond
 from jaxspec.server.http.request_ids import RequestIds
-from jaxspec.server.http.version import version
-from jaxspec.server.metrics.figures import Figures
+from jaxspec.server.metrics.server_metrics import ServerMetrics
 from jaxspec.server.metrics.snapshot import LocalWatch
 from jaxspec.server.options import ServerOptions
 
@@ -27,8 +26,8 @@ def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     Raises:
         ValueError: the model has no tokenizer, or the file of keys can't be read.
     """
-    figures = Figures()
-    return app_of(Service(llm, options or ServerOptions(), figures, LocalWatch(llm, figures)))
+    metrics = ServerMetrics()
+    return app_of(Service(llm, options or ServerOptions(), metrics, LocalWatch(llm, metrics)))
 
 
 def app_of(service: Service) -> FastAPI:
@@ -52,7 +51,7 @@ def app_of(service: Service) -> FastAPI:
     errors = (ApiError, HTTPException, RequestValidationError, *ENGINE_ERRORS, Exception)
     app = FastAPI(
         title="jaxspec",
-        version=version(),
+        version=monitoring.VERSION,
         middleware=before,
         exception_handlers=dict.fromkeys(errors, respond),
         docs_url=None,  # the page would load scripts from a CDN

@@ -47,6 +47,8 @@ class Calls(AsyncCalls):
         super().__init__(Inputs(), "name", SimpleNamespace(max_model_len=64))
         self.streams = []
 
+    is_healthy = True
+
     async def _submit(self, prepare):
         self.streams.append(Stream(prepare()))
         return self.streams[-1]

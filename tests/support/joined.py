@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 
-from jaxspec.server.metrics.figures import Figures
+from jaxspec.server.metrics.server_metrics import Figures
 from jaxspec.server.metrics.snapshot import LocalWatch
 from jaxspec.server.processes.channel import Channel
 from jaxspec.server.processes.engine_server import RemoteEngineServer

@@ -11,10 +11,10 @@ from jaxspec.server.generation.chat_pieces import first_choice
 from jaxspec.server.generation.conversation import Conversation
 from jaxspec.server.generation.service import ServiceOf
 from jaxspec.server.http.errors import ApiError, json_response
-from jaxspec.server.http.request_ids import new_id
 from jaxspec.server.http.routing import make_router
 from jaxspec.server.http.sse import DONE, Chunks, event
 from jaxspec.server.protocol import ChatCompletionRequest
+from jaxspec.server.translate.fields import new_id
 
 router = make_router()
 

@@ -14,10 +14,10 @@ from jaxspec.server.generation.completion_pieces import Piece, Pieces, is_for_pr
 from jaxspec.server.generation.generation import Generation
 from jaxspec.server.generation.service import Service, ServiceOf
 from jaxspec.server.http.errors import ApiError, json_response
-from jaxspec.server.http.request_ids import new_id
 from jaxspec.server.http.routing import make_router
 from jaxspec.server.http.sse import DONE, Chunks, event
 from jaxspec.server.protocol import CompletionRequest
+from jaxspec.server.translate.fields import new_id
 
 router = make_router()
 

@@ -9,12 +9,12 @@ from starlette.responses import Response
 from jaxspec.server.generation.conversation import Conversation, prompt_tokens
 from jaxspec.server.generation.service import ServiceOf
 from jaxspec.server.http.errors import ApiError, json_response
-from jaxspec.server.http.request_ids import new_id
 from jaxspec.server.http.routing import make_router
 from jaxspec.server.http.sse import event
 from jaxspec.server.protocol import ChatCompletionRequest, CountTokensRequest, MessagesRequest
 from jaxspec.server.translate import anthropic
 from jaxspec.server.translate.anthropic_events import MessageEvents, failed
+from jaxspec.server.translate.fields import new_id
 
 router = make_router()
 

@@ -7,16 +7,18 @@ from fastapi import Query
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 from starlette.responses import HTMLResponse, Response
 
+from jaxspec.flight.about import version_of
 from jaxspec.requests.request import DraftCounts
 from jaxspec.server.generation.service import Service, ServiceOf
 from jaxspec.server.http.errors import json_response
 from jaxspec.server.http.routing import make_router
-from jaxspec.server.http.version import version
 from jaxspec.server.metrics.collector import Collector
 from jaxspec.server.metrics.step_watch import MAX_STEPS
 from jaxspec.server.page.document import DOCUMENT, HEADERS
 from jaxspec.viz.timeline import StepRow
 
+VERSION = version_of("jaxspec") or "unknown"
+"""Installed version, or "unknown" for sources that are not installed."""
 router = make_router()
 _SAME = ("num_running", "num_waiting", "kv_cache_usage", "num_tokens", "num_steps",
          "num_preemptions", "tokens_per_second", "max_in_flight", "memory_bytes")  # fmt: skip
@@ -97,7 +99,7 @@ async def ready(service: ServiceOf) -> Response:
 @router.get("/version")
 async def tell_version() -> Response:
     """Return the version of jaxspec."""
-    return json_response({"version": version()})
+    return json_response({"version": VERSION})
 
 
 @router.get("/load")

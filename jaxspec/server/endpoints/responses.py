@@ -8,11 +8,11 @@ from starlette.responses import Response
 from jaxspec.server.generation.conversation import Conversation
 from jaxspec.server.generation.service import ServiceOf
 from jaxspec.server.http.errors import ApiError, json_response
-from jaxspec.server.http.request_ids import new_id
 from jaxspec.server.http.routing import make_router
 from jaxspec.server.http.sse import event
 from jaxspec.server.protocol import ChatCompletionRequest, ResponsesRequest
 from jaxspec.server.translate import responses
+from jaxspec.server.translate.fields import new_id
 from jaxspec.server.translate.responses_events import ResponseEvents
 
 router = make_router()

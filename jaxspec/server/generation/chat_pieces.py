@@ -8,8 +8,8 @@ import orjson
 
 from jaxspec.requests.outputs import TextDelta
 from jaxspec.server.generation.logprobs import chat_logprobs
-from jaxspec.server.http.request_ids import new_id
 from jaxspec.server.protocol import ChatCompletionRequest
+from jaxspec.server.translate.fields import new_id
 from jaxspec.text.parsers import OutputParser, Piece, assemble
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.viz.colored_tokens import Piece as Token

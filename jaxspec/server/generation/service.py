@@ -10,25 +10,22 @@ from typing import Annotated, Any
 from fastapi import Depends
 from starlette.requests import Request
 
-from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.api.async_calls import AsyncCalls
 from jaxspec.engine.async_stream import AsyncStream
 from jaxspec.engine.errors import DrainingError, EngineDeadError, QueueFullError
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.server.generation.generation import Generation
 from jaxspec.server.http.errors import ApiError
 from jaxspec.server.http.sse import EventStream
-from jaxspec.server.metrics.figures import Figures
+from jaxspec.server.metrics.server_metrics import ServerMetrics
 from jaxspec.server.metrics.snapshot import Watch
 from jaxspec.server.options import ServerOptions
-from jaxspec.server.processes.remote_llm import RemoteLLM
 from jaxspec.server.protocol import Sampling
 from jaxspec.text.parsers import parser_for
 from jaxspec.text.tokenizer import Tokenizer
 
 MAX_CHOICES = 2048
 """Maximum number of samples per request, over all its prompts."""
-ServedLLM = AsyncLLM | RemoteLLM
-"""The engine, in this process or in another one."""
 _REJECTIONS = {
     QueueFullError: "queue_full",
     DrainingError: "draining",
@@ -36,7 +33,7 @@ _REJECTIONS = {
 }
 
 
-def tokenizer_of(llm: ServedLLM) -> Tokenizer:
+def tokenizer_of(llm: AsyncCalls) -> Tokenizer:
     """Return the model's tokenizer.
 
     Raises:
@@ -55,21 +52,21 @@ class Service:
 
     def __init__(
         self,
-        llm: ServedLLM,
+        llm: AsyncCalls,
         options: ServerOptions,
-        figures: Figures,
+        metrics: ServerMetrics,
         watch: Watch,
         *,
         created: int | None = None,
     ):
-        """Serve `llm`, count requests in `figures` and read engine metrics from `watch`.
+        """Serve `llm`, count requests in `metrics` and read engine metrics from `watch`.
 
         `created`: start time of the server in seconds since 1970; None means now.
 
         Raises:
             ValueError: the model has no tokenizer.
         """
-        self.llm, self.options, self.figures, self.watch = llm, options, figures, watch
+        self.llm, self.options, self.metrics, self.watch = llm, options, metrics, watch
         self.tokenizer = tokenizer_of(llm)
         self.dialect = parser_for(self.tokenizer.chat_template)
         self.tags_are_special = any(map(self._is_hidden, self.dialect.tags))
@@ -171,7 +168,7 @@ class Service:
         try:
             yield
         except (*_REJECTIONS,) as error:
-            self.figures.rejections[_REJECTIONS[type(error)]] += 1
+            self.metrics.rejections[_REJECTIONS[type(error)]] += 1
             raise
         except (ValueError, TypeError) as error:
             raise ApiError.of_value(error, type(body).model_fields) from error
@@ -193,8 +190,8 @@ class Service:
                 await stream.aclose()
             raise
         for stream in streams:
-            self.figures.note_request(len(stream.prompt_token_ids), params)
-        return Generation(streams, params.n, self.figures)
+            self.metrics.note_request(len(stream.prompt_token_ids), params)
+        return Generation(streams, params.n, self.metrics)
 
     def _is_hidden(self, tag: str) -> bool:
         """Return whether decoding drops a tag that parsers look for, as a special token."""

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector as Base
 
 from jaxspec.engine.metrics import Counter, Gauge, Vector
 from jaxspec.plan.step_shapes import StepShapes
-from jaxspec.server.metrics.figures import LATENCIES, SIZES
+from jaxspec.server.metrics.server_metrics import LATENCIES, SIZES
 from jaxspec.server.metrics.snapshot import Snapshot
 
 _TEXTS = {
@@ -59,8 +59,8 @@ class Collector(Base):
         yield from self._engine()
         yield from self._requests()
         yield from self._settings()
-        figures = self._snapshot.requests
-        for group, texts in ((figures.latencies, LATENCIES), (figures.sizes, SIZES)):
+        metrics = self._snapshot.requests
+        for group, texts in ((metrics.latencies, LATENCIES), (metrics.sizes, SIZES)):
             for name, text in texts.items():
                 family = HistogramMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
                 found = group[name]
@@ -82,16 +82,16 @@ class Collector(Base):
         yield self._counters("jaxspec:engine_steps", None, {"": told["num_steps"]})
 
     def _requests(self) -> Iterator[Metric]:
-        figures = self._snapshot.requests
+        metrics = self._snapshot.requests
         plain = {
-            "vllm:prompt_tokens": figures.num_prompt_tokens,
-            "vllm:prompt_tokens_cached": figures.num_cached_tokens,
-            "vllm:corrupted_requests": figures.ends["error"],
+            "vllm:prompt_tokens": metrics.num_prompt_tokens,
+            "vllm:prompt_tokens_cached": metrics.num_cached_tokens,
+            "vllm:corrupted_requests": metrics.ends["error"],
         }
         for name, value in plain.items():
             yield self._counters(name, None, {"": value})
-        yield self._counters("vllm:request_success", "finished_reason", figures.ends)
-        yield self._counters("vllm:admission_rejections", "reason", figures.rejections)
+        yield self._counters("vllm:request_success", "finished_reason", metrics.ends)
+        yield self._counters("vllm:admission_rejections", "reason", metrics.rejections)
         yield self._gauge("jaxspec:is_healthy", float(self._snapshot.is_healthy))
         yield self._gauge("jaxspec:event_loop_lag_seconds", self._snapshot.loop_lag)
 

@@ -12,7 +12,7 @@ from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.engine.errors import EngineDeadError
 from jaxspec.server.http.http_server import set_up_log
 from jaxspec.server.http.request_ids import LOG
-from jaxspec.server.metrics.figures import Figures
+from jaxspec.server.metrics.server_metrics import ServerMetrics
 from jaxspec.server.metrics.snapshot import Snapshot, loop_lag, snapshot_of
 from jaxspec.server.metrics.step_watch import StepWatch
 from jaxspec.server.options import ServerOptions
@@ -101,17 +101,17 @@ class ApiProcesses:
             await engine_server.ready.wait()
 
     async def _snapshot(self) -> Snapshot:
-        async def figures_of(engine_server: RemoteEngineServer) -> tuple[Figures, float]:
+        async def metrics_of(engine_server: RemoteEngineServer) -> tuple[ServerMetrics, float]:
             async with asyncio.timeout(_ANSWERING):
-                return await engine_server.channel.ask("figures")
+                return await engine_server.channel.ask("metrics")
 
         ready = [
             engine_server for engine_server in self._engine_servers if engine_server.ready.is_set()
         ]
-        answers = await asyncio.gather(*map(figures_of, ready), return_exceptions=True)
+        answers = await asyncio.gather(*map(metrics_of, ready), return_exceptions=True)
         found = [each for each in answers if not isinstance(each, BaseException)]
         lags = [await loop_lag(), *(lag for _, lag in found)]
-        return snapshot_of(self._llm, Figures.total(each for each, _ in found), max(lags))
+        return snapshot_of(self._llm, ServerMetrics.total(each for each, _ in found), max(lags))
 
     def _tell(self, name: str, *args: object) -> None:
         for engine_server in self._engine_servers:

@@ -9,7 +9,6 @@ from typing import Any
 
 import orjson
 
-from jaxspec.server.http.request_ids import new_id
 from jaxspec.server.translate.fields import (
     SAMPLING,
     FieldError,
@@ -17,6 +16,7 @@ from jaxspec.server.translate.fields import (
     content,
     mapping,
     named,
+    new_id,
     objects,
     one_of,
     text,

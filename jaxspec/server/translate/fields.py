@@ -1,11 +1,17 @@
-"""Type checks for fields of other APIs' requests; errors name the path of the field."""
+"""Fields of requests and answers: ids, and type checks whose errors name the path of the field."""
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.checks import shown
 
 Json = dict[str, Any]
+
+
+def new_id(prefix: str) -> str:
+    """Return `prefix` and 32 random digits, so that clients can't guess each other's ids."""
+    return prefix + secrets.token_hex(16)
 
 
 class FieldError(ValueError):

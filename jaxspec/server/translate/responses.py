@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxspec.server.http.request_ids import new_id
 from jaxspec.server.translate.fields import (
     SAMPLING,
     FieldError,
@@ -15,6 +14,7 @@ from jaxspec.server.translate.fields import (
     content,
     mapping,
     named,
+    new_id,
     objects,
     one_of,
     text,

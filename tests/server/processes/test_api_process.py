@@ -81,15 +81,15 @@ def test_it_answers_by_what_the_engine_s_process_says_and_ends_when_told():
         assert refused.status_code == 503 and "drains" in refused.text
         bad = await client.post("/v1/completions", json={**asked, "top_p": 7})
         assert bad.status_code == 400
-        figures, lag = await channel.ask("figures")
+        metrics, lag = await channel.ask("metrics")
         assert lag >= 0
-        assert figures.rejections == {"draining": 1}
+        assert metrics.rejections == {"draining": 1}
         channel.tell("drain")
-        await channel.ask("figures")  # behind it
+        await channel.ask("metrics")  # behind it
         assert (await client.get("/ready")).status_code == 503
         assert (await client.get("/health")).status_code == 200
         channel.tell("engine_failed", EngineDeadError(OSError("planted")))
-        await channel.ask("figures")
+        await channel.ask("metrics")
         assert (await client.get("/health")).status_code == 503
         channel.tell("end", False)
 
