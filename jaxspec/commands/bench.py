@@ -15,7 +15,7 @@ import numpy as np
 from jaxspec import device
 from jaxspec.api.llm import LLM
 from jaxspec.checks import integer
-from jaxspec.commands.figures import acceptance, failure
+from jaxspec.commands.stats import acceptance, failure
 from jaxspec.flight.about import version_of
 from jaxspec.options.arguments import (
     FEW,
@@ -33,7 +33,7 @@ from jaxspec.requests.prompts import Prompt
 from jaxspec.requests.request import RequestMetrics
 from jaxspec.requests.sampling_params import SamplingParams
 
-Figures = dict[str, Any]
+Results = dict[str, Any]
 Texts = list[str] | None  # prompts; None means random token ids
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
 _EPILOG = "exit status: 0 done; 1 the model failed on a prompt; 2 invalid arguments or input"
@@ -57,18 +57,17 @@ def main(words: Sequence[str]) -> int:
         begin_output(args.output_json)
     with LLM(**options) as llm:
         try:
-            figures = args.measure(llm, args, texts)
+            results = args.measure(llm, args, texts)
         except FloatingPointError as error:
             print(error, file=sys.stderr)
             return 1
         if args.output_json is not None:
-            told = {**_machine(llm), **figures}
+            told = {**_machine(llm), **results}
             args.output_json.write_text(json.dumps(told, indent=1) + "\n")
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's parser; on an error it exits with status 2."""
     made = CommandParser(
         prog="python -m jaxspec bench",
         description="Measure a model on this machine, without a server. Each benchmark has --help.",
@@ -91,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _add(kinds: Any, name: str, measure: Callable[[LLM, Any, Texts], Figures], help: str) -> Any:
+def _add(kinds: Any, name: str, measure: Callable[[LLM, Any, Texts], Results], help: str) -> Any:
     kind = kinds.add_parser(
         name,
         prog=f"python -m jaxspec bench {name}",
@@ -141,7 +140,7 @@ def _add_shared(kind: Any) -> None:
     add_other_engine_options(kind)
 
 
-def _latency(llm: LLM, args: argparse.Namespace, texts: Texts) -> Figures:
+def _latency(llm: LLM, args: argparse.Namespace, texts: Texts) -> Results:
     prompts, params = _prompts(llm, args, texts, args.batch_size), _params(args)
     for _ in range(args.num_iters_warmup):
         _generate(llm, prompts, params)
@@ -164,7 +163,7 @@ def _latency(llm: LLM, args: argparse.Namespace, texts: Texts) -> Figures:
     }
 
 
-def _throughput(llm: LLM, args: argparse.Namespace, texts: Texts) -> Figures:
+def _throughput(llm: LLM, args: argparse.Namespace, texts: Texts) -> Results:
     prompts, params = _prompts(llm, args, texts, args.num_prompts), _params(args)
     _generate(llm, prompts[: llm.shapes.max_num_seqs], params)  # compiles and warms up
     seconds, outputs = _generate(llm, prompts, params)
@@ -219,7 +218,7 @@ def _params(args: argparse.Namespace) -> SamplingParams:
     )
 
 
-def _of_requests(outputs: Sequence[RequestOutput], args: argparse.Namespace) -> Figures:
+def _of_requests(outputs: Sequence[RequestOutput], args: argparse.Namespace) -> Results:
     """Print and return the median latencies and the acceptance of drafts."""
     ttft = statistics.median(output.metrics.ttft or 0.0 for output in outputs)
     tpot = statistics.median(output.metrics.tpot or 0.0 for output in outputs)
@@ -243,7 +242,7 @@ def _of_requests(outputs: Sequence[RequestOutput], args: argparse.Namespace) -> 
     }
 
 
-def _machine(llm: LLM) -> Figures:
+def _machine(llm: LLM) -> Results:
     """Return the model, settings, device and versions that were measured."""
     return {
         "model": llm.model_name,

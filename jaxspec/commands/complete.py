@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxspec import commands
 from jaxspec.api.llm import LLM
-from jaxspec.commands.figures import failure, summary
+from jaxspec.commands.stats import failure, summary
 from jaxspec.flight.about import version_of
 from jaxspec.options.arguments import (
     ENGINE_OPTIONS,
@@ -46,7 +46,6 @@ def main(words: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's parser; on an error it exits with status 2."""
     made = CommandParser(
         prog="python -m jaxspec",
         usage="python -m jaxspec [options] PROMPT ...\n       python -m jaxspec COMMAND ...",

@@ -22,7 +22,6 @@ def main(words: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's parser; on an error it exits with status 2."""
     made = CommandParser(
         prog="python -m jaxspec inspect",
         usage="python -m jaxspec inspect [options] [MODEL]",

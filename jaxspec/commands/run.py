@@ -57,7 +57,6 @@ def main(words: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's parser; on an error it exits with status 2."""
     made = CommandParser(
         prog="python -m jaxspec run",
         usage="python -m jaxspec run [options] [MODEL]",

@@ -89,30 +89,6 @@ _ABSENT = {
     "kv_transfer_params": "the KV cache stays in this process",
     "mm_processor_kwargs": "prompts are text alone",
 }
-# Fields with the same name in requests and in `SamplingParams`.
-_SAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "allowed_token_ids",
-    "bad_words",
-    "seed",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "truncate_prompt_tokens",
-    "num_speculative_tokens",
-    "prompt_logprobs",
-)
 
 
 class Sampling(Body):
@@ -187,6 +163,11 @@ class Sampling(Body):
         return dataclasses.replace(
             default, **given, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind
         )
+
+
+# Fields with the same name and meaning in requests and in `SamplingParams`.
+_SAME = Sampling.model_fields.keys() & {each.name for each in dataclasses.fields(SamplingParams)}
+_SAME -= {"logit_bias", "max_tokens"}
 
 
 def refused(name: str, value: Any, why: str) -> ApiError:

@@ -18,7 +18,7 @@ class Joined(RemoteLLM):
     hearing: list[asyncio.Task]
 
     async def close(self):
-        self._channel.hang_up()
+        self._channel.close()
         await asyncio.wait(self.hearing)
 
 

@@ -1,9 +1,8 @@
 """Service: state shared by all routes, and submission of their requests to the engine."""
 
 import contextlib
-import functools
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -122,17 +121,16 @@ class Service:
                 raise ValueError("prompt must hold at least one prompt, got []. Give some text.")
             self._check("prompt x n", len(prompts) * params.n, MAX_CHOICES)
 
-        def submit(number: int, prompt: Any) -> Awaitable[AsyncStream]:
-            name = request_id if len(prompts) == 1 else f"{request_id}-{number}"
-            return self.llm.submit(
+        submissions = (
+            self.llm.submit(
                 _salted(prompt, body.cache_salt),
                 params,
-                request_id=name,
+                request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
                 priority=body.priority or 0,
             )
-
-        each = [functools.partial(submit, *numbered) for numbered in enumerate(prompts)]
-        return await self._submit_each(body, params, each)
+            for number, prompt in enumerate(prompts)
+        )
+        return await self._submit_each(body, params, submissions)
 
     async def chat(
         self,
@@ -143,9 +141,7 @@ class Service:
         template: dict[str, Any],
     ) -> Generation:
         """Submit a conversation to the engine; raises as `complete`."""
-
-        submit = functools.partial(
-            self.llm.submit_chat,
+        submission = self.llm.submit_chat(
             messages,
             params,
             request_id=request_id,
@@ -153,7 +149,7 @@ class Service:
             cache_salt=body.cache_salt,
             **template,
         )
-        return await self._submit_each(body, params, [submit])
+        return await self._submit_each(body, params, [submission])
 
     def stream(self, events: Any) -> EventStream:
         """Return the response that streams `events`."""
@@ -177,14 +173,14 @@ class Service:
         self,
         body: Sampling,
         params: SamplingParams,
-        submits: Sequence[Callable[[], Awaitable[AsyncStream]]],
+        submissions: Iterable[Awaitable[AsyncStream]],
     ) -> Generation:
-        """Submit prompts one by one; if one is refused, abort those before it."""
+        """Await submissions one by one; if one is refused, abort those before it."""
         streams = list[AsyncStream]()
         try:
             with self.refusing(body):
-                for submit in submits:
-                    streams.append(await submit())
+                for submission in submissions:
+                    streams.append(await submission)
         except BaseException:
             for stream in streams:
                 await stream.aclose()

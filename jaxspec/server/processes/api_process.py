@@ -51,7 +51,7 @@ async def serve(end: socket.socket, port: socket.socket) -> int:
     """
     channel = await Channel.of(end)
     try:
-        worker_config: WorkerConfig = await channel.hear_first()
+        worker_config: WorkerConfig = await channel.receive_first()
     except (EOFError, ConnectionError):
         return 1
     llm, metrics = RemoteLLM(worker_config.engine, channel), ServerMetrics()
@@ -84,7 +84,7 @@ async def serve(end: socket.socket, port: socket.socket) -> int:
 
     hearing = asyncio.create_task(channel.run())
     hearing.add_done_callback(gone)
-    await server.serve_at(port, lambda: channel.tell("ready"))
+    await server.serve_at(port, lambda: channel.notify("ready"))
     hearing.cancel()
     return 0
 

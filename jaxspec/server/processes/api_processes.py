@@ -54,7 +54,7 @@ class ApiProcesses:
             opened.cancel()
             is_whole = self._is_ending
             if not is_whole:
-                await self._tell_why(running)
+                await self._log_failure(running)
                 self.end()
             await asyncio.wait(running, timeout=_ENDING)
             return is_whole
@@ -62,15 +62,15 @@ class ApiProcesses:
             await self._clear()
 
     def drain(self) -> None:
-        self._tell("drain")
+        self._notify("drain")
 
     def engine_failed(self, error: BaseException) -> None:
         """Make `/health` return 503."""
-        self._tell("engine_failed", EngineDeadError(error))
+        self._notify("engine_failed", EngineDeadError(error))
 
     def end(self, *, now: bool = False) -> None:
         self._is_ending = True
-        self._tell("end", now)
+        self._notify("end", now)
         if now:
             asyncio.get_running_loop().call_later(_ENDING_NOW, self._kill)
 
@@ -91,8 +91,8 @@ class ApiProcesses:
                     start_new_session=True,  # so that Ctrl-C reaches only this process
                 )
             )
-        engine_server.channel.tell(
-            "brief", WorkerConfig(self._options, self._llm.worker_spec(number), self._created)
+        engine_server.channel.notify(
+            "config", WorkerConfig(self._options, self._llm.worker_spec(number), self._created)
         )
         return engine_server
 
@@ -103,7 +103,7 @@ class ApiProcesses:
     async def _snapshot(self) -> Snapshot:
         async def metrics_of(engine_server: RemoteEngineServer) -> tuple[ServerMetrics, float]:
             async with asyncio.timeout(_ANSWERING):
-                return await engine_server.channel.ask("metrics")
+                return await engine_server.channel.call("metrics")
 
         ready = [
             engine_server for engine_server in self._engine_servers if engine_server.ready.is_set()
@@ -113,11 +113,11 @@ class ApiProcesses:
         lags = [await loop_lag(), *(lag for _, lag in found)]
         return snapshot_of(self._llm, ServerMetrics.total(each for each, _ in found), max(lags))
 
-    def _tell(self, name: str, *args: object) -> None:
+    def _notify(self, name: str, *args: object) -> None:
         for engine_server in self._engine_servers:
-            engine_server.channel.tell(name, *args)
+            engine_server.channel.notify(name, *args)
 
-    async def _tell_why(self, running: list[asyncio.Task[None]]) -> None:
+    async def _log_failure(self, running: list[asyncio.Task[None]]) -> None:
         """Log why the server ends without a signal."""
         for task in running:
             if task.done() and (error := task.exception()) is not None:
@@ -139,7 +139,7 @@ class ApiProcesses:
     async def _clear(self) -> None:
         """Close the channels, which ends the processes, and kill those that do not exit in time."""
         for engine_server in self._engine_servers:
-            engine_server.channel.hang_up()
+            engine_server.channel.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ENDING):
                 while any(process.poll() is None for process in self._processes):

@@ -23,7 +23,7 @@ class _RemoteOutputQueue(OutputQueue):
 
     def __init__(self, number: int, samples: Sequence[Sample], channel: Channel):
         def settle(sample_stream: SampleStream, num_tokens: int | None) -> None:
-            channel.tell("settle", number, sample_stream.index, num_tokens)
+            channel.notify("settle", number, sample_stream.index, num_tokens)
 
         super().__init__(asyncio.get_running_loop(), samples, _sample_stream_of, settle)
         self.number = number
@@ -48,7 +48,7 @@ class RemoteLLM(AsyncCalls):
         self._numbers = itertools.count()
         self._output_queues = dict[int, _RemoteOutputQueue]()  # submitted requests, by number
         self._queueing = set[asyncio.Task[_RemoteOutputQueue]]()
-        channel.handlers = {**channel.handlers, "came": self._came, "failed": self._failed}
+        channel.handlers = {**channel.handlers, "deltas": self._receive, "failed": self._failed}
 
     @property
     def is_healthy(self) -> bool:
@@ -56,10 +56,10 @@ class RemoteLLM(AsyncCalls):
         return self.error is None
 
     async def snapshot(self) -> Snapshot:
-        return await self._ask("snapshot")
+        return await self._call("snapshot")
 
     async def last_steps(self, count: int) -> list[StepRow]:
-        return await self._ask("last_steps", count)
+        return await self._call("last_steps", count)
 
     def end(self, error: ServiceError) -> None:
         """Stop serving: every stream ends with `error`."""
@@ -89,7 +89,7 @@ class RemoteLLM(AsyncCalls):
 
     async def _queue(self, prepare: Prepare) -> _RemoteOutputQueue:
         number = next(self._numbers)
-        await self._ask("expect", number)
+        await self._call("expect", number)
         try:
             samples = await self._loop.run_in_executor(self._pool, prepare)
             output_queue = self._output_queues[number] = _RemoteOutputQueue(
@@ -98,22 +98,22 @@ class RemoteLLM(AsyncCalls):
             requests = [sample_stream.request for sample_stream in output_queue.sample_streams]
             for request in requests:
                 request.tokens = []  # send the prompt once, as `request.prompt`
-            await self._ask("take_over", number, requests)
+            await self._call("take_over", number, requests)
         except BaseException:
             self._output_queues.pop(number, None)
-            self._channel.tell("abort", number)
+            self._channel.notify("abort", number)
             raise
         return output_queue
 
-    async def _ask(self, name: str, *args: Any) -> Any:
+    async def _call(self, name: str, *args: Any) -> Any:
         if self.error is not None:
             raise copy.copy(self.error)  # a copy, which gets its own traceback
         try:
-            return await self._channel.ask(name, *args)
+            return await self._channel.call(name, *args)
         except ConnectionError as error:
             raise EngineGoneError from error
 
-    def _came(self, token_deltas: list[tuple[int, int, TokenDelta]]) -> None:
+    def _receive(self, token_deltas: list[tuple[int, int, TokenDelta]]) -> None:
         """Pass the deltas of a step to the output queues."""
         for number, index, token_delta in token_deltas:
             output_queue = self._output_queues.get(number)
@@ -138,7 +138,7 @@ class RemoteLLM(AsyncCalls):
         """Remove a request; abort it in the engine unless it was read to its end."""
         if self._output_queues.pop(output_queue.number, None) is not None:
             was_read = not (output_queue.is_closed or output_queue.error)
-            self._channel.tell("let_go" if was_read else "abort", output_queue.number)
+            self._channel.notify("release" if was_read else "abort", output_queue.number)
 
     def _abort(self, output_queue: OutputQueue) -> None:
         """Abort a request; may be called from any thread, such as by the garbage collector."""

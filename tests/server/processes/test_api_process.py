@@ -51,7 +51,7 @@ def with_process(test):
             )
         channel, ready = await Channel.of(own), asyncio.Event()
         channel.handlers = {"ready": ready.set}
-        channel.tell("brief", worker_config())
+        channel.notify("config", worker_config())
         hearing = asyncio.create_task(channel.run())
         try:
             async with asyncio.timeout(60):
@@ -81,17 +81,17 @@ def test_it_answers_by_what_the_engine_s_process_says_and_ends_when_told():
         assert refused.status_code == 503 and "drains" in refused.text
         bad = await client.post("/v1/completions", json={**asked, "top_p": 7})
         assert bad.status_code == 400
-        metrics, lag = await channel.ask("metrics")
+        metrics, lag = await channel.call("metrics")
         assert lag >= 0
         assert metrics.rejections == {"draining": 1}
-        channel.tell("drain")
-        await channel.ask("metrics")  # behind it
+        channel.notify("drain")
+        await channel.call("metrics")  # behind it
         assert (await client.get("/ready")).status_code == 503
         assert (await client.get("/health")).status_code == 200
-        channel.tell("engine_failed", EngineDeadError(OSError("planted")))
-        await channel.ask("metrics")
+        channel.notify("engine_failed", EngineDeadError(OSError("planted")))
+        await channel.call("metrics")
         assert (await client.get("/health")).status_code == 503
-        channel.tell("end", False)
+        channel.notify("end", False)
 
     with_process(test)
 
@@ -100,7 +100,7 @@ def test_signals_are_the_engine_s_process_s_and_without_it_nothing_goes_on():
     async def test(channel, client, process):
         process.terminate()
         assert (await client.get("/health")).status_code == 200
-        channel.hang_up()
+        channel.close()
 
     with_process(test)
 
