@@ -62,8 +62,8 @@ def main(words: Sequence[str]) -> int:
             print(error, file=sys.stderr)
             return 1
         if args.output_json is not None:
-            told = {**_machine(llm), **results}
-            args.output_json.write_text(json.dumps(told, indent=1) + "\n")
+            written = {**_machine(llm), **results}
+            args.output_json.write_text(json.dumps(written, indent=1) + "\n")
     return 0
 
 
@@ -105,8 +105,8 @@ def _add(kinds: Any, name: str, measure: Callable[[LLM, Any, Texts], Results], h
 
 
 def _add_number(kind: Any, name: str, default: int, help: str) -> None:
-    told = f"{help} (default: {default})"
-    kind.add_argument(f"--{name}", type=int, default=default, metavar="N", help=told)
+    shown = f"{help} (default: {default})"
+    kind.add_argument(f"--{name}", type=int, default=default, metavar="N", help=shown)
 
 
 def _add_shared(kind: Any) -> None:

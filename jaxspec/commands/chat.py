@@ -81,8 +81,8 @@ def parser() -> argparse.ArgumentParser:
         ("temperature", float, "T", "sampling temperature; 0 is greedy"),
         ("seed", int, "N", "seed of the sampling noise"),
     ):
-        told = f"{help} (default: {_DEFAULTS[name]})"
-        made.add_argument(f"--{name}", type=kind, metavar=metavar, help=told)
+        shown = f"{help} (default: {_DEFAULTS[name]})"
+        made.add_argument(f"--{name}", type=kind, metavar=metavar, help=shown)
     add_engine_options(made, *FEW)
     add_speculation(made)
     add_other_engine_options(made)

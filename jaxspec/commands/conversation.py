@@ -76,10 +76,10 @@ class Answer:
         if not self._num_tokens:
             return None
         self._kept(self._parser.flush())
-        told = {"role": "assistant", "content": "".join(self._parts["content"])}
+        message = {"role": "assistant", "content": "".join(self._parts["content"])}
         if self._parts["reasoning"]:
-            told["reasoning_content"] = "".join(self._parts["reasoning"])
-        return told
+            message["reasoning_content"] = "".join(self._parts["reasoning"])
+        return message
 
     @property
     def turn(self) -> Turn:
@@ -126,13 +126,13 @@ def by_part() -> Look:
 
     def shown(delta: TextDelta, pieces: Sequence[Piece]) -> str:
         nonlocal before
-        told = []
+        printed = []
         for piece in pieces:
             gap = "\n\n" if before == "reasoning" and piece.kind == "content" else ""
             text = ansi([ColoredPiece(piece.text, 0)])  # escapes control characters
-            told.append(gap + (dim(text) if piece.kind == "reasoning" else text))
+            printed.append(gap + (dim(text) if piece.kind == "reasoning" else text))
             before = piece.kind
-        return "".join(told)
+        return "".join(printed)
 
     return shown
 

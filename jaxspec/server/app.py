@@ -7,7 +7,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from jaxspec.api.async_llm import AsyncLLM
-from jaxspec.server.endpoints import chat, completions, messages, monitoring, responses, tokens
+from jaxspec.server.endpoints import chat, completions, monitoring, tokens, translated
 from jaxspec.server.generation.service import Service
 from jaxspec.server.http.access import RequireKey
 from jaxspec.server.http.connection import ClientConnection
@@ -17,7 +17,7 @@ from jaxspec.server.metrics.server_metrics import ServerMetrics
 from jaxspec.server.metrics.snapshot import LocalWatch
 from jaxspec.server.options import ServerOptions
 
-_ENDPOINTS = (completions, chat, messages, responses, tokens, monitoring)
+_ENDPOINTS = (completions, chat, translated, tokens, monitoring)
 
 
 def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:

@@ -84,17 +84,17 @@ def _given(args: argparse.Namespace, fields: dict[str, Any]) -> dict[str, Any]:
 def _add(group: Any, field: dataclasses.Field) -> None:
     """Add an option with the type, help and default of its dataclass field."""
     default, kinds = field.default, set(_kinds(field.type))
-    told = field.metadata["none"] if default in (None, ()) else str(default)
+    shown = field.metadata["none"] if default in (None, ()) else str(default)
     how: dict[str, Any] = {"metavar": _METAVARS.get(field.name, "VALUE"), "type": str}
     if bool in kinds:
         how = {"action": argparse.BooleanOptionalAction}
     elif tuple in kinds:
-        how, told = {"metavar": "TEXT", "action": "append"}, f"{told or 'none'}; may be repeated"
+        how, shown = {"metavar": "TEXT", "action": "append"}, f"{shown or 'none'}; may be repeated"
     elif Sequence in kinds or typing.get_origin(field.type) is Sequence:
         how = {"metavar": "N,N,...", "type": _sizes}
     elif int in kinds or float in kinds:
         how = {"metavar": "N", "type": _number}
-    help = f"{field.metadata['help']} (default: {told})".replace("%", "%%")
+    help = f"{field.metadata['help']} (default: {shown})".replace("%", "%%")
     name = f"--{field.name.replace('_', '-')}"
     group.add_argument(name, default=default or [] if tuple in kinds else default, help=help, **how)
 

@@ -124,6 +124,11 @@ class Sampling(Body):
     cache_salt: str | None = None
     response_format: Json | None = None
 
+    @property
+    def usage_options(self) -> StreamOptions:
+        """The stream options, with defaults."""
+        return self.stream_options or StreamOptions()
+
     def refuse_absent(self) -> None:
         """Refuse known fields whose values are not supported.
 

@@ -82,15 +82,14 @@ async def _events(
     body: CompletionRequest, shared: dict[str, Any], generation: Generation, pieces: _Numbered
 ) -> AsyncGenerator[bytes, None]:
     """Yield the chunks of the answer; an error is sent as the last event before [DONE]."""
-    chunks, told = Chunks(**shared), body.stream_options
-    is_continuous = told is not None and told.continuous_usage_stats
+    chunks, options = Chunks(**shared), body.usage_options
     try:
         async with contextlib.aclosing(pieces):
             async for number, piece in pieces:
                 if not piece.is_empty:
-                    usage = _usage(body, generation) if is_continuous else None
+                    usage = _usage(body, generation) if options.continuous_usage_stats else None
                     yield chunks.chunk(piece.as_bytes(number), usage)
-        if told is not None and told.include_usage:
+        if options.include_usage:
             yield chunks.chunk(b"", _usage(body, generation))
     except Exception as error:
         yield event(ApiError.of(error).as_object())

@@ -35,7 +35,7 @@ async def figures(
     """
     llm = service.llm
     rows = await service.watch.last_steps(steps) if steps and llm.is_healthy else []
-    told = (await service.watch.snapshot()).engine if llm.is_healthy else {}
+    metrics = (await service.watch.snapshot()).engine if llm.is_healthy else {}
     return json_response(
         {
             "model": service.names[0],
@@ -44,10 +44,10 @@ async def figures(
             "max_num_seqs": llm.shapes.max_num_seqs,
             "num_pages": llm.shapes.num_pages - 1,  # without the null page
             "page_size": llm.shapes.page_size,
-            **{name: told[name] for name in _SAME if name in told},
+            **{name: metrics[name] for name in _SAME if name in metrics},
             "acceptance": {
                 method: _acceptance(DraftCounts(**counts))
-                for method, counts in told.get("acceptance", {}).items()
+                for method, counts in metrics.get("acceptance", {}).items()
             },
             "steps": [_step(row) for row in rows],
         }
@@ -105,8 +105,8 @@ async def tell_version() -> Response:
 @router.get("/load")
 async def load(service: ServiceOf) -> Response:
     """Return the number of running and waiting samples together."""
-    told = (await service.watch.snapshot()).engine
-    return json_response({"server_load": told["num_running"] + told["num_waiting"]})
+    metrics = (await service.watch.snapshot()).engine
+    return json_response({"server_load": metrics["num_running"] + metrics["num_waiting"]})
 
 
 @router.get("/v1/models")

@@ -220,15 +220,15 @@ class Choice:
 
     def as_object(self, number: int) -> dict[str, Any]:
         """Return OpenAI's `choice` object."""
-        told = assemble(self.pieces, self.last.unfinished)
-        message: dict[str, Any] = {"role": "assistant", "content": told.content, "refusal": None}
-        if told.reasoning:  # clients read either name
-            message |= {"reasoning_content": told.reasoning, "reasoning": told.reasoning}
-        if told.tool_calls:
-            message["content"] = told.content or None
+        answer = assemble(self.pieces, self.last.unfinished)
+        message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+        if answer.reasoning:  # clients read either name
+            message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
+        if answer.tool_calls:
+            message["content"] = answer.content or None
             message["tool_calls"] = [
                 {"id": new_id("call_"), "type": "function", "function": call._asdict()}
-                for call in told.tool_calls
+                for call in answer.tool_calls
             ]
         has_logprobs, has_ids = self.last.logprobs is not None, self.last.token_ids is not None
         choice: dict[str, Any] = {

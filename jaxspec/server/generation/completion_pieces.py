@@ -106,8 +106,8 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     first, last = pieces[0], pieces[-1]
     logprobs, token_ids = None, None
     if first.logprobs is not None:
-        told = [piece.logprobs or {} for piece in pieces]
-        logprobs = {name: [x for each in told for x in each[name]] for name in first.logprobs}
+        parts = [piece.logprobs or {} for piece in pieces]
+        logprobs = {name: [x for each in parts for x in each[name]] for name in first.logprobs}
     if first.token_ids is not None:
         token_ids = [token for piece in pieces for token in piece.token_ids or ()]
     return first._replace(

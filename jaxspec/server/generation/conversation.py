@@ -110,13 +110,13 @@ class Conversation:
 
     def _prompt_fields(self) -> dict[str, Any]:
         """Return vLLM's extra fields about the prompt, if requested."""
-        told: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         (stream,) = self._generation.streams
         if self._body.prompt_logprobs is not None and stream.prompt_logprobs is not None:
-            told["prompt_logprobs"] = prompt_logprobs(stream.prompt_logprobs)
+            fields["prompt_logprobs"] = prompt_logprobs(stream.prompt_logprobs)
         if self._body.return_token_ids:
-            told["prompt_token_ids"] = list(stream.prompt_token_ids)
-        return told
+            fields["prompt_token_ids"] = list(stream.prompt_token_ids)
+        return fields
 
 
 def prompt_tokens(service: Service, body: ChatCompletionRequest) -> list[int]:
@@ -145,12 +145,12 @@ def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
         raise ValueError(
             f"{place}.role must be a text such as 'user', got {shown(role)}. Give each message one."
         )
-    told = {name: value for name, value in message.items() if value is not None}
-    told["role"] = _ROLES.get(role, role)
-    told.setdefault("content", "")
-    if "tool_calls" in told:
-        told["tool_calls"] = _calls(told["tool_calls"], f"{place}.tool_calls")
-    return told
+    converted = {name: value for name, value in message.items() if value is not None}
+    converted["role"] = _ROLES.get(role, role)
+    converted.setdefault("content", "")
+    if "tool_calls" in converted:
+        converted["tool_calls"] = _calls(converted["tool_calls"], f"{place}.tool_calls")
+    return converted
 
 
 def _calls(calls: Any, place: str) -> list[dict[str, Any]]:

@@ -76,10 +76,10 @@ class Collector(Base):
                 yield self._counters(metric.name, None, {"": metric.value})
             elif isinstance(metric, Gauge):
                 yield self._gauge(metric.name, metric.value)
-        told = self._snapshot.engine
-        seconds = {name.removesuffix("_time"): told[name] for name in _ENGINE_SECONDS}
+        engine = self._snapshot.engine
+        seconds = {name.removesuffix("_time"): engine[name] for name in _ENGINE_SECONDS}
         yield self._counters("jaxspec:host_seconds", "stage", seconds)
-        yield self._counters("jaxspec:engine_steps", None, {"": told["num_steps"]})
+        yield self._counters("jaxspec:engine_steps", None, {"": engine["num_steps"]})
 
     def _requests(self) -> Iterator[Metric]:
         metrics = self._snapshot.requests
