@@ -29,8 +29,6 @@ class BatchRequest(NamedTuple):
 
 
 class BatchAnswer(NamedTuple):
-    """The server's answer to a request."""
-
     status: int  # HTTP status
     request_id: str
     body: dict[str, Any]  # the answer or the error object

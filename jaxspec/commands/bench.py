@@ -110,7 +110,6 @@ def _add_number(kind: Any, name: str, default: int, help: str) -> None:
 
 
 def _add_shared(kind: Any) -> None:
-    """Add the options of both benchmarks."""
     _add_number(kind, "input-len", 128, "number of tokens per prompt")
     _add_number(kind, "output-len", 128, "generated tokens per prompt; end tokens are ignored")
     kind.add_argument(

@@ -100,7 +100,6 @@ def _params(args: argparse.Namespace, own: SamplingParams) -> SamplingParams:
 
 @contextlib.contextmanager
 def _loaded(runner: asyncio.Runner, options: dict) -> Iterator[AsyncLLM]:
-    """Load an AsyncLLM and close it on exit."""
     llm = AsyncLLM(**options)
     try:
         yield llm

@@ -176,7 +176,6 @@ def _painted(pieces: TokenPieces, delta: TextDelta) -> str:
 def _batch(
     llm: LLM, prompts: list[str], params: SamplingParams, *, as_json: bool, color: bool
 ) -> list[str | None]:
-    """Print all completions once they are done; return their finish reasons."""
     outputs = llm.generate(prompts, params)
     # The engine's times exclude compilation.
     parts = ("plan_time", "dispatch_time", "wait_time", "collect_time")

@@ -28,8 +28,6 @@ _DIM, _RESET = "\x1b[2m", "\x1b[0m"
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """Stats of a complete answer."""
-
     metrics: RequestMetrics
     num_tokens: int
     seconds: float
@@ -60,7 +58,6 @@ class Answer:
         self._metrics = RequestMetrics()
 
     def push(self, delta: TextDelta) -> str:
-        """Add a delta and return the text to print."""
         self._num_tokens += len(delta.token_ids)
         self._draft_positions += delta.draft_positions
         self._finish_reason = delta.finish_reason
@@ -105,7 +102,6 @@ class Answer:
 
 
 def plain(delta: TextDelta, pieces: Sequence[Piece]) -> str:
-    """Return the text unchanged (a `Look`)."""
     return delta.text
 
 
@@ -174,7 +170,6 @@ class Conversation:
         return [*system, *self._messages]
 
     def reset(self) -> None:
-        """Drop all messages except the system prompt."""
         self._messages.clear()
 
     def save(self, path: Path) -> None:
@@ -188,7 +183,6 @@ class Conversation:
 
     @property
     def stats(self) -> str:
-        """Total stats of all answers, in one line."""
         if not self._turns:
             return "[no answers yet]"
         prompts, cached, seconds, tokens = (

@@ -50,8 +50,6 @@ class TokenParting:
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """Result of running a flight again."""
-
     flight: Flight
     num_compared: int  # dispatches whose outputs were compared
     num_requests: int

@@ -96,7 +96,6 @@ def parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _opened(args: argparse.Namespace) -> Iterator[TextIO]:
-    """Open the answers file, emptied, or standard output."""
     path = args.output_file
     if path == STANDARD:
         yield sys.stdout

@@ -37,7 +37,6 @@ _OF_ASYNC_LLM = (
 
 
 def main(words: Sequence[str]) -> int:
-    """Serve until a signal; return the exit status."""
     args = parser().parse_args(words)
     options = ServerOptions(**_given(args, OPTIONS))
     llm_options: dict[str, Any] = {
@@ -57,7 +56,6 @@ def parser() -> argparse.ArgumentParser:
         description="Serve a model over HTTP with OpenAI's and Anthropic's APIs\n"
         "(docs/serving.md). The port opens once the model is loaded and compiled.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument(
         "model",

@@ -167,7 +167,6 @@ class ChatPieces:
         self._is_single = body.parallel_tool_calls is False
 
     def of(self, number: int, delta: TextDelta) -> ChatPiece:
-        """Convert a delta of choice `number`."""
         parser = self._parsers.get(number)
         if parser is None:
             parser = self._begin(number)

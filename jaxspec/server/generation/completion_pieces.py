@@ -102,7 +102,6 @@ def is_for_prompt_alone(body: CompletionRequest) -> bool:
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
-    """Merge all pieces of a choice."""
     first, last = pieces[0], pieces[-1]
     logprobs, token_ids = None, None
     if first.logprobs is not None:

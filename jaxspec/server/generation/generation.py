@@ -76,7 +76,6 @@ class Generation:
         return len(self.streams) * self.n
 
     def stream_of(self, choice: int) -> AsyncStream:
-        """Return the stream of a choice's prompt."""
         return self.streams[choice // self.n]
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
@@ -98,7 +97,6 @@ class Generation:
             await self.aclose()
 
     async def aclose(self) -> None:
-        """Abort all samples that are not finished."""
         for stream in self.streams:
             await stream.aclose()
 

@@ -152,7 +152,6 @@ class Service:
         return await self._submit_each(body, params, [submission])
 
     def stream(self, events: Any) -> EventStream:
-        """Return the response that streams `events`."""
         options = self.options
         return EventStream(
             events, keep_alive=options.stream_keep_alive, stall_timeout=options.stream_stall_timeout

@@ -38,7 +38,6 @@ class Histogram:
     """
 
     def __init__(self, bounds: Sequence[float]):
-        """Start empty; `bounds` must be ascending."""
         self.bounds, self.total = tuple(bounds), 0.0
         self._counts = [0] * (len(bounds) + 1)
 
@@ -97,7 +96,6 @@ class ServerMetrics:
             self.sizes["request_params_max_tokens"].add(params.max_tokens)
 
     def note_end(self, reason: str, metrics: RequestMetrics | None) -> None:
-        """Count a finished sample."""
         self.ends[reason] += 1
         if metrics is None:
             return
@@ -131,7 +129,6 @@ class Latency:
         self._last = dict[int, float]()  # time of the last delta, by sample
 
     def note(self, sample: int, num_tokens: int) -> None:
-        """Record a delta of `sample` with `num_tokens` tokens."""
         if not num_tokens:
             return
         now, last = time.monotonic(), self._last.get(sample)

@@ -48,7 +48,6 @@ class LocalWatch:
 
 
 def snapshot_of(llm: AsyncLLM, requests: ServerMetrics, lag: float) -> Snapshot:
-    """Return a snapshot of an engine in this process; `lag` is the event loop lag in seconds."""
     return Snapshot(llm.is_healthy, llm.metrics(), llm.get_metrics(), requests, lag)
 
 

@@ -27,7 +27,7 @@ _ANSWERING = 1.0  # seconds for a process to return its metrics
 
 
 class ApiProcesses:
-    """A `Front` of several processes that accept connections from one shared socket."""
+    """HTTP front end of several processes that accept connections from one shared socket."""
 
     def __init__(self, llm: AsyncLLM, options: ServerOptions, port: socket.socket):
         """`port` is a bound socket; this process closes it once all API processes have it."""
@@ -39,7 +39,11 @@ class ApiProcesses:
         self._is_ending = False
 
     async def serve(self, on_start: Callable[[], None]) -> bool:
-        """Serve until `end` or until a process exits; return False if it exited by itself."""
+        """Open the port, call `on_start` and serve until `end`.
+
+        Returns:
+            False if a process exited by itself, which ends the others.
+        """
         set_up_log()
         running = list[asyncio.Task[None]]()
         try:
@@ -62,6 +66,7 @@ class ApiProcesses:
             await self._clear()
 
     def drain(self) -> None:
+        """Make `/ready` return 503: new requests are refused."""
         self._notify("drain")
 
     def engine_failed(self, error: BaseException) -> None:
@@ -69,6 +74,7 @@ class ApiProcesses:
         self._notify("engine_failed", EngineDeadError(error))
 
     def end(self, *, now: bool = False) -> None:
+        """Finish the requests in progress, or drop them if `now`, and return from `serve`."""
         self._is_ending = True
         self._notify("end", now)
         if now:
@@ -121,14 +127,14 @@ class ApiProcesses:
         """Log why the server ends without a signal."""
         for task in running:
             if task.done() and (error := task.exception()) is not None:
-                LOG.error("A message of an API process failed, and so the server ends.")
-                LOG.error("It was this one:", exc_info=error)
+                LOG.error("A message of an API process failed, so the server ends.")
+                LOG.error("The error:", exc_info=error)
         await asyncio.sleep(0.1)  # until exit statuses are available
         for number, process in enumerate(self._processes, 1):
             if process.poll() is not None:
                 LOG.error(
                     "API process %d of %d ended by itself with status %d, and so the server ends. "
-                    "What it said stands above; start the server again.",
+                    "Its output is above; start the server again.",
                     *(number, len(self._processes), process.returncode),
                 )
 

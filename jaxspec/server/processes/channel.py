@@ -34,7 +34,6 @@ class Channel:
 
     @classmethod
     async def of(cls, end: socket.socket) -> Self:
-        """Create a channel over one end of a socket pair."""
         return cls(*await asyncio.open_connection(sock=end))
 
     def notify(self, name: str, *args: Any) -> None:

@@ -33,7 +33,6 @@ class OutputSender(Receiver):
         self._number, self._engine_server, self.settle = number, engine_server, settle
 
     def receive(self, sample_stream: SampleStream, token_delta: TokenDelta) -> None:
-        """Add the delta to the batch of the step."""
         self.stop_timer()
         self._engine_server.add(self._number, sample_stream.index, token_delta)
 
@@ -87,7 +86,6 @@ class RemoteEngineServer:
         self._deltas.append((number, index, token_delta))
 
     def fail(self, number: int, error: Exception) -> None:
-        """Send the error that ends a request."""
         self._send()
         self._output_senders.pop(number, None)
         self.channel.notify("failed", number, error)

@@ -81,7 +81,6 @@ class RemoteLLM(AsyncCalls):
         return AsyncStream(output_queue, self._abort, keeps=self)
 
     def _drop(self, queueing: asyncio.Task[_RemoteOutputQueue]) -> None:
-        """Abort a request whose caller was cancelled."""
         if not queueing.cancelled() and queueing.exception() is None:
             output_queue = queueing.result()
             output_queue.close()
@@ -114,7 +113,6 @@ class RemoteLLM(AsyncCalls):
             raise EngineGoneError from error
 
     def _receive(self, token_deltas: list[tuple[int, int, TokenDelta]]) -> None:
-        """Pass the deltas of a step to the output queues."""
         for number, index, token_delta in token_deltas:
             output_queue = self._output_queues.get(number)
             if output_queue is None:
@@ -128,7 +126,6 @@ class RemoteLLM(AsyncCalls):
                 self._end(output_queue)
 
     def _failed(self, number: int, error: Exception) -> None:
-        """End a request with an error of the engine."""
         if isinstance(error, EngineDeadError):
             self.error = self.error or error
         if (output_queue := self._output_queues.pop(number, None)) is not None:

@@ -38,7 +38,6 @@ _ERRORS = {
 
 
 def error(status: int, message: str) -> Json:
-    """Return Anthropic's error object for an HTTP status."""
     kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -191,7 +190,6 @@ def message(chat: Mapping[str, Any]) -> Json:
 
 
 def empty_message(model: str, used: Json) -> Json:
-    """Return a message without content."""
     return {
         "id": new_id("msg_"),
         "type": "message",

@@ -18,7 +18,6 @@ class MessageEvents:
     """Builds the events of one message: call `begin`, `add` repeatedly, then `end`."""
 
     def __init__(self, model: str) -> None:
-        """`model`: model name in the message."""
         self._model = model
         self._index = -1  # index of the last block
         self._open: tuple[str, int] | None = None  # kind and call index of the open block
@@ -29,7 +28,6 @@ class MessageEvents:
         return [{"type": "message_start", "message": message}, PING]
 
     def add(self, pieces: Iterable[Piece]) -> list[Json]:
-        """Return the events of further pieces."""
         events: list[Json] = []
         for piece in pieces:
             source = "tool" if piece.kind.startswith("tool") else piece.kind, piece.index

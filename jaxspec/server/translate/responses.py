@@ -151,7 +151,6 @@ def _message(item: Mapping[str, Any], place: str) -> Json:
 
 
 def begin(body: Mapping[str, Any], model: str) -> Json:
-    """Return the response to a request, before its output."""
     tools = [
         {"strict": None, "parameters": {}, **tool}
         for _, tool in objects(body.get("tools") or (), "tools")
@@ -224,12 +223,10 @@ def message_item(written: str | None = None) -> Json:
 
 
 def text_part(written: str) -> Json:
-    """Return the content part of a message item."""
     return {"type": "output_text", "text": written, "annotations": [], "logprobs": []}
 
 
 def call_item(name: str, arguments: str = "", call_id: str | None = None) -> Json:
-    """Return a function call item."""
     call_id = call_id or new_id("call_")
     call = {"call_id": call_id, "name": name, "arguments": arguments}
     return {"id": new_id("fc_"), "type": "function_call", **call}

@@ -31,7 +31,6 @@ class ResponseEvents:
         return [self._event(name, response=self._response) for name in ("created", "in_progress")]
 
     def add(self, pieces: Iterable[Piece]) -> list[Json]:
-        """Return the events of further pieces."""
         events: list[Json] = []
         for piece in pieces:
             source = "tool" if piece.kind.startswith("tool") else piece.kind, piece.index
