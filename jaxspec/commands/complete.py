@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxspec import commands
 from jaxspec.api.llm import LLM
+from jaxspec.commands.conversation import by_draft, plain
 from jaxspec.commands.stats import failure, summary
 from jaxspec.flight.about import version_of
 from jaxspec.options.arguments import (
@@ -21,10 +22,10 @@ from jaxspec.options.arguments import (
     engine_options,
     prompts_in,
 )
-from jaxspec.requests.outputs import RequestOutput, TextDelta
+from jaxspec.requests.outputs import RequestOutput
 from jaxspec.requests.request import RequestMetrics
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.viz.colored_tokens import ColoredText, TokenPieces, ansi, ansi_legend
+from jaxspec.viz.colored_tokens import ColoredText, ansi_legend
 
 _EXAMPLES = """\
 examples:
@@ -154,23 +155,17 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, *, color: bool) -> st
     print(prompt, end="", flush=True)
     started, num_tokens, reason = time.perf_counter(), 0, None
     positions = list[int]()
-    pieces = TokenPieces(llm.tokenizer) if color and llm.tokenizer else None
+    look = by_draft(llm.tokenizer) if color and llm.tokenizer else plain
     for delta in stream:
         positions += delta.draft_positions
         num_tokens += len(delta.token_ids)
         reason = delta.finish_reason
-        print(delta.text if pieces is None else _painted(pieces, delta), end="", flush=True)
+        print(look(delta, ()), end="", flush=True)
         if delta.metrics is not None:
             seconds = time.perf_counter() - started
             legend = f"{ansi_legend(positions)}\n" if color else ""
             print(f"\n\n{legend}{summary(delta.metrics, num_tokens, seconds)}")
     return reason
-
-
-def _painted(pieces: TokenPieces, delta: TextDelta) -> str:
-    """Return the text that a delta adds, colored by draft position."""
-    new = pieces.push(delta.token_ids, delta.draft_positions)
-    return ansi(new + pieces.flush() if delta.finish_reason else new)
 
 
 def _batch(

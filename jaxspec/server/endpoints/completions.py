@@ -10,7 +10,12 @@ import orjson
 from starlette.responses import Response
 
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.server.generation.completion_pieces import Piece, Pieces, is_for_prompt_alone, joined
+from jaxspec.server.generation.completion_pieces import (
+    CompletionPiece,
+    CompletionPieces,
+    is_for_prompt_alone,
+    joined,
+)
 from jaxspec.server.generation.generation import Generation
 from jaxspec.server.generation.service import Service, ServiceOf
 from jaxspec.server.http.errors import ApiError, json_response
@@ -35,13 +40,13 @@ async def create_completion(body: CompletionRequest, service: ServiceOf) -> Resp
         "model": model,
     }
     generation = await service.complete(body, body.prompts, params, shared["id"])
-    pieces = _pieces(generation, Pieces(body, params, service.tokenizer))
+    pieces = _pieces(generation, CompletionPieces(body, params, service.tokenizer))
     if body.stream:
         return service.stream(_events(body, shared, generation, pieces))
     return json_response(await _whole(body, shared, generation, pieces))
 
 
-_Numbered = AsyncGenerator[tuple[int, Piece], None]
+_Numbered = AsyncGenerator[tuple[int, CompletionPiece], None]
 
 
 def _params(service: Service, body: CompletionRequest) -> SamplingParams:
@@ -52,7 +57,7 @@ def _params(service: Service, body: CompletionRequest) -> SamplingParams:
     return params
 
 
-async def _pieces(generation: Generation, pieces: Pieces) -> _Numbered:
+async def _pieces(generation: Generation, pieces: CompletionPieces) -> _Numbered:
     """Yield `(choice, piece)` for all choices."""
     async with contextlib.aclosing(generation.deltas()) as deltas:
         async for number, delta in deltas:
@@ -70,7 +75,7 @@ async def _whole(
     body: CompletionRequest, shared: dict[str, Any], generation: Generation, pieces: _Numbered
 ) -> dict[str, Any]:
     """Return the complete answer."""
-    found: list[list[Piece]] = [[] for _ in range(generation.num_choices)]
+    found: list[list[CompletionPiece]] = [[] for _ in range(generation.num_choices)]
     async with contextlib.aclosing(pieces):
         async for number, piece in pieces:
             found[number].append(piece)

@@ -64,15 +64,12 @@ async def serve(end: socket.socket, port: socket.socket) -> int:
     def drain() -> None:
         service.is_draining = True
 
-    def stop(now: bool) -> None:
-        server.end(now=now)
-
     channel.handlers = {
         **channel.handlers,
         "metrics": count,
         "drain": drain,
         "engine_failed": llm.end,
-        "end": stop,
+        "end": lambda now: server.end(now=now),
     }
 
     def gone(hearing: asyncio.Task[None]) -> None:

@@ -80,19 +80,9 @@ def named(body: Mapping[str, Any], names: Sequence[str]) -> Json:
 
 
 SAMPLING = (
-    *(
-        "model",
-        "stream",
-        "user",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "stop_token_ids",
-    ),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos"),
-    *("bad_words", "allowed_token_ids", "logit_bias", "chat_template_kwargs", "priority"),
-    *("cache_salt", "num_speculative_tokens"),
+    *("model", "stream", "user", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids", "logit_bias"),
+    *("chat_template_kwargs", "priority", "cache_salt", "num_speculative_tokens"),
 )
 """Fields with the same name in a chat request, including vLLM's extra fields."""
