@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
+from jaxspec.api.async_calls import AsyncCalls, Prepare
 from jaxspec.api.inputs import InputProcessor
 from jaxspec.api.llm_engine import LLMEngine
 from jaxspec.checks import integer, real, shown
 from jaxspec.engine.admission import Admission
-from jaxspec.engine.async_calls import AsyncCalls, Prepared
 from jaxspec.engine.async_stream import AsyncStream, OutputQueue
 from jaxspec.engine.engine import StepTimes
 from jaxspec.engine.engine_thread import EngineThread, MakeSampleStream, Settle
@@ -24,8 +24,6 @@ from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.process import check_process
 from jaxspec.requests.outputs import Sample
 from jaxspec.requests.request import Request
-from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.text.tokenizer import Tokenizer
 
 _Receiver = TypeVar("_Receiver", bound=Receiver)
 
@@ -38,14 +36,12 @@ class WorkerSpec(NamedTuple):
         model_name: The model as it was given.
         shapes: Sizes of the engine's programs.
         limits: Limits of its scheduler.
-        default_params: Parameters of calls without any.
     """
 
     make_inputs: Callable[[], InputProcessor]
     model_name: str
     shapes: StepShapes
     limits: SchedulerLimits
-    default_params: SamplingParams
 
 
 class AsyncLLM(AsyncCalls):
@@ -96,7 +92,8 @@ class AsyncLLM(AsyncCalls):
         self._engine = LLMEngine(model, **options)
         self._process = os.getpid()
         self._thread = EngineThread(self._engine.session, admission, interval)
-        self._begin_calls(self._engine)
+        engine = self._engine
+        super().__init__(engine.inputs, engine.model_name, engine.shapes, engine.limits)
         # The thread has no reference to the AsyncLLM, which is closed when it is collected.
         weakref.finalize(self, self._thread.stop).atexit = False
 
@@ -139,13 +136,7 @@ class AsyncLLM(AsyncCalls):
         Raises:
             ServiceError, ValueError, RuntimeError: as in `submit`.
         """
-
-        def prepare() -> Prepared:
-            samples = [Sample(request, None, None) for request in requests]
-            self._engine.admit(samples)
-            return None, samples
-
-        await self._enter(prepare, make)
+        await self._enter(lambda: [Sample(request, None, None) for request in requests], make)
 
     def worker_spec(self, number: int) -> WorkerSpec:
         """Return the specification for a process that creates requests for `take_over`.
@@ -153,9 +144,7 @@ class AsyncLLM(AsyncCalls):
         Args:
             number: Number of the process, which selects the noise of prompts without a seed.
         """
-        make_inputs = self._engine.twin_inputs(number)
-        params = self.get_default_sampling_params()
-        return WorkerSpec(make_inputs, self.model_name, self.shapes, self.limits, params)
+        return WorkerSpec(self._inputs.twin(number), self.model_name, self.shapes, self.limits)
 
     def expecting(self) -> AbstractContextManager[None]:
         """Count a request that another process prepares as waiting, within the returned context.
@@ -174,22 +163,28 @@ class AsyncLLM(AsyncCalls):
         """
         self._thread.abort(*receivers)
 
-    async def _submit(self, prepare: Callable[[], Prepared]) -> AsyncStream:
+    async def _submit(self, prepare: Prepare) -> AsyncStream:
         check_process(self._process)
         make = functools.partial(OutputQueue, asyncio.get_running_loop())
         with self._admission.preparing():
-            prompt, output_queue = await self._enter(prepare, make)
-        return AsyncStream(output_queue, prompt, self._thread.abort, keeps=self)
+            output_queue = await self._enter(prepare, make)
+        return AsyncStream(output_queue, self._thread.abort, keeps=self)
 
     async def _enter(
         self,
-        prepare: Callable[[], Prepared],
+        prepare: Prepare,
         make: Callable[[Sequence[Sample], MakeSampleStream, Settle], _Receiver],
-    ) -> tuple[str | None, _Receiver]:
+    ) -> _Receiver:
+        def prepare_and_admit() -> Sequence[Sample]:
+            self._engine.session.require_usable()
+            samples = prepare()
+            self._engine.admit(samples)
+            return samples
+
         loop = asyncio.get_running_loop()
         arrived = loop.time()
         try:
-            prompt, samples = await loop.run_in_executor(self._pool, prepare)
+            samples = await loop.run_in_executor(self._pool, prepare_and_admit)
         except (TypeError, ValueError):
             raise
         except Exception:
@@ -199,7 +194,7 @@ class AsyncLLM(AsyncCalls):
         if self._queue_timeout is not None:
             end = arrived + self._queue_timeout
             receiver.timer = loop.call_at(end, self._expire, receiver, self._queue_timeout)
-        return prompt, receiver
+        return receiver
 
     def _expire(self, receiver: Receiver, seconds: float) -> None:
         if not receiver.has_begun:
@@ -288,35 +283,6 @@ class AsyncLLM(AsyncCalls):
     def kv_cache_usage(self) -> float:
         """Fraction of pages held by requests, in [0, 1]."""
         return kv_cache_usage(self._engine.session.scheduler)
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None if it has none."""
-        return self._engine.tokenizer
-
-    @property
-    def model_name(self) -> str:
-        """The model as it was given, or the folder name of the embedded model."""
-        return self._engine.model_name
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a prompt with its output."""
-        return self._engine.shapes.max_model_len
-
-    @property
-    def shapes(self) -> StepShapes:
-        """Sizes of the engine's programs, including the number of pages."""
-        return self._engine.shapes
-
-    @property
-    def limits(self) -> SchedulerLimits:
-        """Limits of the engine's scheduler."""
-        return self._engine.limits
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return a copy of the parameters of calls without any (option `generation_config`)."""
-        return self._engine.get_default_sampling_params()
 
     def metrics(self) -> dict[str, Any]:
         """Return `LLM.metrics` with `num_running`, `num_waiting` and `kv_cache_usage`.

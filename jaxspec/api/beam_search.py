@@ -1,15 +1,13 @@
-"""Beam search for the likeliest continuations, by calls of `generate`."""
+"""Beam search for the likeliest continuations, with any source of next tokens."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from jaxspec.api import progress_bar
-from jaxspec.api.inputs import InputProcessor
 from jaxspec.checks import boolean, integer, real, shown
 from jaxspec.requests.logprobs import Logprob
-from jaxspec.requests.outputs import CompletionOutput, RequestOutput, Sample
-from jaxspec.requests.prompts import MAX_SAMPLES, Prompt, prompts_of
+from jaxspec.requests.outputs import CompletionOutput
+from jaxspec.requests.prompts import MAX_SAMPLES, prompts_of
 from jaxspec.requests.request import Request
 from jaxspec.requests.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
@@ -126,51 +124,23 @@ class BeamSearchOutput:
 
     sequences: list[BeamSearchSequence]
 
-
-class Searches(Protocol):
-    """Interface of `LLM` used by `beam_search`."""
-
-    tokenizer: Tokenizer | None
-    _inputs: InputProcessor
-
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams,
-        /,
-        *,
-        use_tqdm: progress_bar.Bar,
-    ) -> list[RequestOutput]:
-        """Complete prompts as `LLM.generate` does."""
-        ...
-
-    def prepare(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], /
-    ) -> list[list[Sample]]:
-        """Return the samples of each prompt as `LLMEngine.prepare` does."""
-        ...
+    @staticmethod
+    def of(found: Iterable[BeamSearchSequence], tokenizer: Tokenizer | None) -> "BeamSearchOutput":
+        """Return the output of a prompt, with texts if there is a tokenizer."""
+        if tokenizer is not None:
+            found = [dataclasses.replace(e, text=tokenizer.decode(e.tokens)) for e in found]
+        return BeamSearchOutput(list(found))
 
 
-def beam_search(
-    llm: Searches, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
-) -> list[BeamSearchOutput]:
-    """Search for the likeliest continuations of each prompt.
-
-    Each step extends all beams of all prompts by one token, in one call of `generate` with the
-    beams as prompts.
+def checked_batch(prompts: Any, params: Any) -> list[Any]:
+    """Return the prompts of a search as a list.
 
     Args:
-        llm: The `LLM`.
-        prompts: A prompt or a list of prompts, as in `LLM.generate`.
-        params: Parameters of the search.
-
-    Returns:
-        The output of each prompt, with `params.beam_width` sequences at most.
+        prompts: As in `LLM.beam_search`.
+        params: As in `LLM.beam_search`.
 
     Raises:
-        ValueError: `params` are no `BeamSearchParams`, there are too many beams, `max_tokens` do
-            not fit after a prompt, or as in `generate`.
-        RuntimeError: as in `generate`.
+        ValueError: `params` are no `BeamSearchParams`, or there are too many beams.
     """
     if not isinstance(params, BeamSearchParams):
         raise ValueError(
@@ -183,17 +153,19 @@ def beam_search(
             f"One search may have at most {MAX_SAMPLES:,} beams, got {len(batch):,} prompts of "
             f"{params.beam_width} each. Make several calls."
         )
-    whole = dataclasses.replace(params.step, max_tokens=params.max_tokens)
-    groups = llm.prepare(batch, [whole] * len(batch))
-    for number, (sample, *_) in enumerate(groups, 1):
-        _check_room(number, sample.request, params)
-    found = search(
-        lambda beams: _next_tokens(llm, beams, params.step),
-        [list(group[0].request.prompt) for group in groups],
-        params,
-        () if params.ignore_eos else llm._inputs.eos_ids,
-    )
-    return [BeamSearchOutput([_with_text(each, llm.tokenizer) for each in best]) for best in found]
+    return batch
+
+
+def check_room(requests: Iterable[Request], params: BeamSearchParams) -> None:
+    """Raise ValueError if `max_tokens` do not fit after a prompt; `requests` have the prompts."""
+    for number, request in enumerate(requests, 1):
+        room = request.max_len - len(request.prompt)
+        if room < params.max_tokens:
+            raise ValueError(
+                f"Prompt {number} leaves room for {room} tokens, and max_tokens is "
+                f"{params.max_tokens}. Shorten the prompt, lower max_tokens, or raise "
+                "max_model_len."
+            )
 
 
 def search(
@@ -241,25 +213,3 @@ def search(
     for beams, done in zip(running, ended, strict=True):
         done += [dataclasses.replace(beam, finish_reason="length") for beam in beams]
     return [best(done) for done in ended]
-
-
-def _check_room(number: int, request: Request, params: BeamSearchParams) -> None:
-    room = request.max_len - len(request.prompt)
-    if room < params.max_tokens:
-        raise ValueError(
-            f"Prompt {number} leaves room for {room} tokens, and max_tokens is "
-            f"{params.max_tokens}. Shorten the prompt, lower max_tokens, or raise max_model_len."
-        )
-
-
-def _next_tokens(
-    llm: Searches, beams: list[list[int]], step: SamplingParams
-) -> list[CompletionOutput]:
-    prompts = [{"prompt_token_ids": tokens} for tokens in beams]
-    outputs = llm.generate(prompts, step, use_tqdm=False)
-    return [output.outputs[0] for output in outputs]
-
-
-def _with_text(beam: BeamSearchSequence, tokenizer: Any) -> BeamSearchSequence:
-    text = None if tokenizer is None else tokenizer.decode(beam.tokens)
-    return dataclasses.replace(beam, text=text)

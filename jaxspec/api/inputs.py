@@ -6,27 +6,28 @@ All validation happens here, before any request is queued.
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from jaxspec.checks import integer, shown
+from jaxspec.checks import INT64_MAX, integer, shown
 from jaxspec.plan.table_plan import MAX_BAD_WORD_TOKENS, MAX_BIASES, MAX_STOP_IDS
 from jaxspec.requests.outputs import Sample
 from jaxspec.requests.prompts import (
     Prompt,
-    PromptParts,
-    TokensPrompt,
+    TokenizedPrompt,
     boundaries_in,
     check_is_one,
     check_num_samples,
     named,
     names_of,
+    only_prompt,
+    params_of,
     parts_of,
     priorities_of,
     read_ids,
 )
-from jaxspec.requests.request import INT32_MAX, Request
+from jaxspec.requests.request import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.requests.stop_strings import StopStrings
 from jaxspec.text.conversations import TemplateOptions, check_options, conversations_of
@@ -121,18 +122,13 @@ MAX_PROMPT_TOKENS = 2**28
 """Most prompt tokens of a call, summed over all samples, since each sample has a list of them."""
 
 
-class _Encoded(NamedTuple):
-    ids: tuple[int, ...]
-    cache_salt: str | None
-    boundaries: tuple[int, ...]
-
-
 class InputProcessor:
     """Creates the samples of prompts: token ids, noise seeds and stop conditions. Thread-safe.
 
     Attributes:
         tokenizer: The model's tokenizer; None if it has none.
         eos_ids: Token ids that end a sample unless `ignore_eos` is set.
+        default_params: Parameters of calls without any.
     """
 
     def __init__(
@@ -142,8 +138,8 @@ class InputProcessor:
         vocab_size: int,
         max_model_len: int,
         eos_ids: Sequence[int],
-        request_key: Callable[[Sequence[int], int], int],
         seed: int,
+        default_params: SamplingParams | None = None,
         finds_boundaries: bool = False,
     ):
         """Create a processor for one model.
@@ -154,15 +150,15 @@ class InputProcessor:
             max_model_len: Most tokens of a prompt with its output.
             eos_ids: End-of-sequence ids of the model; those of the tokenizer are added if they are
                 in the vocabulary.
-            request_key: `request_key(prompt, seed)` returns the proposer's key of a request.
             seed: Seed for prompts without one.
+            default_params: Parameters of calls without any; None means `SamplingParams()`.
             finds_boundaries: Find the prefix lengths of chats at which later turns will diverge.
         """
         self.tokenizer, self._vocab_size = tokenizer, vocab_size
         self._max_model_len = max_model_len
         ends = {*eos_ids, *(tokenizer.eos_ids if tokenizer else ())}
         self.eos_ids = tuple(sorted(i for i in ends if 0 <= i < vocab_size))
-        self._request_key, self._seed = request_key, seed
+        self._seed, self.default_params = seed, default_params or SamplingParams()
         self._finds_boundaries = finds_boundaries
         self._num_prompts = 0  # numbers the prompts, so that each without a seed has other noise
         self._lock = threading.Lock()
@@ -170,7 +166,7 @@ class InputProcessor:
     def process(
         self,
         prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         request_ids: Sequence[str] | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[list[Sample]]:
@@ -178,7 +174,7 @@ class InputProcessor:
 
         Args:
             prompts: The prompts.
-            params: Validated parameters of each prompt, as `params_of` returns them.
+            sampling_params: As in `LLM.generate`.
             request_ids: Id of each prompt; None means numbers.
             priority: As in `LLM.generate`.
 
@@ -190,38 +186,68 @@ class InputProcessor:
                 vocabulary, there is text but no tokenizer, there are too many stop ids, biases,
                 samples or prompt tokens, or the number of request ids or priorities is wrong.
         """
+        params = params_of(sampling_params, len(prompts), self.default_params)
         check_num_samples(param.n for param in params)
         given = None if request_ids is None else names_of(request_ids, len(prompts))
         priorities = priorities_of(priority, len(prompts))
         stop_ids = [self._stop_ids(param) for param in params]
         bad_words = [self._bad_words(*each) for each in zip(params, stop_ids, strict=True)]
-        encoded, held = list[_Encoded](), 0
+        tokenized, held = list[TokenizedPrompt](), 0
         for number, (prompt, param) in enumerate(zip(prompts, params, strict=True), 1):
             name = "the prompt" if len(prompts) == 1 else f"prompt {number} of {len(prompts)}"
             with named(f"prompt {number}", len(prompts)):
-                parts = parts_of(prompt)
-                ids = tuple(self._encode(parts, param))
-                boundaries = boundaries_in(parts, len(ids))
-            if not ids:
+                found = self._tokenized(prompt, param)
+            length = len(found.token_ids)
+            if not length:
                 raise ValueError(
                     f"A prompt must have at least one token, and {name} has none. Give it some "
                     "text or token ids."
                 )
-            check_ids(name, ids, self._vocab_size)
-            held += len(ids) * param.n
-            self._check_length(name, len(ids), held)
-            encoded.append(_Encoded(ids, parts.cache_salt, boundaries))
+            if not isinstance(prompt, TokenizedPrompt):
+                check_ids(name, found.token_ids, self._vocab_size)
+            held += length * param.n
+            self._check_length(name, length, held)
+            tokenized.append(found)
         with self._lock:
             first = self._num_prompts
-            self._num_prompts += len(encoded)
-        numbers = range(first, first + len(encoded))
+            self._num_prompts += len(tokenized)
+        numbers = range(first, first + len(tokenized))
         names = given or map(str, numbers)
         return [
             self._samples(*each)
             for each in zip(
-                names, encoded, params, stop_ids, bad_words, numbers, priorities, strict=True
+                names, tokenized, params, stop_ids, bad_words, numbers, priorities, strict=True
             )
         ]
+
+    def process_one(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        *,
+        call: str = "stream",
+    ) -> list[Sample]:
+        """Create the samples of one prompt, without queueing them.
+
+        Args:
+            prompt: The prompt, or a list of one.
+            sampling_params: Parameters; None means `default_params`.
+            request_id: Id of the request; None means a number.
+            priority: Waiting requests with lower values enter the batch first.
+            call: Name of the call, for error messages.
+
+        Returns:
+            The samples.
+
+        Raises:
+            ValueError: as in `process`, or there are several prompts, or none.
+        """
+        only, names = only_prompt(prompt, call), None if request_id is None else [request_id]
+        priority = integer("priority", priority, -INT64_MAX)
+        (samples,) = self.process([only], sampling_params, names, priority)
+        return samples
 
     def twin(self, number: int) -> "Callable[[], InputProcessor]":
         """Return a picklable factory of a processor like this one, for another process.
@@ -230,7 +256,7 @@ class InputProcessor:
             number: Number of the process, which selects the noise of prompts without a seed.
 
         Returns:
-            A factory. Requests of its processors have no `proposer_key` yet.
+            A factory.
         """
         seed = np.random.SeedSequence([self._seed % 2**32, number]).generate_state(1)[0]
         return functools.partial(
@@ -239,24 +265,12 @@ class InputProcessor:
             vocab_size=self._vocab_size,
             max_model_len=self._max_model_len,
             eos_ids=self.eos_ids,
-            request_key=_no_key,
             seed=int(seed),
+            default_params=self.default_params,
             finds_boundaries=self._finds_boundaries,
         )
 
-    def proposer_key(self, prompt: Sequence[int], seed: int) -> int:
-        """Return the index of a request's entry in the drafter tables.
-
-        Args:
-            prompt: Token ids of the prompt.
-            seed: Seed of the request.
-
-        Raises:
-            ValueError: the proposer's key is not a non-negative int32.
-        """
-        return integer("request_key", self._request_key(prompt, seed), 0, INT32_MAX)
-
-    def chats(self, messages: Any, options: TemplateOptions) -> list[TokensPrompt]:
+    def chats(self, messages: Any, options: TemplateOptions) -> list[TokenizedPrompt]:
         """Render and tokenize conversations.
 
         Args:
@@ -264,15 +278,15 @@ class InputProcessor:
             options: Template options, as in `LLM.chat`.
 
         Returns:
-            The prompt of each conversation, with token ids, text, and boundaries if found.
+            The prompt of each conversation.
 
         Raises:
             TypeError: an option is unknown.
-            ValueError: there is no tokenizer, or as in `Tokenizer.render_chat` and
-                `Tokenizer.encode`.
+            ValueError: there is no tokenizer, it has ids outside the vocabulary, or as in
+                `Tokenizer.render_chat` and `Tokenizer.encode`.
         """
         check_options(options)
-        tokenizer, prompts = self.require_tokenizer("chats"), list[TokensPrompt]()
+        tokenizer, prompts = self.require_tokenizer("chats"), list[TokenizedPrompt]()
         conversations = conversations_of(messages)
         for number, conversation in enumerate(conversations, 1):
             with named(f"conversation {number}", len(conversations)):
@@ -282,12 +296,11 @@ class InputProcessor:
                     finds_boundaries=self._finds_boundaries,
                     **options,
                 )
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
-            if boundaries:
-                prompts[-1]["cache_boundaries"] = boundaries
+                check_ids("the prompt", ids, self._vocab_size)
+            prompts.append(TokenizedPrompt(tuple(ids), text, cache_boundaries=boundaries))
         return prompts
 
-    def chat(self, messages: Any, options: TemplateOptions) -> TokensPrompt:
+    def chat(self, messages: Any, options: TemplateOptions) -> TokenizedPrompt:
         """Render and tokenize one conversation.
 
         Args:
@@ -355,7 +368,7 @@ class InputProcessor:
     def _samples(
         self,
         request_id: str,
-        prompt: _Encoded,
+        prompt: TokenizedPrompt,
         params: SamplingParams,
         stop_ids: tuple[int, ...],
         bad_words: tuple[tuple[int, ...], ...],
@@ -371,12 +384,11 @@ class InputProcessor:
         for index in range(params.n):
             seed = int(np.random.SeedSequence([*entropy, index]).generate_state(1)[0])
             request = Request(
-                prompt=prompt.ids,
+                prompt=prompt.token_ids,
                 params=params,
                 seed=seed,
                 stop_ids=stop_ids,
                 bad_words=bad_words,
-                proposer_key=self.proposer_key(prompt.ids, seed),
                 parent=samples[0].request if samples else None,
                 request_id=request_id,
                 index=index,
@@ -384,7 +396,7 @@ class InputProcessor:
                 room=self._max_model_len,
                 priority=priority,
                 cache_salt=prompt.cache_salt,
-                cache_boundaries=prompt.boundaries,
+                cache_boundaries=prompt.cache_boundaries,
             )
             stream, stops = None, None
             if self.tokenizer and params.detokenize:
@@ -392,21 +404,25 @@ class InputProcessor:
             if params.stop:
                 keeps_match = params.include_stop_str_in_output
                 stops = StopStrings(params.stop, keeps_match=keeps_match)
-            samples.append(Sample(request, stream, stops))
+            samples.append(Sample(request, stream, stops, prompt.text))
         return samples
 
-    def _encode(self, prompt: PromptParts, params: SamplingParams) -> Sequence[int]:
+    def _tokenized(self, prompt: Prompt, params: SamplingParams) -> TokenizedPrompt:
         kept, most = params.truncate_prompt_tokens, self._max_model_len
         if kept == -1:
             wanted = params.max_tokens or most
             kept = most - (wanted if wanted < most else 1)
-        if prompt.token_ids is not None:
-            return read_ids(prompt.token_ids, most, kept)
-        assert prompt.text is not None
-        tokenizer = self.require_tokenizer("text prompts")
-        if kept is None:
-            return tokenizer.encode(prompt.text, max_model_len=most)
-        return tokenizer.encode(prompt.text)[-kept:]
+        if isinstance(prompt, TokenizedPrompt):
+            return prompt.truncated(kept)
+        text, token_ids, salt, boundaries = parts_of(prompt)
+        if token_ids is not None:
+            ids = read_ids(token_ids, most, kept)
+            ends = boundaries_in(token_ids, boundaries, len(ids))
+            return TokenizedPrompt(ids, text, salt, ends)
+        assert text is not None
+        limit = most if kept is None else None
+        ids = self.require_tokenizer("text prompts").encode(text, max_model_len=limit)
+        return TokenizedPrompt(tuple(ids), text, salt).truncated(kept)
 
     def _check_length(self, name: str, length: int, held: int) -> None:
         """Check a prompt's length; `held` is the call's number of prompt tokens so far."""
@@ -421,8 +437,3 @@ class InputProcessor:
                 f"One call may have at most {MAX_PROMPT_TOKENS:,} prompt tokens over all samples, "
                 f"got {held:,} or more. Lower n, or make several calls."
             )
-
-
-def _no_key(prompt: Sequence[int], seed: int) -> int:
-    del prompt, seed
-    return 0

@@ -1,26 +1,28 @@
 """`LLM`, whose blocking calls step the engine in the calling thread, and `generate`."""
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from jaxspec.api import progress_bar, request_transfer
-from jaxspec.api.beam_search import beam_search as _beam_search
-from jaxspec.api.llm_engine import LLMEngine
-from jaxspec.api.score import score as _score
+from jaxspec.api import beam_search, progress_bar
+from jaxspec.api.beam_search import BeamSearchOutput, BeamSearchParams
+from jaxspec.api.request_transfer import TransferEngine
+from jaxspec.api.score import TextScore
+from jaxspec.checks import integer
 from jaxspec.options.engine_options import SIGNATURE, EngineConfig, listing
 from jaxspec.process import check_process, first_process
-from jaxspec.requests.outputs import RequestOutput, Stream
-from jaxspec.requests.prompts import Prompt, is_one_prompt, params_of, parts_of, prompts_of
-from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.requests.outputs import CompletionOutput, RequestOutput, Stream
+from jaxspec.requests.prompts import Prompt, TokenizedPrompt, is_one_prompt, params_of, prompts_of
+from jaxspec.requests.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxspec.text.conversations import Messages, TemplateOptions
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-class LLM(LLMEngine):
+class LLM(TransferEngine):
     """Model with its engine and tokenizer. Several threads may call it at once.
 
     `close`, or the end of a `with` block, frees the device memory.
@@ -89,9 +91,7 @@ class LLM(LLMEngine):
         """
         self.session.require_usable()
         progress_bar.check(use_tqdm)
-        batch = prompts_of(prompts)
-        params = params_of(sampling_params, len(batch), self._default_params)
-        groups = self.prepare(batch, params, request_ids, priority)
+        groups = self.prepare(prompts_of(prompts), sampling_params, request_ids, priority)
         samples = [sample for group in groups for sample in group]
         with (
             progress_bar.open_bar(use_tqdm, len(samples), is_shown=self._show_progress) as bar,
@@ -99,10 +99,7 @@ class LLM(LLMEngine):
         ):
             for left in run:
                 progress_bar.move(bar, samples, len(left))
-        return [
-            RequestOutput.of(parts_of(prompt).text, group)
-            for prompt, group in zip(batch, groups, strict=True)
-        ]
+        return [RequestOutput.of(group) for group in groups]
 
     def stream(
         self,
@@ -131,8 +128,9 @@ class LLM(LLMEngine):
             ValueError: as in `generate`, or there are several prompts.
             RuntimeError: as in `generate`.
         """
-        only = self.one_prompt(prompt)
-        samples = self.prepare_one(only, sampling_params, request_id, priority)
+        self.session.require_usable()
+        samples = self.inputs.process_one(prompt, sampling_params, request_id, priority)
+        self.admit(samples)
         return Stream(self.session.stream(*samples), samples[0].request_id)
 
     def chat(
@@ -172,18 +170,13 @@ class LLM(LLMEngine):
             RuntimeError: as in `generate`.
         """
         self.session.require_usable()
-        prompts = self._inputs.chats(messages, template)
         return self.generate(
-            prompts,
+            self.inputs.chats(messages, template),
             sampling_params,
             use_tqdm=use_tqdm,
             priority=priority,
             request_ids=request_ids,
         )
-
-    beam_search, score = _beam_search, _score
-    export_request, prefill = request_transfer.export_request, request_transfer.prefill
-    import_request = request_transfer.import_request
 
     def stream_chat(
         self,
@@ -209,8 +202,70 @@ class LLM(LLMEngine):
         Raises:
             TypeError, ValueError, RuntimeError: as in `chat` and `stream`.
         """
-        prompt = self.chat_prompt(messages, template)
+        self.session.require_usable()
+        prompt = self.inputs.chat(messages, template)
         return self.stream(prompt, sampling_params, priority=priority, request_id=request_id)
+
+    def score(self, prompts: Prompt | Sequence[Prompt], logprobs: int = 0) -> list[TextScore]:
+        """Return the log-probability of each token of texts.
+
+        To compare continuations of a common beginning, pass token ids and sum from the position at
+        which they diverge: `TextScore.total(start)`. One token is generated after each text, so a
+        text must be shorter than `max_model_len`.
+
+        Args:
+            prompts: A text or a list of texts, in the forms of `generate`.
+            logprobs: Number of likeliest ids to report at each position besides the token itself.
+
+        Returns:
+            The score of each text.
+
+        Raises:
+            ValueError: `logprobs` is out of range, or as in `generate`.
+            RuntimeError: a text was aborted before its scores were computed, or as in `generate`.
+        """
+        count = integer("logprobs", logprobs, 0, MAX_LOGPROBS)
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=count)
+        outputs = self.generate(prompts, params)
+        return [TextScore.of(number, output) for number, output in enumerate(outputs, 1)]
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+    ) -> list[BeamSearchOutput]:
+        """Search for the likeliest continuations of each prompt.
+
+        Each step extends all beams of all prompts by one token, in one call of `generate` with the
+        beams as prompts.
+
+        Args:
+            prompts: A prompt or a list of prompts, as in `generate`.
+            params: Parameters of the search.
+
+        Returns:
+            The output of each prompt, with `params.beam_width` sequences at most.
+
+        Raises:
+            ValueError: `params` are no `BeamSearchParams`, there are too many beams, `max_tokens`
+                do not fit after a prompt, or as in `generate`.
+            RuntimeError: as in `generate`.
+        """
+        batch = beam_search.checked_batch(prompts, params)
+        whole = dataclasses.replace(params.step, max_tokens=params.max_tokens)
+        requests = [samples[0].request for samples in self.prepare(batch, whole)]
+        beam_search.check_room(requests, params)
+
+        def next_tokens(beams: list[list[int]]) -> list[CompletionOutput]:
+            prompts = [TokenizedPrompt(tuple(tokens)) for tokens in beams]
+            outputs = self.generate(prompts, params.step, use_tqdm=False)
+            return [output.outputs[0] for output in outputs]
+
+        found = beam_search.search(
+            next_tokens,
+            [list(request.prompt) for request in requests],
+            params,
+            () if params.ignore_eos else self.inputs.eos_ids,
+        )
+        return [BeamSearchOutput.of(sequences, self.tokenizer) for sequences in found]
 
 
 LLM.__doc__ = f"{LLM.__doc__}\n    Args:\n{listing()}\n"

@@ -1,7 +1,4 @@
-"""`LLMEngine`: the loaded model, session and tokenizer of `LLM` and `AsyncLLM`.
-
-`Diagnostics` has the calls that inspect a running engine: metrics, traces, memory, flights.
-"""
+"""`LLMEngine`: the loaded model, session and tokenizer of `LLM` and `AsyncLLM`."""
 
 import contextlib
 import functools
@@ -13,6 +10,7 @@ from typing import Any
 
 from jaxspec.api.inputs import InputProcessor
 from jaxspec.api.loading import load
+from jaxspec.checks import integer
 from jaxspec.engine.engine import Engine, StepTimes
 from jaxspec.engine.metrics import Metric, metrics_of
 from jaxspec.engine.session import Session
@@ -22,51 +20,191 @@ from jaxspec.options.engine_options import EngineConfig
 from jaxspec.pallas import dispatch
 from jaxspec.process import check_process, first_process
 from jaxspec.requests.outputs import Sample
-from jaxspec.requests.prompts import Prompt, TokensPrompt, for_one, only_prompt
-from jaxspec.requests.sampling_features import LADDER, SamplingFeatures, features_named
+from jaxspec.requests.prompts import Prompt
+from jaxspec.requests.request import INT32_MAX
+from jaxspec.requests.sampling_features import LADDER, features_named
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runner.compiler import Compiler
 from jaxspec.runner.memory import memory_map
-from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import Notice
 from jaxspec.scheduler.scheduler import Scheduler
-from jaxspec.text.conversations import Messages, TemplateOptions
 from jaxspec.text.tokenizer import Tokenizer
 
+Kind = str | SamplingParams
 
-class Diagnostics:
-    """Inspects an engine while other threads may step it. Thread-safe.
+
+class LLMEngine:
+    """Loaded model with its session and tokenizer. Thread-safe.
+
+    Compiles the programs that samples need; subclasses and `AsyncLLM` step the session.
 
     Attributes:
         session: The session that runs the samples.
         shapes: Sizes of the engine's programs, including the number of pages.
         limits: Limits of the engine's scheduler.
-        model_name: The model as it was given.
+        model_name: The model as it was given, or the folder name of the embedded model.
+        inputs: Creates samples from prompts.
+        tokenizer: The model's tokenizer; None if it has none.
+        vocab_size: Number of token ids.
+
+    Raises:
+        FileNotFoundError: the model does not exist, or its folder has no configuration or weights.
+        TypeError: an option is unknown.
+        ValueError: an option, the configuration or the weights are invalid, or do not fit into
+            memory.
+        RuntimeError: this is a forked child of a process that made an LLM.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        runner: ModelRunner,
-        *,
-        flight: FlightRecorder | None,
-        method: str | None,
-        model_name: str,
-    ):
-        """Inspect a session and its runner.
+    def __init__(self, model: str | Path | None = None, **options: Any):
+        """Load the model and allocate its state; programs are compiled when first needed.
 
         Args:
-            session: The session of the engine.
-            runner: The runner of the engine.
-            flight: The flight recorder between them, if any.
-            method: Name of the draft method; None without speculation.
-            model_name: The model as it was given.
+            model: A folder, a GGUF file or a hub id; None means the embedded model.
+            **options: The options of `LLM`.
         """
-        self.session = session
-        self.shapes, self.limits = runner.shapes, session.scheduler.limits
+        config = EngineConfig.of(model, options)
+        check_process(first_process())
+        progress = sys.stderr.isatty() if config.show_progress is None else config.show_progress
+        loaded = load(config, progress=progress)
+        folder, model_config, proposer = loaded.folder, loaded.model, loaded.proposer
+        self.tokenizer, self.vocab_size = loaded.tokenizer, model_config.vocab_size
+        self._show_progress = progress
+        runner = loaded.runner
+        self._request_key = proposer.request_key if proposer else lambda prompt, seed: 0
+        self.inputs = InputProcessor(
+            self.tokenizer,
+            vocab_size=self.vocab_size,
+            max_model_len=runner.shapes.max_model_len,
+            eos_ids=model_config.eos_token_ids,
+            seed=config.seed,
+            default_params=loaded.default_params,
+            finds_boundaries=loaded.limits.prefix_caching == "all",
+        )
+        flight, on_failure = None, None
+        if config.flight_recorder != "off":
+            flight = FlightRecorder(
+                runner,
+                runner.shapes,
+                about(loaded.config, folder, self.vocab_size),
+                hashed=config.flight_recorder == "hashed",
+            )
+            on_failure = functools.partial(flight.save_failure, folder=config.flight_folder)
+        parts = loaded.host_drafter, loaded.host_tier, loaded.observers
+        scheduler = Scheduler(runner.shapes, loaded.limits, *parts)
+        engine = Engine(scheduler, flight or runner, max_in_flight=config.max_in_flight)
+        self.session = Session(engine, on_failure)
+        self.shapes, self.limits = runner.shapes, loaded.limits
+        self.model_name = str(model or folder.name)
         self._runner, self._flight = runner, flight
-        self._method, self.model_name = method, model_name
-        self._compile_seconds: dict[str, float] = {}
+        self._method = loaded.speculation.method if loaded.speculation else None
+        notice: Notice = "line" if config.show_progress is None else "none"
+        if progress:
+            notice = "bar"
+        self._compiler = Compiler(
+            runner,
+            in_turn=functools.partial(_in_usable_turn, self.session),
+            guard=self.session.guarded,
+            publish=scheduler.programs.add,
+            on_run=scheduler.step_seconds.guess,
+            notice=notice,
+            in_background=config.background_compilation,
+        )
+        weakref.finalize(self, self._compiler.close)
+
+    def close(self) -> None:
+        """Abort all requests and free the device memory. Later calls raise RuntimeError."""
+        self._compiler.close()
+        self.session.close()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            ValueError: the model has no tokenizer.
+        """
+        return self.inputs.require_tokenizer("get_tokenizer()")
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return a copy of the parameters of calls without any (option `generation_config`)."""
+        return self.inputs.default_params.clone()
+
+    def warm_up(self, feature_sets: Kind | Iterable[Kind] | None = None) -> None:
+        """Compile all programs for some sampling features, and wait for them.
+
+        Calling it is optional: the first request compiles programs that serve any request, and
+        faster specialized ones are compiled in the background (`background_compilation`). Call it
+        before measurements, or to have all compilation done before the first request.
+
+        Args:
+            feature_sets: The `SamplingParams` of a request or a word, or several of them. Words are
+                "greedy", "sampled" (temperature), "top_k" (up to 128), "full" (any top-k, top-p)
+                and "everything". None means all.
+
+        Raises:
+            ValueError: a word is unknown, or a value has another type.
+            RuntimeError: the engine is closed, or this is a forked child of its process.
+        """
+        self.session.require_usable()
+        self._compiler.complete(LADDER if feature_sets is None else features_named(feature_sets))
+
+    def get_ready(self) -> None:
+        """Compile programs that serve any request, so that the first request does not wait.
+
+        Without `background_compilation` these are all programs, as in `warm_up`.
+
+        Raises:
+            RuntimeError: the engine is closed, or this is a forked child of its process.
+        """
+        self.session.require_usable()
+        self._compiler.ensure(set(LADDER))
+
+    def prepare(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        request_ids: Sequence[str] | None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[list[Sample]]:
+        """Check prompts, create their samples, and compile the programs they need.
+
+        Nothing is queued.
+
+        Args:
+            prompts: Prompts as in `LLM.generate`.
+            sampling_params: As in `LLM.generate`.
+            request_ids: As in `LLM.generate`.
+            priority: As in `LLM.generate`.
+
+        Returns:
+            The samples of each prompt.
+
+        Raises:
+            ValueError, RuntimeError: as in `LLM.generate`.
+        """
+        self.session.require_usable()
+        groups = self.inputs.process(prompts, sampling_params, request_ids, priority)
+        self.admit([sample for group in groups for sample in group])
+        return groups
+
+    def admit(self, samples: Sequence[Sample]) -> None:
+        """Check samples against the engine's limits, and compile the programs they need.
+
+        Sets the `proposer_key` of their requests.
+
+        Args:
+            samples: Samples from `inputs`, or from a twin of it in another process.
+
+        Raises:
+            ValueError, RuntimeError: as in `LLM.generate`.
+        """
+        self.session.require_usable()
+        for request in (sample.request for sample in samples):
+            key = self._request_key(request.prompt, request.seed)
+            request.proposer_key = integer("request_key", key, 0, INT32_MAX)
+        self.session.check(samples)
+        self._compiler.ensure({sample.request.features for sample in samples})
+
+    # Metrics and diagnostics
 
     def metrics(self) -> dict[str, Any]:
         """Return the engine's metrics since its start.
@@ -85,7 +223,7 @@ class Diagnostics:
             **engine.figures(),
             "acceptance": {self._method: vars(engine.acceptance).copy()} if self._method else {},
             "shapes": self.shapes.compiled(),
-            "compile_seconds": dict(self._compile_seconds),
+            "compile_seconds": dict(self._compiler.seconds),
             "memory_bytes": self._runner.memory(),
             "implementations": dispatch.implementations(),
         }
@@ -201,247 +339,6 @@ class Diagnostics:
         if self.session.engine.trace is steps:
             self.session.engine.trace = None
         watching.close()
-
-
-Groups = list[list[Sample]]  # samples of each prompt
-Kind = str | SamplingParams
-
-
-class LLMEngine(Diagnostics):
-    """Loaded model with its session and tokenizer. Thread-safe.
-
-    Creates samples from prompts and compiles the programs they need; subclasses and `AsyncLLM` step
-    the session.
-
-    Attributes:
-        tokenizer: The model's tokenizer; None if it has none.
-        vocab_size: Number of token ids.
-
-    Raises:
-        FileNotFoundError: the model does not exist, or its folder has no configuration or weights.
-        TypeError: an option is unknown.
-        ValueError: an option, the configuration or the weights are invalid, or do not fit into
-            memory.
-        RuntimeError: this is a forked child of a process that made an LLM.
-    """
-
-    def __init__(self, model: str | Path | None = None, **options: Any):
-        """Load the model and allocate its state; programs are compiled when first needed.
-
-        Args:
-            model: A folder, a GGUF file or a hub id; None means the embedded model.
-            **options: The options of `LLM`.
-        """
-        config = EngineConfig.of(model, options)
-        check_process(first_process())
-        progress = sys.stderr.isatty() if config.show_progress is None else config.show_progress
-        loaded = load(config, progress=progress)
-        folder, model_config, proposer = loaded.folder, loaded.model, loaded.proposer
-        self.tokenizer, self.vocab_size = loaded.tokenizer, model_config.vocab_size
-        self._show_progress = progress
-        self._default_params = loaded.default_params
-        runner = loaded.runner
-        self._inputs = InputProcessor(
-            self.tokenizer,
-            vocab_size=self.vocab_size,
-            max_model_len=runner.shapes.max_model_len,
-            eos_ids=model_config.eos_token_ids,
-            request_key=proposer.request_key if proposer else lambda prompt, seed: 0,
-            seed=config.seed,
-            finds_boundaries=loaded.limits.prefix_caching == "all",
-        )
-        flight, on_failure = None, None
-        if config.flight_recorder != "off":
-            flight = FlightRecorder(
-                runner,
-                runner.shapes,
-                about(loaded.config, folder, self.vocab_size),
-                hashed=config.flight_recorder == "hashed",
-            )
-            on_failure = functools.partial(flight.save_failure, folder=config.flight_folder)
-        parts = loaded.host_drafter, loaded.host_tier, loaded.observers
-        scheduler = Scheduler(runner.shapes, loaded.limits, *parts)
-        engine = Engine(scheduler, flight or runner, max_in_flight=config.max_in_flight)
-        super().__init__(
-            Session(engine, on_failure),
-            runner,
-            flight=flight,
-            method=loaded.speculation.method if loaded.speculation else None,
-            model_name=str(model or folder.name),
-        )
-        notice: Notice = "line" if config.show_progress is None else "none"
-        if progress:
-            notice = "bar"
-        self._compiler = Compiler(
-            runner,
-            loaded.limits,
-            in_turn=functools.partial(_in_usable_turn, self.session),
-            guard=self.session.guarded,
-            publish=scheduler.programs.add,
-            on_run=scheduler.step_seconds.guess,
-            notice=notice,
-            in_background=config.background_compilation,
-        )
-        self._compile_seconds = self._compiler.seconds
-        weakref.finalize(self, self._compiler.close)
-
-    def close(self) -> None:
-        """Abort all requests and free the device memory. Later calls raise RuntimeError."""
-        self._compiler.close()
-        self.session.close()
-
-    def get_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer.
-
-        Raises:
-            ValueError: the model has no tokenizer.
-        """
-        return self._inputs.require_tokenizer("get_tokenizer()")
-
-    def twin_inputs(self, number: int) -> Callable[[], InputProcessor]:
-        """Return `InputProcessor.twin(number)` of the engine's input processor."""
-        return self._inputs.twin(number)
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return a copy of the parameters of calls without any (option `generation_config`)."""
-        return self._default_params.clone()
-
-    def warm_up(self, feature_sets: Kind | Iterable[Kind] | None = None) -> None:
-        """Compile all programs for some sampling features, and wait for them.
-
-        Calling it is optional: the first request compiles programs that serve any request, and
-        faster specialized ones are compiled in the background (`background_compilation`). Call it
-        before measurements, or to have all compilation done before the first request.
-
-        Args:
-            feature_sets: The `SamplingParams` of a request or a word, or several of them. Words are
-                "greedy", "sampled" (temperature), "top_k" (up to 128), "full" (any top-k, top-p)
-                and "everything". None means all.
-
-        Raises:
-            ValueError: a word is unknown, or a value has another type.
-            RuntimeError: the engine is closed, or this is a forked child of its process.
-        """
-        self.session.require_usable()
-        self._compiler.complete(LADDER if feature_sets is None else features_named(feature_sets))
-
-    def get_ready(self) -> None:
-        """Compile programs that serve any request, so that the first request does not wait.
-
-        Without `background_compilation` these are all programs, as in `warm_up`.
-
-        Raises:
-            RuntimeError: the engine is closed, or this is a forked child of its process.
-        """
-        self.session.require_usable()
-        self._compile(set(LADDER))
-
-    def _compile(self, feature_sets: set[SamplingFeatures]) -> None:
-        self._compiler.ensure(feature_sets)
-
-    def prepare(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
-        request_ids: Sequence[str] | None = None,
-        priority: int | Sequence[int] | None = None,
-    ) -> Groups:
-        """Check prompts, create their samples, and compile the programs they need.
-
-        Nothing is queued.
-
-        Args:
-            prompts: Prompts as in `LLM.generate`.
-            params: Parameters of each prompt.
-            request_ids: As in `LLM.generate`.
-            priority: As in `LLM.generate`.
-
-        Returns:
-            The samples of each prompt.
-
-        Raises:
-            ValueError, RuntimeError: as in `LLM.generate`.
-        """
-        self.session.require_usable()
-        groups = self._inputs.process(prompts, params, request_ids, priority)
-        self._admit([sample for group in groups for sample in group])
-        return groups
-
-    def admit(self, samples: Sequence[Sample]) -> None:
-        """Check samples created in another process, and compile the programs they need.
-
-        Sets the `proposer_key` of their requests.
-
-        Args:
-            samples: Samples from an `InputProcessor` of `twin_inputs`.
-
-        Raises:
-            ValueError, RuntimeError: as in `LLM.generate`.
-        """
-        self.session.require_usable()
-        for request in (sample.request for sample in samples):
-            request.proposer_key = self._inputs.proposer_key(request.prompt, request.seed)
-        self._admit(samples)
-
-    def _admit(self, samples: Sequence[Sample]) -> None:
-        self.session.check(samples)
-        self._compile({sample.request.features for sample in samples})
-
-    def one_prompt(self, prompt: Any, call: str = "stream") -> Any:
-        """Return the prompt of a call for a single prompt.
-
-        Args:
-            prompt: The prompt, or a list of one.
-            call: Name of the call, for error messages.
-
-        Raises:
-            ValueError: `prompt` is a list of several prompts, or of none.
-            RuntimeError: as in `LLM.generate`.
-        """
-        self.session.require_usable()
-        return only_prompt(prompt, call)
-
-    def prepare_one(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None,
-        request_id: str | None,
-        priority: int,
-    ) -> list[Sample]:
-        """Check one prompt, create its samples, and compile the programs they need.
-
-        Args:
-            prompt: The prompt, as `one_prompt` returns it.
-            sampling_params: Parameters; None means `get_default_sampling_params()`.
-            request_id: Id for `abort`; None means a number.
-            priority: Waiting requests with lower values enter the batch first.
-
-        Returns:
-            The samples of the prompt.
-
-        Raises:
-            ValueError, RuntimeError: as in `LLM.generate`.
-        """
-        given = for_one(sampling_params, self._default_params, request_id, priority)
-        (samples,) = self.prepare([prompt], *given)
-        return samples
-
-    def chat_prompt(self, messages: Messages, template: TemplateOptions) -> TokensPrompt:
-        """Render and tokenize one conversation.
-
-        Args:
-            messages: The messages, as in `LLM.chat`.
-            template: Template options, as in `LLM.chat`.
-
-        Returns:
-            The prompt with its token ids and its text.
-
-        Raises:
-            TypeError, RuntimeError: as in `LLM.chat`.
-            ValueError: as in `LLM.chat`, or there are several conversations.
-        """
-        self.session.require_usable()
-        return self._inputs.chat(messages, template)
 
 
 def _in_usable_turn(session: Session, act: Callable[[], object]) -> object:

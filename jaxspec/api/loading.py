@@ -57,30 +57,30 @@ def prefix_sizes(config: EngineConfig, specs: Sequence[CacheSpec]) -> dict[str, 
             size, a pool can't be cached or copied to the host, or host memory is given without
             prefix caching.
     """
-    sizes = _kept_on_device(config, specs)
+    sizes = _device_sizes(config, specs)
     if not config.kv_offloading_size:
         return sizes
     if not sizes:
         raise ValueError(
             f"kv_offloading_size={config.kv_offloading_size} is for prefixes, and this engine "
-            "keeps none. Set enable_prefix_caching=True and a mamba_cache_mode other than 'none', "
+            "caches none. Set enable_prefix_caching=True and a mamba_cache_mode other than 'none', "
             "or kv_offloading_size=0."
         )
     if strange := uncopied(specs):
         raise ValueError(
-            "Prefixes can go to the host's memory where every pool says what its axis of pages is "
+            "Prefixes can be copied to host memory if every pool has an axis of pages "
             f"(`page_axis`) or is a `jaxspec.cache.BySlot`, and {', '.join(strange)} does neither. "
             "Set kv_offloading_size=0."
         )
     return sizes | {"host_bytes": int(config.kv_offloading_size * 2**30)}
 
 
-def _kept_on_device(config: EngineConfig, specs: Sequence[CacheSpec]) -> dict[str, Any]:
+def _device_sizes(config: EngineConfig, specs: Sequence[CacheSpec]) -> dict[str, Any]:
     has_states, strange = bool(by_slot(specs)), unknown(specs)
     wanted = config.enable_prefix_caching
     if strange and wanted:
         raise ValueError(
-            f"Prefixes can be kept where every pool lies in pages or says how to keep a slot of it "
+            f"Prefixes can be cached if every pool has pages or can copy a slot "
             f"(`jaxspec.cache.BySlot`), and {', '.join(strange)} does neither. Set "
             "enable_prefix_caching=False; or, in a spec that copies pages alone, `by_page = True` "
             "or a `page_axis`."
@@ -129,7 +129,7 @@ def host_tier(config: EngineConfig, host_bytes: int, runner: ModelRunner) -> Hos
     if not host_bytes:
         return None
     if config.kv_offloading_folder is not None:
-        name, purpose = str(config.kv_offloading_folder), "Kept prefixes are written to"
+        name, purpose = str(config.kv_offloading_folder), "Cached prefixes are written to"
         kinds = (False, True) if shapes.num_checkpoints else (False,)
         disk = DiskTier(
             writable_folder(name, purpose, mode=0o700),

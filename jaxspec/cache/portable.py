@@ -147,10 +147,11 @@ def _part(name: str) -> str:
 def _checked(arrays: Arrays, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     array = arrays.get(name)
     if array is None:
-        raise ValueError(f"A kept request must have the array {name!r}, and it has {list(arrays)}.")
+        raise ValueError(f"An exported request must have the array {name!r}, got {list(arrays)}.")
     if array.shape != shape or array.dtype != dtype:
         raise ValueError(
-            f"The array {name!r} of a kept request must be {dtype} {list(shape)} for this engine, "
-            f"got {array.dtype} {list(array.shape)}. Use the same model and dtypes on both sides."
+            f"The array {name!r} of an exported request must be {dtype} {list(shape)} for this "
+            f"engine, got {array.dtype} {list(array.shape)}. Use the same model and dtypes on both "
+            "sides."
         )
     return array

@@ -20,16 +20,18 @@ class Command(NamedTuple):
 COMMANDS = {
     "serve": Command(
         "jaxspec.server.command:main",
-        "serve a model by HTTP, as OpenAI's clients know it",
+        "serve a model over HTTP with OpenAI's and Anthropic's APIs",
         "server",
     ),
-    "run": Command("jaxspec.commands.run:main", "answer a file of requests, one a line", "server"),
-    "chat": Command("jaxspec.commands.chat:main", "talk with a model in the terminal"),
+    "run": Command(
+        "jaxspec.commands.run:main", "answer a file of requests, one per line", "server"
+    ),
+    "chat": Command("jaxspec.commands.chat:main", "chat with a model in the terminal"),
     "bench": Command("jaxspec.commands.bench:main", "measure a model's speed on this machine"),
     "inspect": Command(
-        "jaxspec.commands.inspect:main", "say what a model is and needs, and whether it runs here"
+        "jaxspec.commands.inspect:main", "report a model's structure, memory and support"
     ),
-    "replay": Command("jaxspec.commands.replay:main", "run again what a flight recorder wrote"),
+    "replay": Command("jaxspec.commands.replay:main", "run the steps of a recorded flight again"),
 }
 """Commands by name, in the order of the help."""
 _COMPLETE = Command("jaxspec.commands.complete:main", "complete prompts")

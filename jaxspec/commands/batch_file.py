@@ -29,8 +29,6 @@ class BatchRequest(NamedTuple):
 
 
 class BatchAnswer(NamedTuple):
-    """The server's answer to a request."""
-
     status: int  # HTTP status
     request_id: str
     body: dict[str, Any]  # the answer or the error object
@@ -60,8 +58,8 @@ def read_batch(path: Path) -> list[BatchRequest]:
             wrong.append(f"line {number}: {error}")
     if wrong:
         more = len(wrong) - _MAX_TOLD
-        told = [*wrong[:_MAX_TOLD], *([f"and {more:,} lines more"] if more > 0 else ())]
-        raise ValueError(f"In the requests file, {'; '.join(told)}. Nothing was run.")
+        listed = [*wrong[:_MAX_TOLD], *([f"and {more:,} lines more"] if more > 0 else ())]
+        raise ValueError(f"In the requests file, {'; '.join(listed)}. Nothing was run.")
     if not found:
         raise ValueError(
             f"The requests file must hold a request on each line, and it is empty. A line is such "
@@ -72,7 +70,7 @@ def read_batch(path: Path) -> list[BatchRequest]:
 
 def answer_line(request: BatchRequest, answer: BatchAnswer) -> str:
     """Format an answer as a line of OpenAI's batch output, without the newline."""
-    told = {
+    answered = {
         "id": f"batch_req_{uuid.uuid4().hex}",
         "custom_id": request.custom_id,
         "response": {
@@ -82,22 +80,22 @@ def answer_line(request: BatchRequest, answer: BatchAnswer) -> str:
         },
         "error": None,
     }
-    return json.dumps(told, ensure_ascii=False)
+    return json.dumps(answered, ensure_ascii=False)
 
 
 def _request(line: str) -> BatchRequest:
     """Parse a line. ValueErrors have no final period, since `read_batch` joins them."""
     try:
-        told = json.loads(line)
+        given = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it must be a JSON object, and this is no JSON: {error}") from error
-    if not isinstance(told, Mapping):
-        raise ValueError(f"it must be a JSON object such as {_EXAMPLE}, got {shown(told)}")
-    custom_id, url, body = told.get("custom_id"), told.get("url"), told.get("body")
+    if not isinstance(given, Mapping):
+        raise ValueError(f"it must be a JSON object such as {_EXAMPLE}, got {shown(given)}")
+    custom_id, url, body = given.get("custom_id"), given.get("url"), given.get("body")
     if not isinstance(custom_id, str) or not custom_id:
         raise ValueError(f"custom_id must be a text that names the answer, got {shown(custom_id)}")
-    if told.get("method", "POST") != "POST":
-        raise ValueError(f"method must be 'POST', got {shown(told['method'])}")
+    if given.get("method", "POST") != "POST":
+        raise ValueError(f"method must be 'POST', got {shown(given['method'])}")
     if url not in URLS:
         raise ValueError(f"url must be one of {', '.join(URLS)}, got {shown(url)}")
     if not isinstance(body, Mapping):

@@ -15,7 +15,7 @@ import numpy as np
 from jaxspec import device
 from jaxspec.api.llm import LLM
 from jaxspec.checks import integer
-from jaxspec.commands.figures import acceptance, failure
+from jaxspec.commands.stats import acceptance, failure
 from jaxspec.flight.about import version_of
 from jaxspec.options.arguments import (
     FEW,
@@ -33,10 +33,10 @@ from jaxspec.requests.prompts import Prompt
 from jaxspec.requests.request import RequestMetrics
 from jaxspec.requests.sampling_params import SamplingParams
 
-Figures = dict[str, Any]
+Results = dict[str, Any]
 Texts = list[str] | None  # prompts; None means random token ids
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
-_EPILOG = "exit status: 0 done; 1 the model failed on a prompt; 2 an error in what was asked for"
+_EPILOG = "exit status: 0 done; 1 the model failed on a prompt; 2 invalid arguments or input"
 
 
 def main(words: Sequence[str]) -> int:
@@ -57,39 +57,40 @@ def main(words: Sequence[str]) -> int:
         begin_output(args.output_json)
     with LLM(**options) as llm:
         try:
-            figures = args.measure(llm, args, texts)
+            results = args.measure(llm, args, texts)
         except FloatingPointError as error:
             print(error, file=sys.stderr)
             return 1
         if args.output_json is not None:
-            told = {**_machine(llm), **figures}
-            args.output_json.write_text(json.dumps(told, indent=1) + "\n")
+            written = {**_machine(llm), **results}
+            args.output_json.write_text(json.dumps(written, indent=1) + "\n")
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's parser; on an error it exits with status 2."""
     made = CommandParser(
         prog="python -m jaxspec bench",
-        description="Measure a model on this machine, without a server. Each kind has --help.",
+        description="Measure a model on this machine, without a server. Each benchmark has --help.",
         epilog=_EPILOG,
     )
     kinds = made.add_subparsers(metavar="KIND", required=True)
-    latency = _add(kinds, "latency", _latency, "seconds that a batch of prompts takes, repeated")
-    _add_number(latency, "batch-size", 8, "prompts of a batch")
-    _add_number(latency, "num-iters-warmup", 1, "batches that are not timed")
-    _add_number(latency, "num-iters", 10, "batches that are timed")
+    latency = _add(kinds, "latency", _latency, "measure the seconds per batch of prompts")
+    _add_number(latency, "batch-size", 8, "number of prompts per batch")
+    _add_number(latency, "num-iters-warmup", 1, "number of batches before the timed ones")
+    _add_number(latency, "num-iters", 10, "number of timed batches")
     _add_shared(latency)
     throughput = _add(
-        kinds, "throughput", _throughput, "tokens a second over prompts that are all there"
+        kinds, "throughput", _throughput, "measure the tokens per second of many prompts"
     )
-    _add_number(throughput, "num-prompts", 64, "prompts, of which max-num-seqs run at once")
+    _add_number(
+        throughput, "num-prompts", 64, "number of prompts; max-num-seqs run at the same time"
+    )
     _add_shared(throughput)
     add_engine_options(throughput, "max_num_seqs")
     return made
 
 
-def _add(kinds: Any, name: str, measure: Callable[[LLM, Any, Texts], Figures], help: str) -> Any:
+def _add(kinds: Any, name: str, measure: Callable[[LLM, Any, Texts], Results], help: str) -> Any:
     kind = kinds.add_parser(
         name,
         prog=f"python -m jaxspec bench {name}",
@@ -104,35 +105,41 @@ def _add(kinds: Any, name: str, measure: Callable[[LLM, Any, Texts], Figures], h
 
 
 def _add_number(kind: Any, name: str, default: int, help: str) -> None:
-    told = f"{help} (default: {default})"
-    kind.add_argument(f"--{name}", type=int, default=default, metavar="N", help=told)
+    shown = f"{help} (default: {default})"
+    kind.add_argument(f"--{name}", type=int, default=default, metavar="N", help=shown)
 
 
 def _add_shared(kind: Any) -> None:
-    """Add the options of both benchmarks."""
-    _add_number(kind, "input-len", 128, "tokens of a prompt")
-    _add_number(kind, "output-len", 128, "tokens that each prompt gets, whatever they are")
+    _add_number(kind, "input-len", 128, "number of tokens per prompt")
+    _add_number(kind, "output-len", 128, "generated tokens per prompt; end tokens are ignored")
     kind.add_argument(
         "--prompts-file",
         type=Path,
         metavar="FILE",
-        help="a UTF-8 text file with one prompt a line, of which the last input-len tokens are "
-        "used, from the first again when they run out (default: random token ids, on which fewer "
-        "drafts stand than on texts)",
+        help="a UTF-8 text file with one prompt per line, truncated to the last input-len tokens "
+        "and repeated as needed (default: random token ids, for which fewer drafts are accepted "
+        "than for texts)",
     )
     kind.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="of sampling (default: 0)"
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature (default: 0)",
     )
-    _add_number(kind, "seed", 0, "of random token ids and of sampling")
+    _add_number(kind, "seed", 0, "seed of random token ids and of the sampling noise")
     kind.add_argument(
-        "--output-json", type=Path, metavar="FILE", help="where figures go too (default: nowhere)"
+        "--output-json",
+        type=Path,
+        metavar="FILE",
+        help="also write the results as JSON (default: no)",
     )
     add_engine_options(kind, *(name for name in FEW if name != "max_model_len"), "load_format")
     add_speculation(kind)
     add_other_engine_options(kind)
 
 
-def _latency(llm: LLM, args: argparse.Namespace, texts: Texts) -> Figures:
+def _latency(llm: LLM, args: argparse.Namespace, texts: Texts) -> Results:
     prompts, params = _prompts(llm, args, texts, args.batch_size), _params(args)
     for _ in range(args.num_iters_warmup):
         _generate(llm, prompts, params)
@@ -155,7 +162,7 @@ def _latency(llm: LLM, args: argparse.Namespace, texts: Texts) -> Figures:
     }
 
 
-def _throughput(llm: LLM, args: argparse.Namespace, texts: Texts) -> Figures:
+def _throughput(llm: LLM, args: argparse.Namespace, texts: Texts) -> Results:
     prompts, params = _prompts(llm, args, texts, args.num_prompts), _params(args)
     _generate(llm, prompts[: llm.shapes.max_num_seqs], params)  # compiles and warms up
     seconds, outputs = _generate(llm, prompts, params)
@@ -210,7 +217,7 @@ def _params(args: argparse.Namespace) -> SamplingParams:
     )
 
 
-def _of_requests(outputs: Sequence[RequestOutput], args: argparse.Namespace) -> Figures:
+def _of_requests(outputs: Sequence[RequestOutput], args: argparse.Namespace) -> Results:
     """Print and return the median latencies and the acceptance of drafts."""
     ttft = statistics.median(output.metrics.ttft or 0.0 for output in outputs)
     tpot = statistics.median(output.metrics.tpot or 0.0 for output in outputs)
@@ -234,7 +241,7 @@ def _of_requests(outputs: Sequence[RequestOutput], args: argparse.Namespace) -> 
     }
 
 
-def _machine(llm: LLM) -> Figures:
+def _machine(llm: LLM) -> Results:
     """Return the model, settings, device and versions that were measured."""
     return {
         "model": llm.model_name,

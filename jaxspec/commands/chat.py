@@ -26,12 +26,12 @@ from jaxspec.requests.sampling_params import SamplingParams
 
 _WORDS = """\
   /reset         forget the messages
-  /system TEXT   say what the model is to be; without TEXT: nothing
-  /stats         figures of all answers
+  /system TEXT   set the system prompt; without TEXT, remove it
+  /stats         stats of all answers
   /save FILE     write the messages as JSON
-  /quit          end, as Ctrl-D does
+  /quit          exit, as Ctrl-D does
   //...          a message that begins with /
-Ctrl-C stops an answer; what has come of it stays."""
+Ctrl-C stops an answer; the part so far is kept."""
 _LLM_DEFAULTS = {
     "max_num_seqs": 1,
     "enable_prefix_caching": True,
@@ -55,44 +55,41 @@ def main(words: Sequence[str]) -> int:
             is_terminal=is_terminal,
         )
         if is_terminal:
-            print(f"{llm.model_name}; /help tells what can be said besides messages.")
+            print(f"{llm.model_name}; /help lists the commands.")
         return _talk(runner, conversation, is_terminal)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's parser; on an error it exits with status 2."""
     made = CommandParser(
         prog="python -m jaxspec chat",
         usage="python -m jaxspec chat [options] [MODEL]",
-        description="Talk with a model: a line is a message, and behind each answer comes a line\n"
-        "of figures. Earlier messages are looked up among kept prefixes. In place of a message:\n"
+        description="Chat with a model: each line is a message, and a line of stats follows each\n"
+        "answer. Earlier messages are read from the prefix cache. Commands in place of a message:\n"
         + _WORDS,
-        epilog="exit status: 0 done; 1 the model failed; 2 an error in what was asked for",
+        epilog="exit status: 0 done; 1 the model failed; 2 invalid arguments or input",
     )
     add_model(made)
-    made.add_argument(
-        "--system-prompt", metavar="TEXT", help="what the model is to be (default: not said)"
-    )
+    made.add_argument("--system-prompt", metavar="TEXT", help="the system prompt (default: none)")
     add_color(made)
     made.add_argument(
         "--max-tokens",
         type=int,
         metavar="N",
-        help="most tokens of an answer (default: as many as have room)",
+        help="maximum number of tokens per answer (default: as many as fit)",
     )
     for name, kind, metavar, help in (
-        ("temperature", float, "T", "0 takes the likeliest token, more is wilder"),
-        ("seed", int, "N", "repeats the answers of earlier calls with the same one"),
+        ("temperature", float, "T", "sampling temperature; 0 is greedy"),
+        ("seed", int, "N", "seed of the sampling noise"),
     ):
-        told = f"{help} (default: {_DEFAULTS[name]})"
-        made.add_argument(f"--{name}", type=kind, metavar=metavar, help=told)
+        shown = f"{help} (default: {_DEFAULTS[name]})"
+        made.add_argument(f"--{name}", type=kind, metavar=metavar, help=shown)
     add_engine_options(made, *FEW)
     add_speculation(made)
     add_other_engine_options(made)
     return made
 
 
-_DEFAULTS = {"temperature": "the checkpoint's own", "seed": "another one for each answer"}
+_DEFAULTS = {"temperature": "the checkpoint's", "seed": "a new one for each answer"}
 
 
 def _params(args: argparse.Namespace, own: SamplingParams) -> SamplingParams:
@@ -103,7 +100,6 @@ def _params(args: argparse.Namespace, own: SamplingParams) -> SamplingParams:
 
 @contextlib.contextmanager
 def _loaded(runner: asyncio.Runner, options: dict) -> Iterator[AsyncLLM]:
-    """Load an AsyncLLM and close it on exit."""
     llm = AsyncLLM(**options)
     try:
         yield llm
@@ -175,5 +171,5 @@ def _obey(conversation: Conversation, word: str, rest: str) -> None:
         "/system": say_system,
     }
     if word not in words:
-        raise ValueError(f"There is no {word}. /help lists what there is, and // begins a message.")
+        raise ValueError(f"There is no {word}. /help lists the commands, and // begins a message.")
     words[word]()

@@ -10,7 +10,8 @@ from typing import Any
 
 from jaxspec import commands
 from jaxspec.api.llm import LLM
-from jaxspec.commands.figures import failure, summary
+from jaxspec.commands.conversation import by_draft, plain
+from jaxspec.commands.stats import failure, summary
 from jaxspec.flight.about import version_of
 from jaxspec.options.arguments import (
     ENGINE_OPTIONS,
@@ -21,10 +22,10 @@ from jaxspec.options.arguments import (
     engine_options,
     prompts_in,
 )
-from jaxspec.requests.outputs import RequestOutput, TextDelta
+from jaxspec.requests.outputs import RequestOutput
 from jaxspec.requests.request import RequestMetrics
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.viz.colored_tokens import ColoredText, TokenPieces, ansi, ansi_legend
+from jaxspec.viz.colored_tokens import ColoredText, ansi_legend
 
 _EXAMPLES = """\
 examples:
@@ -33,7 +34,7 @@ examples:
   python -m jaxspec --model Qwen/Qwen3.5-0.8B --prompts-file prompts.txt --json > out.jsonl
   python -m jaxspec "class Stack:" --color
 
-exit status: 0 done; 1 the model failed on a prompt; 2 an error in what was asked for
+exit status: 0 done; 1 the model failed on a prompt; 2 invalid arguments or input
 """
 
 
@@ -46,13 +47,12 @@ def main(words: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's parser; on an error it exits with status 2."""
     made = CommandParser(
         prog="python -m jaxspec",
         usage="python -m jaxspec [options] PROMPT ...\n       python -m jaxspec COMMAND ...",
         description="Complete prompts with a hybrid LLM and speculative decoding. One prompt is\n"
-        "printed as it is completed, several when all are done; then comes a line of figures.\n\n"
-        f"commands, each with --help of its own:\n{commands.listing()}",
+        "streamed, several are printed when all are done; a line of stats follows.\n\n"
+        f"commands, each with its own --help:\n{commands.listing()}",
         epilog=_EXAMPLES,
     )
     made.add_argument(
@@ -66,17 +66,17 @@ def parser() -> argparse.ArgumentParser:
         "--prompts-file",
         type=Path,
         metavar="FILE",
-        help="a UTF-8 text file with one prompt a line; - is standard input (default: none)",
+        help="a UTF-8 text file with one prompt per line; - is standard input (default: none)",
     )
     add_engine_options(made, "model", *ENGINE_OPTIONS)
     _add_sampling(made)
     add_speculation(made)
     made.add_argument(
-        "--verbose", action="store_true", help="first print what holds the memory (default: not)"
+        "--verbose", action="store_true", help="print the use of device memory first (default: off)"
     )
     add_color(made)
     made.add_argument(
-        "--json", action="store_true", help="print one JSON object a prompt (default: text)"
+        "--json", action="store_true", help="print one JSON object per prompt (default: text)"
     )
     made.add_argument(
         "--version",
@@ -93,21 +93,20 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=128,
         metavar="N",
-        help="most tokens to add to a prompt (default: 128)",
+        help="maximum number of generated tokens (default: 128)",
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.0,
         metavar="T",
-        help="0 takes the likeliest token; 1 draws with the model's own probabilities, less is "
-        "tamer, more is wilder (default: 0)",
+        help="sampling temperature; 0 is greedy, 1 keeps the model's probabilities (default: 0)",
     )
     parser.add_argument(
         "--seed",
         type=int,
         metavar="N",
-        help="another seed draws other tokens (default: a fixed one)",
+        help="seed of the sampling noise (default: a fixed one)",
     )
 
 
@@ -142,7 +141,7 @@ def _run(args: argparse.Namespace) -> tuple[int, int]:
         options["enable_prefix_caching"] = False  # no later request can share the prefix
     llm = LLM(**options)
     if args.verbose:
-        print(f"The device holds\n{llm.memory_map()}", file=sys.stderr)
+        print(f"Device memory\n{llm.memory_map()}", file=sys.stderr)
     if len(prompts) == 1 and not args.json:
         reasons = [_stream(llm, prompts[0], params, color=args.color)]
     else:
@@ -156,12 +155,12 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, *, color: bool) -> st
     print(prompt, end="", flush=True)
     started, num_tokens, reason = time.perf_counter(), 0, None
     positions = list[int]()
-    pieces = TokenPieces(llm.tokenizer) if color and llm.tokenizer else None
+    look = by_draft(llm.tokenizer) if color and llm.tokenizer else plain
     for delta in stream:
         positions += delta.draft_positions
         num_tokens += len(delta.token_ids)
         reason = delta.finish_reason
-        print(delta.text if pieces is None else _painted(pieces, delta), end="", flush=True)
+        print(look(delta, ()), end="", flush=True)
         if delta.metrics is not None:
             seconds = time.perf_counter() - started
             legend = f"{ansi_legend(positions)}\n" if color else ""
@@ -169,16 +168,9 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, *, color: bool) -> st
     return reason
 
 
-def _painted(pieces: TokenPieces, delta: TextDelta) -> str:
-    """Return the text that a delta adds, colored by draft position."""
-    new = pieces.push(delta.token_ids, delta.draft_positions)
-    return ansi(new + pieces.flush() if delta.finish_reason else new)
-
-
 def _batch(
     llm: LLM, prompts: list[str], params: SamplingParams, *, as_json: bool, color: bool
 ) -> list[str | None]:
-    """Print all completions once they are done; return their finish reasons."""
     outputs = llm.generate(prompts, params)
     # The engine's times exclude compilation.
     parts = ("plan_time", "dispatch_time", "wait_time", "collect_time")

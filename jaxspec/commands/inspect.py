@@ -22,13 +22,12 @@ def main(words: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's parser; on an error it exits with status 2."""
     made = CommandParser(
         prog="python -m jaxspec inspect",
         usage="python -m jaxspec inspect [options] [MODEL]",
-        description="Say what a model is, what it takes, how many requests fit on this device,\n"
-        "and what would be refused and why. No weights are loaded, and none are downloaded.",
-        epilog="exit status: 0 it runs; 1 it is refused; 2 an error in what was asked for",
+        description="Report a model's structure and memory, how many requests fit on this device,\n"
+        "and any reason to refuse it. No weights are loaded or downloaded.",
+        epilog="exit status: 0 supported; 1 refused; 2 invalid arguments or input",
     )
     add_model(
         made,

@@ -50,8 +50,6 @@ class TokenParting:
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """Result of running a flight again."""
-
     flight: Flight
     num_compared: int  # dispatches whose outputs were compared
     num_requests: int
@@ -232,13 +230,13 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return 0 if the replay is equal, else 1. Raises as `replay`."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxspec replay",
-        description="Run the steps of a flight again, and name the first step and row that part.",
+        description="Run the steps of a flight again, and report the first difference.",
     )
-    parser.add_argument("file", type=Path, help="what a flight recorder wrote")
+    parser.add_argument("file", type=Path, help="file of a flight recorder")
     parser.add_argument(
-        "--model", help="the checkpoint's folder here, or its hub id (default: where it lay)"
+        "--model", help="the checkpoint's folder, or its hub id (default: the recorded path)"
     )
-    parser.add_argument("--revision", help="of that hub id (default: main)")
+    parser.add_argument("--revision", help="revision of the hub id (default: main)")
     args = parser.parse_args(argv)
     result = replay(args.file, args.model, args.revision)
     print(report(result))

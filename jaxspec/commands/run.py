@@ -38,11 +38,11 @@ _LOG = logging.getLogger(__name__)
 _AT_ONCE = 1024
 """Maximum number of unanswered requests; bounds the host memory of prompts and answers."""
 _EPILOG = """\
-A line asks as OpenAI's batch files do, and as `vllm run-batch` takes it:
+Each line is a request of OpenAI's batch format, as for `vllm run-batch`:
   {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "import"}}
-Answers come in the order of the requests. One that is refused has its status_code and error.
+Answers are in the order of the requests. A refused request has its status_code and error.
 
-exit status: 0 done; 1 a request was refused or failed; 2 an error in what was asked for
+exit status: 0 done; 1 a request was refused or failed; 2 invalid arguments or input
 """
 
 
@@ -57,12 +57,11 @@ def main(words: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's parser; on an error it exits with status 2."""
     made = CommandParser(
         prog="python -m jaxspec run",
         usage="python -m jaxspec run [options] [MODEL]",
-        description="Answer requests of a file, a JSON object on each line, and write a file of\n"
-        "answers. All lines are read and checked first: a wrong one is named, and nothing is run.",
+        description="Answer a file of requests, one JSON object per line, and write a file of\n"
+        "answers. All lines are validated first; if one is invalid, nothing runs.",
         epilog=_EPILOG,
     )
     add_model(made)
@@ -71,15 +70,14 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         default=STANDARD,
         metavar="FILE",
-        help="requests; - is standard input; -i is short for it (default: -)",
+        help="file of requests; - is standard input; short: -i (default: -)",
     )
     made.add_argument(
         "--output-file",
         type=Path,
         default=STANDARD,
         metavar="FILE",
-        help="answers, in place of what was there; - is standard output; -o is short for it "
-        "(default: -)",
+        help="file of answers, overwritten; - is standard output; short: -o (default: -)",
     )
     for short, name in (("-i", "input_file"), ("-o", "output_file")):
         made.add_argument(short, type=Path, dest=name, default=STANDARD, help=argparse.SUPPRESS)
@@ -88,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="what requests call the model; may come again (default: MODEL)",
+        help="model name accepted in requests; may be repeated (default: MODEL)",
     )
     add_engine_options(made, *FEW, "max_num_seqs")
     add_speculation(made)
@@ -98,7 +96,6 @@ def parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _opened(args: argparse.Namespace) -> Iterator[TextIO]:
-    """Open the answers file, emptied, or standard output."""
     path = args.output_file
     if path == STANDARD:
         yield sys.stdout

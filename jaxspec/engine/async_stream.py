@@ -146,7 +146,6 @@ class AsyncStream(AsyncIterator[TextDelta]):
     def __init__(
         self,
         output_queue: OutputQueue,
-        prompt: str | None,
         abort: Callable[[OutputQueue], None],
         keeps: object = None,
     ):
@@ -154,15 +153,15 @@ class AsyncStream(AsyncIterator[TextDelta]):
 
         Args:
             output_queue: Deltas of the request.
-            prompt: Text of the prompt, if any.
             abort: Aborts the request; thread-safe.
             keeps: Object to keep alive as long as the stream.
         """
         self._output_queue, self._abort, self._keeps = output_queue, abort, keeps
         self._process = os.getpid()
-        self.prompt = prompt
         self.request_id = output_queue.request_id
-        self.prompt_token_ids = list(output_queue.sample_streams[0].request.prompt)
+        first = output_queue.sample_streams[0]
+        self.prompt = first.reader.prompt_text
+        self.prompt_token_ids = list(first.request.prompt)
 
     @property
     def num_cached_tokens(self) -> int:

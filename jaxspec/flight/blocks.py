@@ -47,8 +47,8 @@ class ReplayedBlocks:
                 kinds[number] = is_state
             elif kinds.get(number) is not is_state:
                 raise ValueError(
-                    f"A flight must fill each piece of a prefix that it puts back, and dispatch "
-                    f"{index} puts back one that came from before the flight, from a file or from "
+                    "A flight must record the copy of each block that it restores, and dispatch "
+                    f"{index} restores one from before the flight, from a file or from "
                     "another engine. Record from the start, without kv_offloading_folder; or call "
                     "reset_prefix_cache() in front of restart_flight()."
                 )

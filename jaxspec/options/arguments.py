@@ -73,7 +73,7 @@ def add_other_engine_options(parser: Any) -> None:
         "--engine-options",
         default="{}",
         metavar="JSON",
-        help="any options of docs/options.md, as a JSON object by name (default: {})",
+        help="further options of docs/options.md, as a JSON object by name (default: {})",
     )
 
 
@@ -82,7 +82,7 @@ def add_color(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--color",
         action="store_true",
-        help="colour each token by who gave it, the model itself or draft 1, 2, ... (default: not)",
+        help="color each token by its source: the model, or draft 1, 2, ... (default: off)",
     )
 
 
@@ -91,22 +91,22 @@ def add_speculation(parser: Any) -> None:
     parser.add_argument(
         "--speculative-config",
         metavar="METHOD",
-        help="how to draft: a method's name, or a JSON object with the method and what it is told, "
-        "as docs/speculation.md says (default: by the checkpoint's own head, if it has one)",
+        help="draft method: its name, or a JSON object of the method and its options "
+        "(docs/speculation.md; default: the checkpoint's draft head, if it has one)",
     )
     parser.add_argument(
         "--num-speculative-tokens",
         type=_count_or_auto,
         metavar="K",
-        help=f"tokens drafted in each step, up to {MAX_DRAFTS}; auto chooses in each step; 0 turns "
-        "speculation off (default: the method's own number, 3 for a draft head)",
+        help=f"number of drafts per verify step, at most {MAX_DRAFTS}; auto chooses it in each "
+        "step; 0 disables speculative decoding (default: set by the method, 3 for a draft head)",
     )
     parser.add_argument(
         "--draft-vocab",
         type=int,
         metavar="N",
-        help="draft only the first N token ids, which costs less and accepts fewer; the text stays "
-        "the same (default: draft any token)",
+        help="draft only the first N token ids: cheaper drafts, fewer of them accepted, the same "
+        "text (default: all token ids)",
     )
 
 
@@ -133,8 +133,8 @@ def engine_options(args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
     others = _engine_json(args) if hasattr(args, "engine_options") else {}
     if twice := sorted(given.keys() & others.keys()):
         raise ValueError(
-            f"{twice[0]} must be said once, and it is both in --engine-options and an option of "
-            "its own. Drop one of the two."
+            f"{twice[0]} must be given once, got it both in --engine-options and as a flag. Drop "
+            "one of the two."
         )
     told = {"model": args.model, "speculative_config": "auto", **defaults, **given, **others}
     try:
@@ -180,7 +180,7 @@ def speculation_of(args: argparse.Namespace) -> dict[str, Any] | Literal["auto"]
     if told or args.draft_vocab is not None:
         named = "--speculative-config" if told else "--draft-vocab"
         raise ValueError(
-            f"{named} says what to draft, and --num-speculative-tokens 0 not to draft. Drop one of "
+            f"{named} enables drafts, and --num-speculative-tokens 0 disables them. Drop one of "
             "the two."
         )
     return None

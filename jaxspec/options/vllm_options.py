@@ -57,62 +57,68 @@ RENAMED: dict[str, Renamed] = {
 }
 """Options that jaxspec has under another name or with other values, by vLLM's name."""
 
-_ONE_DEVICE = "Several GPUs come later: use one"
-_NOT_LOADED = "Adapters are not loaded: merge them into the weights"
-_FOLDER = "Give `model` a folder with what you need"
+_ONE_DEVICE = "Several GPUs are not supported yet: use one"
+_NOT_LOADED = "Adapters are not supported: merge them into the weights"
+_FOLDER = "Pass as `model` a folder with the files you need"
 _CONFIG = "Change config.json in a folder of your own"
 _PLAIN = "Use a checkpoint in float32, bfloat16 or float16"
 
 UNDERSTOOD: dict[str, Given] = {
     "aggregate_engine_logging": Given("nothing is logged", (True, False)),
-    "async_scheduling": Given("steps overlap", (True, None), "max_in_flight=0 does not overlap"),
-    "code_revision": Given("no code is taken from a hub", (None,)),
+    "async_scheduling": Given("steps overlap", (True, None), "Set max_in_flight=0"),
+    "code_revision": Given("no code is loaded from a hub", (None,)),
     "config_format": Given("config.json is read", ("auto", "hf")),
-    "cpu_offload_gb": Given("weights stay on the device", (0, 0.0), "Lower what the device holds"),
+    "cpu_offload_gb": Given("weights stay on the device", (0, 0.0), "Use less device memory"),
     "data_parallel_size": Given("one device", (1,), _ONE_DEVICE),
-    "disable_cascade_attention": Given("no prefix is shared", (True, False)),
+    "disable_cascade_attention": Given("there is no cascade attention", (True, False)),
     "disable_custom_all_reduce": Given("one device", (True, False)),
     "disable_log_stats": Given("nothing is logged; `LLM.metrics` counts", (True, False)),
     "distributed_executor_backend": Given("one process", (None, "uni"), _ONE_DEVICE),
     "download_dir": Given("the hub's own cache is used", (None,), "Set HF_HOME"),
-    "enable_chunked_prefill": Given("prompts come in chunks", (True, None), "Leave it out"),
+    "enable_chunked_prefill": Given("prompts are computed in chunks", (True, None)),
     "enable_expert_parallel": Given("one device", (False,), _ONE_DEVICE),
     "enable_lora": Given("there are no adapters", (False,), _NOT_LOADED),
     "enable_prompt_embeds": Given("prompts are texts or ids", (False,), "Pass ids"),
-    "enable_sleep_mode": Given("the engine does not sleep", (False,), "Close it and make another"),
-    "enforce_eager": Given("programs are compiled all the same, once", (True, False, None)),
+    "enable_sleep_mode": Given(
+        "the engine does not sleep", (False,), "Close it and create another"
+    ),
+    "enforce_eager": Given("programs are always compiled, once", (True, False, None)),
     "guided_decoding_backend": Given("there is no structured output", (None, "auto")),
-    "hf_config_path": Given("the model's own config.json", (None,), _FOLDER),
-    "hf_overrides": Given("config.json as it is", (None, {}), _CONFIG),
-    "hf_token": Given("the hub's library knows it", (None,), "Log in with `hf auth login`"),
+    "hf_config_path": Given("the model's config.json is used", (None,), _FOLDER),
+    "hf_overrides": Given("config.json is used unchanged", (None, {}), _CONFIG),
+    "hf_token": Given("the hub library's login is used", (None,), "Log in with `hf auth login`"),
     "ignore_patterns": Given("all safetensors are read", (None,), _FOLDER),
-    "kv_offloading_backend": Given("the host's memory, and a folder", ("native", None)),
-    "kv_transfer_config": Given("pages stay here", (None,)),
-    "limit_mm_per_prompt": Given("prompts are text alone", (None, {})),
-    "logits_processors": Given("those of SamplingParams", (None, [])),
+    "kv_offloading_backend": Given(
+        "blocks are copied to host memory and a folder", ("native", None)
+    ),
+    "kv_transfer_config": Given("pages are not transferred", (None,)),
+    "limit_mm_per_prompt": Given("prompts are text only", (None, {})),
+    "logits_processors": Given("SamplingParams selects them", (None, [])),
     "lora_modules": Given("there are no adapters", (None,), _NOT_LOADED),
-    "mamba_cache_dtype": Given("convolutions keep the model's dtype", ("auto",), "See state_dtype"),
+    "mamba_cache_dtype": Given(
+        "convolution states have the model's dtype", ("auto",), "See state_dtype"
+    ),
     "max_logprobs": Given("SamplingParams bounds them", (20, None)),
-    "max_seq_len_to_capture": Given("every size is compiled"),
-    "model_impl": Given("jaxspec's own models", ("auto",)),
+    "max_seq_len_to_capture": Given("all sizes are compiled"),
+    "model_impl": Given("models are those of jaxspec", ("auto",)),
     "override_generation_config": Given(
-        "generation_config.json as it is", (None, {}), "Pass SamplingParams"
+        "generation_config.json is used unchanged", (None, {}), "Pass SamplingParams"
     ),
     "pipeline_parallel_size": Given("one device", (1,), _ONE_DEVICE),
-    "prefix_caching_hash_algo": Given("tokens themselves are compared"),
+    "prefix_caching_hash_algo": Given("tokens are compared, not hashes"),
     "quantization": Given("weights are as published", (None,), _PLAIN),
-    "rope_scaling": Given("config.json's", (None, {}), _CONFIG),
-    "rope_theta": Given("config.json's", (None,), _CONFIG),
-    "runner": Given("it generates", ("auto", "generate"), "Pooling is not done here"),
-    "scheduling_policy": Given("by priority, then first come first served", ("fcfs", "priority")),
-    "served_model_name": Given("there is no server"),
+    "rope_scaling": Given("config.json has it", (None, {}), _CONFIG),
+    "rope_theta": Given("config.json has it", (None,), _CONFIG),
+    "runner": Given("it generates text", ("auto", "generate"), "Pooling is not supported"),
+    "scheduling_policy": Given("by priority, then by arrival", ("fcfs", "priority")),
+    "served_model_name": Given("an LLM has no server"),
     "structured_outputs_config": Given("there is no structured output", (None, {})),
     "swap_space": Given("preempted requests are computed again"),
-    "task": Given("it generates", ("auto", "generate"), "Pooling is not done here"),
+    "task": Given("it generates text", ("auto", "generate"), "Pooling is not supported"),
     "tensor_parallel_size": Given("one device", (1,), _ONE_DEVICE),
-    "tokenizer_mode": Given("tokenizer.json", ("auto", "hf", "fast")),
-    "tokenizer_revision": Given("the revision of its hub id", (None,), "Give a folder"),
-    "trust_remote_code": Given("no code is taken from a hub", (False,), "Its models are built in"),
+    "tokenizer_mode": Given("tokenizer.json is read", ("auto", "hf", "fast")),
+    "tokenizer_revision": Given("the default revision is used", (None,), "Give a folder"),
+    "trust_remote_code": Given("no code is taken from a hub", (False,), "Models are built in"),
 }
 """Options whose behavior is fixed in jaxspec, by vLLM's name."""
 

@@ -50,9 +50,7 @@ class PrefixHit(NamedTuple):
 class PrefixCache:
     """Tracks running requests; `SchedulerLimits.prefix_caching` decides what is cached of them."""
 
-    def __init__(
-        self, shapes: StepShapes, limits: SchedulerLimits, tier: HostTier | None = None
-    ):
+    def __init__(self, shapes: StepShapes, limits: SchedulerLimits, tier: HostTier | None = None):
         """Start empty; `tier` is unused if prefixes are not cached."""
         self.shapes, self.limits = shapes, limits
         self.min_uncached, self.min_turn = MIN_UNCACHED, MIN_TURN

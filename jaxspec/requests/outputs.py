@@ -79,11 +79,11 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
     @staticmethod
-    def of(prompt: str | None, samples: "Sequence[Sample]") -> "RequestOutput":
+    def of(samples: "Sequence[Sample]") -> "RequestOutput":
         """Return the current output of all samples of one prompt."""
         first = samples[0]  # if the samples share a prefill, only the first has prompt logprobs
         return RequestOutput(
-            prompt=prompt,
+            prompt=first.prompt_text,
             prompt_token_ids=list(first.request.prompt),
             outputs=[sample.output() for sample in samples],
             request_id=first.request_id,
@@ -162,8 +162,15 @@ class Sample:
     The request owns the tokens and the finish reason, and only the scheduler changes them.
     """
 
-    def __init__(self, request: Request, stream: TextStream | None, stops: StopStrings | None):
+    def __init__(
+        self,
+        request: Request,
+        stream: TextStream | None,
+        stops: StopStrings | None,
+        prompt_text: str | None = None,
+    ):
         """Create the view; `stream` is None without a tokenizer or with `detokenize=False`."""
+        self.prompt_text = prompt_text  # None means that the prompt was given as token ids
         self.request, self.index, self.request_id = request, request.index, request.request_id
         self.text = ""
         self._stream, self._stops = stream, stops

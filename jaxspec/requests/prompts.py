@@ -1,6 +1,7 @@
 """Prompts of a call: text, token ids, or a dict of them as in vLLM; with their validation."""
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple, NotRequired, TypedDict
@@ -48,7 +49,36 @@ class TokensPrompt(TypedDict):
     cache_boundaries: NotRequired[Sequence[int]]
 
 
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
+@dataclasses.dataclass(frozen=True)
+class TokenizedPrompt:
+    """A prompt whose token ids are known to be in the model's vocabulary.
+
+    Attributes:
+        token_ids: The token ids.
+        text: See `TokensPrompt.prompt`.
+        cache_salt: See `TextPrompt`.
+        cache_boundaries: See `TokensPrompt`.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+    cache_salt: str | None = None
+    cache_boundaries: tuple[int, ...] = ()
+
+    def truncated(self, length: int | None) -> "TokenizedPrompt":
+        """Return the last `length` tokens; None means all. Boundaries before them are dropped.
+
+        With 10 ids truncated to the last 6, the boundaries (3, 8) become (4,).
+        """
+        num_dropped = max(0, len(self.token_ids) - length) if length else 0
+        if not num_dropped:
+            return self
+        ends = tuple(n - num_dropped for n in self.cache_boundaries if n > num_dropped)
+        ids = self.token_ids[num_dropped:]
+        return dataclasses.replace(self, token_ids=ids, cache_boundaries=ends)
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any] | TokenizedPrompt
 _LISTS = (list, tuple, range, np.ndarray)  # types of token-id lists
 _KEYS = tuple(TokensPrompt.__annotations__)
 _RULE = (
@@ -73,7 +103,7 @@ def prompts_of(prompts: Any) -> list[Any]:
     Raises:
         ValueError: `prompts` has another type, or more than `MAX_SAMPLES` entries.
     """
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping | TokenizedPrompt):
         return [prompts]
     found = items(prompts, MAX_SAMPLES)
     if found is None:
@@ -144,16 +174,21 @@ def parts_of(prompt: Any) -> PromptParts:
             f"A prompt's dict may have the keys {', '.join(map(repr, _KEYS))}, got the key "
             f"{shown(unknown[0])}, which jaxspec does not take. Leave it out."
         )
-    salt = prompt.get("cache_salt")
-    if salt is not None and not (isinstance(salt, str) and salt):
-        raise ValueError(
-            f"cache_salt must be a text of at least one character, got {shown(salt)}. Leave it out "
-            "if anybody may share the prompt."
-        )
+    salt = check_salt(prompt.get("cache_salt"))
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if not (isinstance(text, str) or (text is None and ids is not None)):
         raise ValueError(f"{_RULE}, got {shown(prompt)}.")
     return PromptParts(text, ids, salt, _boundaries(prompt.get("cache_boundaries"), ids))
+
+
+def check_salt(salt: Any) -> str | None:
+    """Return a `cache_salt`; raise ValueError unless it is None or a text that is not empty."""
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise ValueError(
+            f"cache_salt must be a text of at least one character, got {shown(salt)}. Leave it out "
+            "if any request may share the prompt."
+        )
+    return salt
 
 
 def _boundaries(value: Any, ids: Any) -> tuple[int, ...]:
@@ -179,15 +214,14 @@ def _boundaries(value: Any, ids: Any) -> tuple[int, ...]:
     return tuple(map(int, found))
 
 
-def boundaries_in(parts: PromptParts, length: int) -> tuple[int, ...]:
-    """Return the `cache_boundaries` of a prompt truncated to its last `length` tokens.
+def boundaries_in(ids: Any, found: tuple[int, ...], length: int) -> tuple[int, ...]:
+    """Return the `cache_boundaries` `found` of token ids truncated to their last `length`.
 
-    With 10 ids truncated to the last 6, the boundaries (3, 8) become (4,).
+    They change as in `TokenizedPrompt.truncated`.
 
     Raises:
         ValueError: a boundary is greater than the number of token ids.
     """
-    ids, found = parts.token_ids, parts.cache_boundaries
     total = len(ids) if isinstance(ids, Sized) else max(length, *found, 0)
     if beyond := [n for n in found if n > total]:
         raise ValueError(
@@ -197,7 +231,7 @@ def boundaries_in(parts: PromptParts, length: int) -> tuple[int, ...]:
     return tuple(n - total + length for n in found if n > total - length)
 
 
-def read_ids(value: Any, most: int, truncated_to: int | None) -> list[int]:
+def read_ids(value: Any, most: int, truncated_to: int | None) -> tuple[int, ...]:
     """Return token ids as Python integers, reading no more than could fit.
 
     Args:
@@ -220,7 +254,7 @@ def read_ids(value: Any, most: int, truncated_to: int | None) -> list[int]:
             f"A prompt must fit max_model_len={most}, got {count} token ids. Shorten it, set "
             "truncate_prompt_tokens, or raise max_model_len."
         )
-    return list(map(int, ids if truncated_to is None else ids[-truncated_to:]))
+    return tuple(map(int, ids if truncated_to is None else ids[-truncated_to:]))
 
 
 def _may_be_ids(values: Any) -> bool:
@@ -258,18 +292,6 @@ def params_of(
         )
     copies = {id(each): each.clone() for each in params}
     return [copies[id(each)] for each in params]
-
-
-def for_one(
-    params: SamplingParams | None, default: SamplingParams, name: str | None, priority: int
-) -> tuple[list[SamplingParams], list[str] | None, int]:
-    """Convert the parameters, request id and priority of a one-prompt call to those of a batch.
-
-    Raises:
-        ValueError: as in `params_of`, or the priority is not a 64-bit integer.
-    """
-    names = None if name is None else [name]
-    return params_of(params, 1, default), names, integer("priority", priority, -INT64_MAX)
 
 
 def names_of(names: Any, count: int) -> list[str]:

@@ -7,18 +7,17 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from jaxspec.api.async_llm import AsyncLLM
-from jaxspec.server.endpoints import chat, completions, messages, monitoring, responses, tokens
+from jaxspec.server.endpoints import chat, completions, monitoring, tokens, translated
 from jaxspec.server.generation.service import Service
 from jaxspec.server.http.access import RequireKey
 from jaxspec.server.http.connection import ClientConnection
 from jaxspec.server.http.errors import ENGINE_ERRORS, ApiError, respond
 from jaxspec.server.http.request_ids import RequestIds
-from jaxspec.server.http.version import version
-from jaxspec.server.metrics.figures import Figures
+from jaxspec.server.metrics.server_metrics import ServerMetrics
 from jaxspec.server.metrics.snapshot import LocalWatch
 from jaxspec.server.options import ServerOptions
 
-_ENDPOINTS = (completions, chat, messages, responses, tokens, monitoring)
+_ENDPOINTS = (completions, chat, translated, tokens, monitoring)
 
 
 def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
@@ -27,8 +26,8 @@ def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     Raises:
         ValueError: the model has no tokenizer, or the file of keys can't be read.
     """
-    figures = Figures()
-    return app_of(Service(llm, options or ServerOptions(), figures, LocalWatch(llm, figures)))
+    metrics = ServerMetrics()
+    return app_of(Service(llm, options or ServerOptions(), metrics, LocalWatch(llm, metrics)))
 
 
 def app_of(service: Service) -> FastAPI:
@@ -52,7 +51,7 @@ def app_of(service: Service) -> FastAPI:
     errors = (ApiError, HTTPException, RequestValidationError, *ENGINE_ERRORS, Exception)
     app = FastAPI(
         title="jaxspec",
-        version=version(),
+        version=monitoring.VERSION,
         middleware=before,
         exception_handlers=dict.fromkeys(errors, respond),
         docs_url=None,  # the page would load scripts from a CDN

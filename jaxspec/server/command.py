@@ -21,7 +21,7 @@ example:
   curl localhost:8000/v1/completions -H "content-type: application/json" \\
        -d '{"prompt": "def fibonacci(n):", "max_tokens": 32}'
 
-exit status: 0 ended by a signal; 1 the engine failed; 2 an error in what was asked for
+exit status: 0 ended by a signal; 1 the engine failed; 2 invalid arguments or input
 """
 _OF_ENGINE = {
     name: field
@@ -37,7 +37,6 @@ _OF_ASYNC_LLM = (
 
 
 def main(words: Sequence[str]) -> int:
-    """Serve until a signal; return the exit status."""
     args = parser().parse_args(words)
     options = ServerOptions(**_given(args, OPTIONS))
     llm_options: dict[str, Any] = {
@@ -51,14 +50,12 @@ def main(words: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's parser; on an error it exits with status 2."""
     made = CommandParser(
         prog="python -m jaxspec serve",
         usage="python -m jaxspec serve [options] [MODEL]",
-        description="Serve a model by HTTP, as OpenAI's and Anthropic's clients know it\n"
-        "(docs/serving.md). The port opens when all is loaded and compiled.",
+        description="Serve a model over HTTP with OpenAI's and Anthropic's APIs\n"
+        "(docs/serving.md). The port opens once the model is loaded and compiled.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument(
         "model",
@@ -85,17 +82,17 @@ def _given(args: argparse.Namespace, fields: dict[str, Any]) -> dict[str, Any]:
 def _add(group: Any, field: dataclasses.Field) -> None:
     """Add an option with the type, help and default of its dataclass field."""
     default, kinds = field.default, set(_kinds(field.type))
-    told = field.metadata["none"] if default in (None, ()) else str(default)
+    shown = field.metadata["none"] if default in (None, ()) else str(default)
     how: dict[str, Any] = {"metavar": _METAVARS.get(field.name, "VALUE"), "type": str}
     if bool in kinds:
         how = {"action": argparse.BooleanOptionalAction}
     elif tuple in kinds:
-        how, told = {"metavar": "TEXT", "action": "append"}, f"{told or 'none'}; may come again"
+        how, shown = {"metavar": "TEXT", "action": "append"}, f"{shown or 'none'}; may be repeated"
     elif Sequence in kinds or typing.get_origin(field.type) is Sequence:
         how = {"metavar": "N,N,...", "type": _sizes}
     elif int in kinds or float in kinds:
         how = {"metavar": "N", "type": _number}
-    help = f"{field.metadata['help']} (default: {told})".replace("%", "%%")
+    help = f"{field.metadata['help']} (default: {shown})".replace("%", "%%")
     name = f"--{field.name.replace('_', '-')}"
     group.add_argument(name, default=default or [] if tuple in kinds else default, help=help, **how)
 

@@ -127,7 +127,7 @@ class ServerOptions:
         if not found:
             raise ValueError(
                 f"api_key_file must hold a key on a line, and {self.api_key_file} holds none. "
-                "Write one there, or leave the option out to let everybody in."
+                "Write one there, or leave the option out to accept all requests."
             )
         return self.api_key + found
 

@@ -48,9 +48,9 @@ class Body(BaseModel):
         unknown = self.model_extra or {}
         if len(unknown) > _MAX_UNKNOWN:
             raise ValueError(
-                f"there are {len(unknown):,} fields that nobody knows, such as "
-                f"{shown(next(iter(unknown)))}, and at most {_MAX_UNKNOWN} are passed over. Leave "
-                "them out"
+                f"there are {len(unknown):,} unknown fields, such as "
+                f"{shown(next(iter(unknown)))}, and at most {_MAX_UNKNOWN} are ignored. Leave them "
+                "out"
             )
         for name in itertools.islice(unknown, _MAX_COMPARED):
             near = difflib.get_close_matches(name[:_MAX_NAME], type(self).model_fields, 1, _NEAR)
@@ -59,7 +59,7 @@ class Body(BaseModel):
                     f"there is no field {shown(name)}; the nearest is {near[0]!r}. Correct it, or "
                     "leave it out"
                 )
-            _LOG.debug("A request has the field %s, which is passed over.", shown(name))
+            _LOG.debug("A request has the field %s, which is ignored.", shown(name))
         return self
 
 
@@ -89,30 +89,6 @@ _ABSENT = {
     "kv_transfer_params": "the KV cache stays in this process",
     "mm_processor_kwargs": "prompts are text alone",
 }
-# Fields with the same name in requests and in `SamplingParams`.
-_SAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "allowed_token_ids",
-    "bad_words",
-    "seed",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "truncate_prompt_tokens",
-    "num_speculative_tokens",
-    "prompt_logprobs",
-)
 
 
 class Sampling(Body):
@@ -147,6 +123,11 @@ class Sampling(Body):
     priority: int | None = None
     cache_salt: str | None = None
     response_format: Json | None = None
+
+    @property
+    def usage_options(self) -> StreamOptions:
+        """The stream options, with defaults."""
+        return self.stream_options or StreamOptions()
 
     def refuse_absent(self) -> None:
         """Refuse known fields whose values are not supported.
@@ -187,6 +168,11 @@ class Sampling(Body):
         return dataclasses.replace(
             default, **given, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind
         )
+
+
+# Fields with the same name and meaning in requests and in `SamplingParams`.
+_SAME = Sampling.model_fields.keys() & {each.name for each in dataclasses.fields(SamplingParams)}
+_SAME -= {"logit_bias", "max_tokens"}
 
 
 def refused(name: str, value: Any, why: str) -> ApiError:

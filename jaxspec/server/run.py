@@ -6,7 +6,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.server.app import make_app
@@ -26,28 +25,8 @@ wait 5 ms for the GIL each time that it releases it within a step.
 """
 
 
-class Front(Protocol):
-    """HTTP front end: in the engine's process, or in several others."""
-
-    async def serve(self, on_start: Callable[[], None]) -> bool:
-        """Open the port, call `on_start` and serve until `end`; return False after a failure."""
-        ...
-
-    def drain(self) -> None:
-        """Make `/ready` return 503: new requests are refused."""
-        ...
-
-    def engine_failed(self, error: BaseException) -> None:
-        """Report a failed step of the engine."""
-        ...
-
-    def end(self, *, now: bool = False) -> None:
-        """Finish the requests in progress, or drop them if `now`, and return from `serve`."""
-        ...
-
-
 class _ThisProcess:
-    """A `Front` in the engine's process."""
+    """HTTP front end in the engine's process, with the interface of `ApiProcesses`."""
 
     def __init__(self, llm: AsyncLLM, options: ServerOptions, port: socket.socket):
         app = make_app(llm, options)
@@ -88,31 +67,28 @@ async def serve(make_llm: Callable[[], AsyncLLM], options: ServerOptions) -> int
             tokenizer_of(llm)  # fail before compilation
             if options.warm_up:
                 await llm.get_ready()
-            front: Front
-            if options.api_processes == 1:
-                front = _ThisProcess(llm, options, port)
-            else:
-                front = ApiProcesses(llm, options, port)
-            life = _Life(llm, front, options)
-            with life.heard():
+            kind = _ThisProcess if options.api_processes == 1 else ApiProcesses
+            front = kind(llm, options, port)
+            shutdown = _Shutdown(llm, front, options)
+            with shutdown.watching():
                 is_whole = await front.serve(lambda: LOG.info("Serving at %s", where))
-            await life.wait()
+            await shutdown.wait()
             return 0 if is_whole and llm.error is None else 1
 
 
-class _Life:
-    """Shutdown of a server.
+class _Shutdown:
+    """Ends a server.
 
     The first signal drains requests, a second one drops them. A failure of the engine ends the
     server if `exit_on_failure` is set.
     """
 
-    def __init__(self, llm: AsyncLLM, front: Front, options: ServerOptions):
+    def __init__(self, llm: AsyncLLM, front: _ThisProcess | ApiProcesses, options: ServerOptions):
         self._llm, self._front, self._options = llm, front, options
         self._ending: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """Handle signals and failures of the engine within the context."""
         loop = asyncio.get_running_loop()
         for each in _SIGNALS:
@@ -130,12 +106,11 @@ class _Life:
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._end())
             return
-        LOG.info("A second signal: requests that run are given up.")
+        LOG.info("A second signal: running requests are aborted.")
         self._ending.cancel()
         self._front.end(now=True)
 
     async def wait(self) -> None:
-        """Wait until a shutdown in progress is complete."""
         if self._ending is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ending
@@ -151,11 +126,11 @@ class _Life:
 
     async def _end(self) -> None:
         seconds = self._options.shutdown_timeout
-        LOG.info("Ending: new requests get 503, and those that run have %g seconds.", seconds)
+        LOG.info("Ending: new requests get 503, and running requests have %g seconds.", seconds)
         self._front.drain()
         try:
             if not await self._llm.drain(seconds):
-                LOG.warning("Some requests were given up after %g seconds.", seconds)
+                LOG.warning("Some requests were aborted after %g seconds.", seconds)
         finally:
             self._front.end()
 

@@ -124,11 +124,11 @@ def test_the_end_tokens_are_the_model_s(llm):
     """The first token that would be chosen becomes an end: every sequence has it or passes by."""
     prompt = {"prompt_token_ids": PROMPTS[0]}
     (free,) = llm.beam_search(prompt, BeamSearchParams(2, 3, ignore_eos=True))
-    own, llm._inputs.eos_ids = llm._inputs.eos_ids, (free.sequences[0].tokens[3],)
+    own, llm.inputs.eos_ids = llm.inputs.eos_ids, (free.sequences[0].tokens[3],)
     try:
         (output,) = llm.beam_search(prompt, BeamSearchParams(2, 3))
     finally:
-        llm._inputs.eos_ids = own
+        llm.inputs.eos_ids = own
     reasons = {len(beam.tokens): beam.finish_reason for beam in output.sequences}
     assert reasons[4] == "stop"
 

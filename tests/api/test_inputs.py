@@ -1,5 +1,6 @@
 """Prompts and parameters in, samples out: what is taken, and what is refused before any is made."""
 
+import dataclasses
 import itertools
 import pickle
 import time
@@ -10,7 +11,7 @@ from tokenizer_folders import BYTES
 
 from jaxspec.api import inputs
 from jaxspec.api.inputs import InputProcessor
-from jaxspec.requests.prompts import params_of
+from jaxspec.requests.prompts import TokenizedPrompt, params_of
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -20,9 +21,7 @@ IDS = {"prompt_token_ids": [1, 2, 3]}
 
 def processor(max_model_len=64, **changes):
     options = {"tokenizer": Tokenizer(BYTES), "vocab_size": 264, "eos_ids": [258], "seed": 0}
-    return InputProcessor(
-        **options | changes, max_model_len=max_model_len, request_key=lambda prompt, seed: 0
-    )
+    return InputProcessor(**options | changes, max_model_len=max_model_len)
 
 
 def prompt_of(prompt, params=SHORT):
@@ -223,7 +222,7 @@ def test_a_chat_is_the_prompt_of_its_template():
     messages, switches = [{"role": "user", "content": "a"}], {"enable_thinking": False}
     text = Tokenizer(BYTES).render_chat(messages, **switches)
     ids = Tokenizer(BYTES).chat(messages, **switches)
-    want = {"prompt": text, "prompt_token_ids": ids}
+    want = TokenizedPrompt(tuple(ids), text)
     assert processor().chats(messages, {"chat_template_kwargs": switches}) == [want]
     pair = processor().chats([messages, messages], {"chat_template_kwargs": switches})
     assert pair == [want, want]
@@ -234,7 +233,38 @@ def test_a_chat_is_the_prompt_of_its_template():
     with pytest.raises(TypeError, match="A chat has no argument 'tool'; the nearest is 'tools'"):
         processor().chats(messages, {"tool": []})
     (prompt,) = processor(finds_boundaries=True).chats(messages, {"chat_template_kwargs": switches})
-    assert prompt == want | {"cache_boundaries": (len(b"<user\na>\n<"),)}
+    assert prompt == dataclasses.replace(want, cache_boundaries=(len(b"<user\na>\n<"),))
+
+
+def test_a_chat_s_ids_are_checked_once_by_whoever_made_them(monkeypatch):
+    messages, short = [{"role": "user", "content": "abc"}], SamplingParams(truncate_prompt_tokens=2)
+    with pytest.raises(ValueError, match="Token ids must be 0 to 9 .* the prompt has"):
+        processor(vocab_size=10, eos_ids=[]).chats(messages, {})
+    made = processor()
+    prompt = made.chat(messages, {})
+    for name in ("check_ids", "parts_of", "read_ids"):
+        monkeypatch.setattr(inputs, name, None if name != "check_ids" else check_but_prompts)
+    (sample,) = made.process_one(prompt)
+    assert sample.request.prompt == prompt.token_ids and sample.prompt_text == prompt.text
+    (sample,) = made.process_one([prompt], short)
+    assert sample.request.prompt == prompt.token_ids[-2:]
+
+
+def check_but_prompts(name, ids, vocab_size):
+    assert "prompt" not in name
+
+
+def test_a_call_of_one_prompt_takes_a_list_of_one():
+    made = processor(default_params=SHORT)
+    for prompt in ([1, 2], {"prompt_token_ids": [1, 2]}, [[1, 2]]):
+        (sample,) = made.process_one(prompt, request_id="a", priority=-1)
+        assert sample.request.prompt == (1, 2) and sample.request.params == SHORT
+        assert (sample.request_id, sample.request.priority) == ("a", -1)
+    for prompts in ([[1], [2]], []):
+        with pytest.raises(ValueError, match="A prefill is of one prompt"):
+            made.process_one(prompts, call="prefill")
+    with pytest.raises(ValueError, match="priority must be an integer"):
+        made.process_one([1], priority=1.5)
 
 
 def test_numpy_seeds_draw_as_pythons_do():

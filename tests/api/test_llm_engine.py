@@ -30,7 +30,7 @@ def test_who_needs_nothing_compiled_waits_for_no_turn(engine, monkeypatch):
 
     def prepare():
         is_held.wait(30)
-        samples = engine.prepare_one([1, 2, 3], GREEDY, "mine", 4)
+        (samples,) = engine.prepare([[1, 2, 3]], GREEDY, ["mine"], 4)
         engine.warm_up(GREEDY)
         may_go.set()
         return samples
@@ -40,21 +40,12 @@ def test_who_needs_nothing_compiled_waits_for_no_turn(engine, monkeypatch):
     assert sample.request.prompt == (1, 2, 3) and not engine.session.has_work
 
 
-def test_a_call_of_one_prompt_takes_a_list_of_one(engine):
-    for prompt in ([1, 2], {"prompt_token_ids": [1, 2]}, [[1, 2]]):
-        assert engine.one_prompt(prompt) in ([1, 2], {"prompt_token_ids": [1, 2]})
-    for prompts in ([[1], [2]], []):
-        with pytest.raises(ValueError, match="A stream is of one prompt"):
-            engine.one_prompt(prompts)
-
-
 def test_a_closed_one_refuses_all():
     engine = LLMEngine(FIXTURES / "qwen3", max_model_len=64)
     engine.close()
     for call in (
-        lambda: engine.one_prompt([1]),
-        lambda: engine.prepare_one([1], GREEDY, None, 0),
-        lambda: engine.chat_prompt([], {}),
+        lambda: engine.prepare([[1]], GREEDY),
+        lambda: engine.admit([]),
         engine.warm_up,
     ):
         with pytest.raises(RuntimeError, match="once it is closed"):

@@ -415,7 +415,6 @@ def processor():
         vocab_size=264,
         max_model_len=LONGEST,
         eos_ids=[258],
-        request_key=lambda prompt, seed: 0,
         seed=0,
     )
 

@@ -131,7 +131,7 @@ COMMAND = [
     ),
     (
         ["x", "--draft-vocab", "9", "--num-speculative-tokens", "0"],
-        "--draft-vocab says what to draft, and --num-speculative-tokens 0 not to draft. Drop "
+        "--draft-vocab enables drafts, and --num-speculative-tokens 0 disables them. Drop "
         "one of the two.",
     ),
     (
@@ -145,7 +145,7 @@ COMMAND = [
     ),
     (
         ["x", "--speculative-config", "ngram", "--num-speculative-tokens", "0"],
-        "--speculative-config says what to draft, and --num-speculative-tokens 0 not to draft. "
+        "--speculative-config enables drafts, and --num-speculative-tokens 0 disables them. "
         "Drop one of the two.",
     ),
     (
@@ -453,8 +453,8 @@ CALLS = [
     ),
     (
         lambda llm: LLM(tensor_parallel_size=2),
-        "tensor_parallel_size must be 1 with jaxspec (one device), got 2. Several GPUs come later: "
-        "use one.",
+        "tensor_parallel_size must be 1 with jaxspec (one device), got 2. Several GPUs are not "
+        "supported yet: use one.",
     ),
     (
         lambda llm: LLM(quantization="fp8"),

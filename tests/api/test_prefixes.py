@@ -76,7 +76,7 @@ def test_the_host_s_memory_is_counted_in_gibibytes():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"enable_prefix_caching": False}, "this engine keeps none"),
+        ({"enable_prefix_caching": False}, "this engine caches none"),
         ({"mamba_cache_mode": "none"}, "a mamba_cache_mode other than 'none'"),
         ({"kv_offloading_size": 1e-6}, r"kv_offloading_size must be from .* GiB, which one piece"),
         ({"kv_offloading_size": 1e6}, r"GiB, which this machine has, got 1e\+06"),
@@ -89,7 +89,7 @@ def test_a_size_in_which_no_prefix_could_lie_is_refused(options, message):
 
 def test_a_pool_that_nobody_can_copy_out_is_named():
     config = EngineConfig(FIXTURES / "qwen3", kv_offloading_size=1)
-    with pytest.raises(ValueError, match=r"what its axis of pages is .* strange does neither"):
+    with pytest.raises(ValueError, match=r"an axis of pages .* strange does neither"):
         prefix_sizes(config, [StrangePages("strange", 1)])
 
 
@@ -114,7 +114,7 @@ def test_files_of_pieces_lie_in_a_folder_of_the_user_alone(tmp_path):
 def test_a_folder_in_which_no_file_can_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for name in (tmp_path / "file", tmp_path / "no" / "parents", "/proc/kept"):
-        with pytest.raises(ValueError, match="Kept prefixes are written to a folder in which"):
+        with pytest.raises(ValueError, match="Cached prefixes are written to a folder in which"):
             tier_of(name)
 
 

@@ -6,7 +6,7 @@ from harness import FIXTURES, prompts
 from logprobs import NEAR, check_entry, exact
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.api.score import score
+from jaxspec.api.score import TextScore
 from jaxspec.requests.outputs import RequestOutput
 
 FIXTURE = "qwen3_5"
@@ -58,9 +58,5 @@ def test_bad_calls_are_refused(llm, prompt, logprobs, message):
 
 
 def test_a_text_that_was_not_read_has_no_score():
-    class Aborted:
-        def generate(self, prompts, params):
-            return [RequestOutput(None, [1, 2], [])]
-
     with pytest.raises(RuntimeError, match="Text 1 was aborted before it was read"):
-        score(Aborted(), [{"prompt_token_ids": [1, 2]}])
+        TextScore.of(1, RequestOutput(None, [1, 2], []))

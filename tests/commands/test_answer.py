@@ -7,7 +7,7 @@ from scripted_llm import ScriptedStream
 
 from jaxspec import RequestMetrics, TextDelta
 from jaxspec.api.loading import EMBEDDED_MODEL
-from jaxspec.commands.answer import Answer, Turn, by_draft, by_part, plain
+from jaxspec.commands.conversation import Answer, Turn, by_draft, by_part, plain
 from jaxspec.text.parsers import parser_for
 from jaxspec.text.tokenizer import Tokenizer
 

@@ -96,7 +96,7 @@ def test_words_with_a_slash_do_what_they_say(typed, tmp_path):
     assert status == 0 and "/reset " in out and "Yes." in out
     unknown, needs, absent = err.splitlines()
     assert (
-        unknown == "jaxspec: There is no /halp. /help lists what there is, and // begins a message."
+        unknown == "jaxspec: There is no /halp. /help lists the commands, and // begins a message."
     )
     assert needs == "jaxspec: /save needs a file to write to, as in `/save chat.json`."
     assert "No such file or directory" in absent

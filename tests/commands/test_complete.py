@@ -56,7 +56,7 @@ def test_speculation_can_be_turned_off(capsys, short_model):
     assert last.endswith("no speculation")
     head, weights, *_, total, compiling = printed.err.splitlines()  # --verbose
     assert compiling.startswith("jaxspec: compiling ")
-    assert head == "The device holds" and weights.split()[0] == "weights"
+    assert head == "Device memory" and weights.split()[0] == "weights"
     assert re.fullmatch(r"  total +[\d.]+ MiB", total)
 
 

@@ -32,7 +32,7 @@ class Source:
             functools.partial(SampleStream, hand_on=self.hand_on),
             lambda *given: self.settled.append(given),
         )
-        self.stream = AsyncStream(self.output_queue, "text", self.aborted.append)
+        self.stream = AsyncStream(self.output_queue, self.aborted.append)
         self.plain = [expected(plain)[0] for plain in Ask(ask.prompt, 12, ask.n).requests(0)]
 
     def hand_on(self, sample_stream, token_delta):

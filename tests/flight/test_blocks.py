@@ -40,7 +40,7 @@ def test_a_piece_is_the_one_that_the_flight_filled_and_goes_after_its_last_use()
 def test_a_piece_from_elsewhere_is_refused_and_named(copies):
     wrong = next(i for i, c in enumerate(copies) if isinstance(c, Write) and c.block is not PAGES
                  or isinstance(c, Write) and READS[0] not in copies[:i])  # fmt: skip
-    with pytest.raises(ValueError, match=rf"dispatch {wrong} puts back one that came from before"):
+    with pytest.raises(ValueError, match=rf"dispatch {wrong} restores one from before"):
         ReplayedBlocks(steps_of(*copies), SHAPES)
 
 

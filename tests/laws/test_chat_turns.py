@@ -30,10 +30,10 @@ def asks(number):
 
 def ask(llm, messages, params=GREEDY, **options):
     """Tokens that were found, those of the boundaries, and the answer, which is a cold one's."""
-    (prompt,) = llm._inputs.chats(messages, options)
+    (prompt,) = llm.inputs.chats(messages, options)
     (output,) = llm.chat(messages, params, **options)
-    assert output.prompt_token_ids == prompt["prompt_token_ids"]
-    return output.num_cached_tokens, prompt.get("cache_boundaries", ()), output.outputs[0]
+    assert output.prompt_token_ids == list(prompt.token_ids)
+    return output.num_cached_tokens, prompt.cache_boundaries, output.outputs[0]
 
 
 def cold(llm, asked):
@@ -125,5 +125,5 @@ def test_a_model_that_keeps_no_states_looks_for_no_boundary(short_model, monkeyp
     for options in ({"enable_prefix_caching": False}, {"mamba_cache_mode": "align"}):
         options = {"enable_prefix_caching": True} | options
         with LLM(short_model, **options, **SIZES) as llm:
-            (prompt,) = llm._inputs.chats([asks(0)], {})
-            assert "cache_boundaries" not in prompt
+            (prompt,) = llm.inputs.chats([asks(0)], {})
+            assert prompt.cache_boundaries == ()

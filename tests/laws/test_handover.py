@@ -120,7 +120,7 @@ def test_a_prompt_computed_here_goes_on_there_as_if_it_had_been_there(engines, p
             assert vars(got.metrics)["accepted_per_position"] == alone.metrics.accepted_per_position
             assert got.metrics.drafted_per_position == alone.metrics.drafted_per_position
     with pytest.raises(ValueError, match="runs or waits"):
-        sender.export()
+        sender.export_request("x")
 
 
 @WAYS
@@ -139,7 +139,7 @@ def test_a_request_may_leave_after_any_number_of_steps(engines, params, way):
         for _ in range(num_steps):
             sender.session.step()
         try:
-            state = by_wire(sender.export())
+            state = by_wire(sender.export_request("x"))
         except ValueError:  # it has ended, in these steps or in those that were in flight
             break
         last = sample.take()
@@ -156,13 +156,13 @@ def test_a_request_may_come_back_and_leave_again(engines):
     """A chain: the state of each engine is the next one's beginning."""
     here, there = engines
     for params in LONG:
-        state = by_wire(here.prefill(PROMPT, params))
+        state = by_wire(here.prefill(PROMPT, params, request_id="x"))
         for count, engine in enumerate([there, here, there, here]):
             if engine is here:
                 engine.prefixes.clear()
-            pieces = engine.arrive(state)
+            pieces = engine.import_request(state)
             came = next(pieces).token_ids
-            state = by_wire(engine.export())
+            state = by_wire(engine.export_request("x"))
             assert told(pieces).finish == "abort" and came
             assert len(state.token_ids) > count
         last = there.finish(state)
@@ -178,8 +178,8 @@ def test_neighbours_of_both_go_on_as_if_nobody_came_or_went(engines):
         going = [sender.stream(PROMPT[:n], params, f"go {n}") for n in (5, 8)]
         for _, pieces in going:
             next(pieces)
-        states = [by_wire(sender.export(f"go {n}")) for n in (5, 8)]
-        arrived = [(each, receiver.arrive(each)) for each in (state, *states)]
+        states = [by_wire(sender.export_request(f"go {n}")) for n in (5, 8)]
+        arrived = [(each, receiver.import_request(each)) for each in (state, *states)]
         begun = [[next(pieces)] for _, pieces in arrived]  # all of them are in the batch together
         for (each, pieces), piece in zip(arrived, begun, strict=True):
             assert receiver.check(each, told([*piece, *pieces]).tokens) == 0
@@ -284,7 +284,7 @@ def travels(engines):
             for _ in range(5):
                 sender.session.step()
             for sample in samples:
-                state = by_wire(sender.export(sample.request_id))
+                state = by_wire(sender.export_request(sample.request_id))
                 receiver.check(state, receiver.finish(state).tokens)
 
 

@@ -40,7 +40,7 @@ def test_only_what_was_said_is_passed_on_and_it_wins_over_a_commands_own_default
         ('{"model": "m"}', "--engine-options must be a JSON object of options, without the model"),
         ('{"dtipe": 1}', "In --engine-options: LLM has no option 'dtipe'; the nearest is 'dtype'"),
         ('{"dtype": "int4"}', "dtype must be 'float32', 'bfloat16' or 'auto', got 'int4'"),
-        ('{"max_num_seqs": 3}', "max_num_seqs must be said once, and it is both in --engine-opt"),
+        ('{"max_num_seqs": 3}', "max_num_seqs must be given once, got it both in --engine-options"),
     ],
 )
 def test_other_options_are_checked_by_name_and_value(words, message):

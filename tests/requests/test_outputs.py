@@ -246,14 +246,14 @@ def test_who_did_not_ask_has_none():
     (delta,) = feed(sample, ["ab"], Finish.LENGTH)
     output = sample.output()
     assert output.logprobs is output.cumulative_logprob is delta.logprobs is None
-    assert RequestOutput.of("a", [sample]).prompt_logprobs is None
+    assert RequestOutput.of([sample]).prompt_logprobs is None
 
 
 def test_a_prompt_that_was_not_read_to_its_end_has_no_logprobs():
     sample = make_sample(prompt_logprobs=0)
-    assert RequestOutput.of(None, [sample]).prompt_logprobs is None
+    assert RequestOutput.of([sample]).prompt_logprobs is None
     sample.request.prompt_logprobs[1] = reported(3)
-    assert len(RequestOutput.of(None, [sample]).prompt_logprobs) == 2
+    assert len(RequestOutput.of([sample]).prompt_logprobs) == 2
 
 
 def test_metrics_of_a_prompt_are_those_of_its_samples_together():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxspec.requests.prompts import for_one, named, names_of, params_of, priorities_of
+from jaxspec.requests.prompts import named, names_of, params_of, priorities_of
 from jaxspec.requests.sampling_params import SamplingParams
 
 SHORT = SamplingParams(max_tokens=1)
@@ -45,10 +45,3 @@ def test_an_error_says_which_of_several_it_is_about():
         raise ValueError("it is bad")
     with pytest.raises(ValueError, match="^it is bad$"), named("prompt 1", 1):
         raise ValueError("it is bad")
-
-
-def test_a_call_for_one_prompt_gives_what_calls_for_several_take():
-    assert for_one(None, SHORT, None, 2) == ([SHORT], None, 2)
-    assert for_one(SamplingParams(n=2), SHORT, "a", -1) == ([SamplingParams(n=2)], ["a"], -1)
-    with pytest.raises(ValueError, match="priority must be an integer"):
-        for_one(None, SHORT, None, 1.5)

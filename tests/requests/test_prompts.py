@@ -5,7 +5,14 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxspec.requests.prompts import PromptParts, is_one_prompt, parts_of, prompts_of, read_ids
+from jaxspec.requests.prompts import (
+    PromptParts,
+    TokenizedPrompt,
+    is_one_prompt,
+    parts_of,
+    prompts_of,
+    read_ids,
+)
 
 IDS = {"prompt_token_ids": [1, 2, 3]}
 
@@ -24,9 +31,9 @@ def test_the_prompts_of_a_call_are_one_or_several_in_order():
 @pytest.mark.parametrize("ids", [[1, 2], (1, 2), np.array([1, 2]), range(1, 3), [np.int8(1), 2]])
 def test_a_list_that_begins_with_an_integer_is_one_prompt(ids):
     (prompt,) = prompts_of(ids)
-    assert read_ids(parts_of(prompt).token_ids, 9, None) == [1, 2] and is_one_prompt(ids)
+    assert read_ids(parts_of(prompt).token_ids, 9, None) == (1, 2) and is_one_prompt(ids)
     (prompt,) = prompts_of(iter(ids))
-    assert read_ids(parts_of(prompt).token_ids, 9, None) == [1, 2]
+    assert read_ids(parts_of(prompt).token_ids, 9, None) == (1, 2)
     assert not is_one_prompt([ids]) and [list(each) for each in prompts_of([ids])] == [[1, 2]]
 
 
@@ -59,7 +66,14 @@ def test_no_more_ids_are_read_than_are_needed():
     for ids in (range(10**12), itertools.count()):
         with pytest.raises(ValueError, match="must fit max_model_len=9, got "):
             read_ids(ids, 9, None)
-    assert read_ids(range(10**12), 9, 2) == [10**12 - 2, 10**12 - 1]
-    assert read_ids(iter(range(99)), 9, 2) == [97, 98]
+    assert read_ids(range(10**12), 9, 2) == (10**12 - 2, 10**12 - 1)
+    assert read_ids(iter(range(99)), 9, 2) == (97, 98)
     with pytest.raises(ValueError, match="must be a list of integers, got 'abc'"):
         read_ids("abc", 9, 2)
+
+
+def test_a_tokenized_prompt_is_one_prompt_and_truncated_with_its_boundaries():
+    prompt = TokenizedPrompt(tuple(range(10)), "text", "salt", (3, 8))
+    assert prompts_of(prompt) == [prompt] and prompts_of([prompt] * 2) == [prompt] * 2
+    assert prompt.truncated(6) == TokenizedPrompt(tuple(range(4, 10)), "text", "salt", (4,))
+    assert prompt.truncated(None) is prompt.truncated(10) is prompt.truncated(99) is prompt

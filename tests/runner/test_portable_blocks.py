@@ -79,7 +79,7 @@ def test_what_is_missing_makes_all_of_it_useless():
 def test_an_array_of_another_model_is_refused():
     arrays = made_up(5)
     for name, array in arrays.items():
-        with pytest.raises(ValueError, match=f"array '{name}' of a kept request must be"):
+        with pytest.raises(ValueError, match=f"array '{name}' of an exported request must be"):
             blocks_of().from_arrays(arrays | {name: array[:-1]}, TOKENS[:5])
         with pytest.raises(ValueError, match="got float64"):
             blocks_of().from_arrays(arrays | {name: array.astype(np.float64)}, TOKENS[:5])

@@ -101,7 +101,7 @@ def test_a_failure_in_a_step_is_told_to_every_stream_and_health_is_503(short_mod
 
     def make():
         llm = AsyncLLM(short_model, max_num_seqs=4, flight_recorder="off")
-        llm._engine._compile = lambda feature_sets: None
+        llm._engine._compiler.ensure = lambda feature_sets: None
         llm._engine.session.engine.step = step
         return llm
 

@@ -22,6 +22,7 @@ class FakeLLMEngine:
         self.schedule = Schedule(**options)
         self.session, scheduler = self.schedule.session, self.schedule.scheduler
         self.shapes, self.limits = scheduler.shapes, scheduler.limits
+        self.inputs = self  # an `InputProcessor`, too
         self.asks: dict[str, Ask] = {}
         self.before_prepare = lambda: None
         self._numbers, self._keys = itertools.count(), itertools.count(1)
@@ -48,11 +49,7 @@ class FakeLLMEngine:
             held.clear()
         schedule.scheduler.planned = None
 
-    def one_prompt(self, prompt):
-        self.session.require_usable()
-        return prompt
-
-    def prepare_one(self, prompt, params, request_id, priority):
+    def process_one(self, prompt, params, request_id, priority):
         self.before_prepare()
         if prompt not in self.asks:
             raise ValueError(f"{prompt!r} is no prompt")
@@ -62,7 +59,10 @@ class FakeLLMEngine:
             request.params.output_kind = params.output_kind
             request.priority, request.index = priority, index
             request.request_id = request_id or prompt
-        samples = [sample_of(request) for request in requests]
+        return [sample_of(request) for request in requests]
+
+    def prepare_one(self, prompt, params=None, request_id=None, priority=0):
+        samples = self.process_one(prompt, params, request_id, priority)
         self.admit(samples)
         return samples
 

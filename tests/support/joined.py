@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 
-from jaxspec.server.metrics.figures import Figures
+from jaxspec.server.metrics.server_metrics import ServerMetrics
 from jaxspec.server.metrics.snapshot import LocalWatch
 from jaxspec.server.processes.channel import Channel
 from jaxspec.server.processes.engine_server import RemoteEngineServer
@@ -18,7 +18,7 @@ class Joined(RemoteLLM):
     hearing: list[asyncio.Task]
 
     async def close(self):
-        self._channel.hang_up()
+        self._channel.close()
         await asyncio.wait(self.hearing)
 
 
@@ -26,7 +26,7 @@ async def join(llm) -> Joined:
     """A RemoteLLM of an AsyncLLM, in the event loop that runs."""
     near, far = map(Channel.of, socket.socketpair())
     near, far = await near, await far
-    watch = LocalWatch(llm, Figures())
+    watch = LocalWatch(llm, ServerMetrics())
     engine_server = RemoteEngineServer(llm, far, watch.snapshot, watch.last_steps)
     remote = Joined(llm.worker_spec(1), near)
     remote.engine_server = engine_server

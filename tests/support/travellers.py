@@ -4,19 +4,16 @@ from types import SimpleNamespace
 
 from harness import HYBRID, MAX_LEN, Harness, expected
 
-from jaxspec.api import request_transfer
 from jaxspec.api.inputs import InputProcessor
-from jaxspec.api.llm_engine import LLMEngine
+from jaxspec.api.request_transfer import TransferEngine
 from jaxspec.engine.session import Session
 from jaxspec.requests.request import Finish
 from jaxspec.scheduler.ready_programs import StepNeeds
 from jaxspec.transfer import RequestState
 
 
-class Traveller:
-    """What `jaxspec.api.request_transfer` needs of an `LLM`, around a `Harness`."""
-
-    one_prompt, prepare_one = LLMEngine.one_prompt, LLMEngine.prepare_one
+class Traveller(TransferEngine):
+    """A `TransferEngine` around a `Harness`."""
 
     def __init__(self, fixture=HYBRID, **options):
         options = {"num_pages": 120, "prefixes": "all"} | options
@@ -25,23 +22,14 @@ class Traveller:
         self.fixture, self._runner = fixture, self.harness.runner
         self.session, self.limits = Session(self.harness.engine), self.harness.limits
         self.prefixes = self.harness.scheduler.prefixes
-        self._default_params = None
         proposer = self.harness.proposer
-        self._inputs = InputProcessor(
-            None,
-            vocab_size=self.harness.vocab_size,
-            max_model_len=MAX_LEN,
-            eos_ids=(),
-            request_key=proposer.request_key if proposer else lambda prompt, seed: 0,
-            seed=0,
+        self._request_key = proposer.request_key if proposer else lambda prompt, seed: 0
+        self.inputs = InputProcessor(
+            None, vocab_size=self.harness.vocab_size, max_model_len=MAX_LEN, eos_ids=(), seed=0
         )
+        self._compiler = SimpleNamespace(ensure=self._can_run)
 
-    def prepare(self, prompts, params, request_ids=None, priority=None):
-        groups = self._inputs.process(prompts, params, request_ids, priority)
-        self.session.check(sample for group in groups for sample in group)
-        return groups
-
-    def _compile(self, feature_sets):
+    def _can_run(self, feature_sets):
         needs = (StepNeeds(1, 0, each, num_drafts=0) for each in feature_sets)
         assert all(map(self.harness.scheduler.programs.can_run, needs))
 
@@ -62,18 +50,9 @@ class Traveller:
         self.prefixes.clear()
         return request
 
-    def prefill(self, prompt, params, name="x"):
-        return request_transfer.prefill(self, list(prompt), params, request_id=name)
-
-    def export(self, name="x"):
-        return request_transfer.export_request(self, name)
-
     def finish(self, state):
         """Import a request and run it to its end."""
-        return told(request_transfer.import_request(self, state))
-
-    def arrive(self, state):
-        return request_transfer.import_request(self, state)
+        return told(self.import_request(state))
 
     def check(self, state, tokens):
         """All of a request's tokens are those that the oracle says; the ties met."""

@@ -11,10 +11,10 @@ from jaxspec.server.generation.chat_pieces import first_choice
 from jaxspec.server.generation.conversation import Conversation
 from jaxspec.server.generation.service import ServiceOf
 from jaxspec.server.http.errors import ApiError, json_response
-from jaxspec.server.http.request_ids import new_id
 from jaxspec.server.http.routing import make_router
 from jaxspec.server.http.sse import DONE, Chunks, event
 from jaxspec.server.protocol import ChatCompletionRequest
+from jaxspec.server.translate.fields import new_id
 
 router = make_router()
 
@@ -35,18 +35,21 @@ async def _events(
     body: ChatCompletionRequest, shared: dict[str, Any], conversation: Conversation
 ) -> AsyncGenerator[bytes, None]:
     """Yield the chunks of the answer; an error is sent as the last event before [DONE]."""
-    chunks, told = Chunks(**shared, object="chat.completion.chunk"), body.stream_options
-    is_continuous = told is not None and told.continuous_usage_stats
+    chunks, options = Chunks(**shared, object="chat.completion.chunk"), body.usage_options
     try:
         async with contextlib.aclosing(conversation.pieces()) as pieces:
             for number in range(conversation.num_choices):
                 yield chunks.chunk(first_choice(number))
             async for number, piece in pieces:
-                usage = conversation.usage_so_far.as_object() if is_continuous else None
+                usage = (
+                    conversation.usage_so_far.as_object()
+                    if options.continuous_usage_stats
+                    else None
+                )
                 choices = piece.as_bytes(number)
                 if choices:
                     yield b"".join([chunks.chunk(choice, usage) for choice in choices])
-        if told is not None and told.include_usage:
+        if options.include_usage:
             yield chunks.chunk(b"", (await conversation.usage()).as_object())
     except Exception as error:
         yield event(ApiError.of(error).as_object())

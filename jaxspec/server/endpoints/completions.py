@@ -10,14 +10,19 @@ import orjson
 from starlette.responses import Response
 
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.server.generation.completion_pieces import Piece, Pieces, is_for_prompt_alone, joined
+from jaxspec.server.generation.completion_pieces import (
+    CompletionPiece,
+    CompletionPieces,
+    is_for_prompt_alone,
+    joined,
+)
 from jaxspec.server.generation.generation import Generation
 from jaxspec.server.generation.service import Service, ServiceOf
 from jaxspec.server.http.errors import ApiError, json_response
-from jaxspec.server.http.request_ids import new_id
 from jaxspec.server.http.routing import make_router
 from jaxspec.server.http.sse import DONE, Chunks, event
 from jaxspec.server.protocol import CompletionRequest
+from jaxspec.server.translate.fields import new_id
 
 router = make_router()
 
@@ -35,13 +40,13 @@ async def create_completion(body: CompletionRequest, service: ServiceOf) -> Resp
         "model": model,
     }
     generation = await service.complete(body, body.prompts, params, shared["id"])
-    pieces = _pieces(generation, Pieces(body, params, service.tokenizer))
+    pieces = _pieces(generation, CompletionPieces(body, params, service.tokenizer))
     if body.stream:
         return service.stream(_events(body, shared, generation, pieces))
     return json_response(await _whole(body, shared, generation, pieces))
 
 
-_Numbered = AsyncGenerator[tuple[int, Piece], None]
+_Numbered = AsyncGenerator[tuple[int, CompletionPiece], None]
 
 
 def _params(service: Service, body: CompletionRequest) -> SamplingParams:
@@ -52,7 +57,7 @@ def _params(service: Service, body: CompletionRequest) -> SamplingParams:
     return params
 
 
-async def _pieces(generation: Generation, pieces: Pieces) -> _Numbered:
+async def _pieces(generation: Generation, pieces: CompletionPieces) -> _Numbered:
     """Yield `(choice, piece)` for all choices."""
     async with contextlib.aclosing(generation.deltas()) as deltas:
         async for number, delta in deltas:
@@ -70,7 +75,7 @@ async def _whole(
     body: CompletionRequest, shared: dict[str, Any], generation: Generation, pieces: _Numbered
 ) -> dict[str, Any]:
     """Return the complete answer."""
-    found: list[list[Piece]] = [[] for _ in range(generation.num_choices)]
+    found: list[list[CompletionPiece]] = [[] for _ in range(generation.num_choices)]
     async with contextlib.aclosing(pieces):
         async for number, piece in pieces:
             found[number].append(piece)
@@ -82,15 +87,14 @@ async def _events(
     body: CompletionRequest, shared: dict[str, Any], generation: Generation, pieces: _Numbered
 ) -> AsyncGenerator[bytes, None]:
     """Yield the chunks of the answer; an error is sent as the last event before [DONE]."""
-    chunks, told = Chunks(**shared), body.stream_options
-    is_continuous = told is not None and told.continuous_usage_stats
+    chunks, options = Chunks(**shared), body.usage_options
     try:
         async with contextlib.aclosing(pieces):
             async for number, piece in pieces:
                 if not piece.is_empty:
-                    usage = _usage(body, generation) if is_continuous else None
+                    usage = _usage(body, generation) if options.continuous_usage_stats else None
                     yield chunks.chunk(piece.as_bytes(number), usage)
-        if told is not None and told.include_usage:
+        if options.include_usage:
             yield chunks.chunk(b"", _usage(body, generation))
     except Exception as error:
         yield event(ApiError.of(error).as_object())

@@ -7,16 +7,18 @@ from fastapi import Query
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 from starlette.responses import HTMLResponse, Response
 
+from jaxspec.flight.about import version_of
 from jaxspec.requests.request import AcceptanceCounts
 from jaxspec.server.generation.service import Service, ServiceOf
 from jaxspec.server.http.errors import json_response
 from jaxspec.server.http.routing import make_router
-from jaxspec.server.http.version import version
 from jaxspec.server.metrics.collector import Collector
 from jaxspec.server.metrics.step_watch import MAX_STEPS
 from jaxspec.server.page.document import DOCUMENT, HEADERS
 from jaxspec.viz.timeline import StepRow
 
+VERSION = version_of("jaxspec") or "unknown"
+"""Installed version, or "unknown" for sources that are not installed."""
 router = make_router()
 _SAME = ("num_running", "num_waiting", "kv_cache_usage", "num_tokens", "num_steps",
          "num_preemptions", "tokens_per_second", "max_in_flight", "memory_bytes")  # fmt: skip
@@ -33,7 +35,7 @@ async def figures(
     """
     llm = service.llm
     rows = await service.watch.last_steps(steps) if steps and llm.is_healthy else []
-    told = (await service.watch.snapshot()).engine if llm.is_healthy else {}
+    metrics = (await service.watch.snapshot()).engine if llm.is_healthy else {}
     return json_response(
         {
             "model": service.names[0],
@@ -42,10 +44,10 @@ async def figures(
             "max_num_seqs": llm.shapes.max_num_seqs,
             "num_pages": llm.shapes.num_pages - 1,  # without the null page
             "page_size": llm.shapes.page_size,
-            **{name: told[name] for name in _SAME if name in told},
+            **{name: metrics[name] for name in _SAME if name in metrics},
             "acceptance": {
                 method: _acceptance(AcceptanceCounts(**counts))
-                for method, counts in told.get("acceptance", {}).items()
+                for method, counts in metrics.get("acceptance", {}).items()
             },
             "steps": [_step(row) for row in rows],
         }
@@ -97,14 +99,14 @@ async def ready(service: ServiceOf) -> Response:
 @router.get("/version")
 async def tell_version() -> Response:
     """Return the version of jaxspec."""
-    return json_response({"version": version()})
+    return json_response({"version": VERSION})
 
 
 @router.get("/load")
 async def load(service: ServiceOf) -> Response:
     """Return the number of running and waiting samples together."""
-    told = (await service.watch.snapshot()).engine
-    return json_response({"server_load": told["num_running"] + told["num_waiting"]})
+    metrics = (await service.watch.snapshot()).engine
+    return json_response({"server_load": metrics["num_running"] + metrics["num_waiting"]})
 
 
 @router.get("/v1/models")

@@ -35,14 +35,14 @@ async def tokenize(body: TokenizeRequest, service: ServiceOf) -> Response:
         )
     with service.refusing(body):
         tokens = await asyncio.to_thread(_tokens, body, service)
-    told: dict[str, Any] = {
+    answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": service.llm.max_model_len,
         "tokens": tokens,
     }
     if body.return_token_strs:
-        told["token_strs"] = await asyncio.to_thread(_texts, tokens, service)
-    return json_response(told)
+        answer["token_strs"] = await asyncio.to_thread(_texts, tokens, service)
+    return json_response(answer)
 
 
 @router.post("/detokenize")

@@ -8,14 +8,14 @@ import orjson
 
 from jaxspec.requests.outputs import TextDelta
 from jaxspec.server.generation.logprobs import chat_logprobs
-from jaxspec.server.http.request_ids import new_id
 from jaxspec.server.protocol import ChatCompletionRequest
+from jaxspec.server.translate.fields import new_id
 from jaxspec.text.parsers import OutputParser, Piece, assemble
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.viz.colored_tokens import Piece as Token
 from jaxspec.viz.colored_tokens import TokenPieces
 
-Painted = tuple[Piece, list[Token]]
+AttributedPiece = tuple[Piece, list[Token]]
 """A parser's piece and the tokens that its text consists of; none for tool calls."""
 
 
@@ -33,21 +33,21 @@ class TokenAttribution:
         self._coming = list[Token]()  # tokens whose text was not in a delta yet
         self._inside = list[Token]()  # parser input after its last piece of text
 
-    def read(self, delta: TextDelta) -> list[Painted]:
+    def read(self, delta: TextDelta) -> list[AttributedPiece]:
         """Return the pieces of a delta; the last delta flushes the parser."""
         self._coming += self._splitter.push(delta.token_ids, delta.draft_positions)
         is_over = delta.finish_reason is not None
         if is_over:
             self._coming += self._splitter.flush()
-        found = list[Painted]()
-        for token in self._told(delta.text):
+        found = list[AttributedPiece]()
+        for token in self._take(delta.text):
             self._inside.append(token)
-            found += self._painted(self._parser.push(token.text))
+            found += self._attributed(self._parser.push(token.text))
         if is_over:
-            found += self._painted(self._parser.flush())
+            found += self._attributed(self._parser.flush())
         return _joined(found)
 
-    def _told(self, text: str) -> list[Token]:
+    def _take(self, text: str) -> list[Token]:
         """Remove and return the tokens that make up `text`; a stop string may cut the last one."""
         tokens, rest = _parts(self._coming, 0, len(text)), _parts(self._coming, len(text), None)
         if "".join(token.text for token in tokens) != text:  # decoded with other options
@@ -55,11 +55,11 @@ class TokenAttribution:
         self._coming = rest
         return tokens
 
-    def _painted(self, pieces: Sequence[Piece]) -> list[Painted]:
+    def _attributed(self, pieces: Sequence[Piece]) -> list[AttributedPiece]:
         if all(piece.kind.startswith("tool") for piece in pieces):
             return [(piece, []) for piece in pieces]  # an invalid call may become text later
         given = "".join(token.text for token in self._inside)
-        found, end, rest = list[Painted](), len(given), 0
+        found, end, rest = list[AttributedPiece](), len(given), 0
         for piece in reversed(pieces):
             if piece.kind.startswith("tool"):
                 found.append((piece, []))
@@ -91,9 +91,9 @@ def _parts(tokens: Sequence[Token], start: int, end: int | None) -> list[Token]:
     return found
 
 
-def _joined(found: Sequence[Painted]) -> list[Painted]:
+def _joined(found: Sequence[AttributedPiece]) -> list[AttributedPiece]:
     """Merge adjacent pieces of the same kind and call."""
-    joined = list[Painted]()
+    joined = list[AttributedPiece]()
     for piece, tokens in found:
         before = joined[-1][0] if joined else None
         if before is not None and (before.kind, before.index) == (piece.kind, piece.index):
@@ -163,23 +163,22 @@ class ChatPieces:
         self._body, self._make_parser, self._tokenizer = body, make_parser, tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._parsers = dict[int, OutputParser]()  # by choice
-        self._painters = dict[int, TokenAttribution]()  # by choice, if `return_tokens` is set
+        self._attributions = dict[int, TokenAttribution]()  # by choice, if `return_tokens` is set
         self._is_single = body.parallel_tool_calls is False
 
     def of(self, number: int, delta: TextDelta) -> ChatPiece:
-        """Convert a delta of choice `number`."""
         parser = self._parsers.get(number)
         if parser is None:
             parser = self._begin(number)
-        painted, reason, unfinished = self._read(number, parser, delta), delta.finish_reason, {}
+        attributed, reason, unfinished = self._read(number, parser, delta), delta.finish_reason, {}
         if reason is not None:
             unfinished = parser.unfinished
             if reason == "stop" and parser.num_tool_calls:
                 reason = "tool_calls"
         if self._is_single:
-            painted = [(piece, tokens) for piece, tokens in painted if not piece.index]
-        pieces = [piece for piece, _ in painted]
-        tokens = [tokens for _, tokens in painted] if self._body.return_tokens else None
+            attributed = [(piece, tokens) for piece, tokens in attributed if not piece.index]
+        pieces = [piece for piece, _ in attributed]
+        tokens = [tokens for _, tokens in attributed] if self._body.return_tokens else None
         num_top, logprobs = self._body.num_logprobs, None
         if num_top is not None:
             logprobs = chat_logprobs(delta.logprobs or (), num_top, self._tokenizer)
@@ -189,14 +188,14 @@ class ChatPieces:
     def _begin(self, number: int) -> OutputParser:
         parser = self._parsers[number] = self._make_parser()
         if self._body.return_tokens:
-            self._painters[number] = TokenAttribution(
+            self._attributions[number] = TokenAttribution(
                 parser, self._tokenizer, skip_special_tokens=self._skip_special_tokens
             )
         return parser
 
-    def _read(self, number: int, parser: OutputParser, delta: TextDelta) -> list[Painted]:
+    def _read(self, number: int, parser: OutputParser, delta: TextDelta) -> list[AttributedPiece]:
         if self._body.return_tokens:
-            return self._painters[number].read(delta)
+            return self._attributions[number].read(delta)
         pieces = parser.push(delta.text)
         if delta.finish_reason is not None:
             pieces += parser.flush()
@@ -220,15 +219,15 @@ class Choice:
 
     def as_object(self, number: int) -> dict[str, Any]:
         """Return OpenAI's `choice` object."""
-        told = assemble(self.pieces, self.last.unfinished)
-        message: dict[str, Any] = {"role": "assistant", "content": told.content, "refusal": None}
-        if told.reasoning:  # clients read either name
-            message |= {"reasoning_content": told.reasoning, "reasoning": told.reasoning}
-        if told.tool_calls:
-            message["content"] = told.content or None
+        answer = assemble(self.pieces, self.last.unfinished)
+        message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+        if answer.reasoning:  # clients read either name
+            message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
+        if answer.tool_calls:
+            message["content"] = answer.content or None
             message["tool_calls"] = [
                 {"id": new_id("call_"), "type": "function", "function": call._asdict()}
-                for call in told.tool_calls
+                for call in answer.tool_calls
             ]
         has_logprobs, has_ids = self.last.logprobs is not None, self.last.token_ids is not None
         choice: dict[str, Any] = {

@@ -13,7 +13,7 @@ from jaxspec.server.protocol import CompletionRequest
 from jaxspec.text.tokenizer import Tokenizer
 
 
-class Piece(NamedTuple):
+class CompletionPiece(NamedTuple):
     """Addition to a choice; fields that were not requested are None."""
 
     text: str
@@ -46,21 +46,21 @@ class Piece(NamedTuple):
 _EXTRAS = ("stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs")
 
 
-class Pieces:
-    """Converts the deltas of one request to `Piece`s."""
+class CompletionPieces:
+    """Converts the deltas of one request to `CompletionPiece`s."""
 
     def __init__(self, body: CompletionRequest, params: SamplingParams, tokenizer: Tokenizer):
         self._body, self._params, self._tokenizer = body, params, tokenizer
         self._readers = dict[int, LegacyLogprobs | None]()  # by choice, from its first delta on
 
-    def of(self, number: int, delta: TextDelta, stream: AsyncStream) -> Piece:
+    def of(self, number: int, delta: TextDelta, stream: AsyncStream) -> CompletionPiece:
         """Convert a delta of choice `number`, read from `stream`."""
         body, is_first = self._body, number not in self._readers
         is_silent = is_for_prompt_alone(body)
         text = "" if is_silent else delta.text
         tokens = [] if is_silent else list(delta.token_ids)
         places = [] if is_silent else list(delta.logprobs or ())
-        piece = Piece(
+        piece = CompletionPiece(
             text,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
@@ -101,13 +101,12 @@ def is_for_prompt_alone(body: CompletionRequest) -> bool:
     return bool(body.echo) and body.max_tokens == 0
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
-    """Merge all pieces of a choice."""
+def joined(pieces: Sequence[CompletionPiece]) -> CompletionPiece:
     first, last = pieces[0], pieces[-1]
     logprobs, token_ids = None, None
     if first.logprobs is not None:
-        told = [piece.logprobs or {} for piece in pieces]
-        logprobs = {name: [x for each in told for x in each[name]] for name in first.logprobs}
+        parts = [piece.logprobs or {} for piece in pieces]
+        logprobs = {name: [x for each in parts for x in each[name]] for name in first.logprobs}
     if first.token_ids is not None:
         token_ids = [token for piece in pieces for token in piece.token_ids or ()]
     return first._replace(

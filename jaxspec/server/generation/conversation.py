@@ -5,8 +5,10 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import orjson
+
+from jaxspec.checks import shown
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.server.generation.chat_messages import template_messages
 from jaxspec.server.generation.chat_pieces import ChatPiece, ChatPieces, Choice
 from jaxspec.server.generation.generation import Generation, Usage
 from jaxspec.server.generation.logprobs import prompt_logprobs
@@ -14,6 +16,8 @@ from jaxspec.server.generation.service import Service
 from jaxspec.server.http.errors import ApiError
 from jaxspec.server.protocol import ChatCompletionRequest
 from jaxspec.text.parsers import starts_in_reasoning
+
+_ROLES = {"developer": "system"}  # templates use the older name
 
 
 class Conversation:
@@ -106,13 +110,13 @@ class Conversation:
 
     def _prompt_fields(self) -> dict[str, Any]:
         """Return vLLM's extra fields about the prompt, if requested."""
-        told: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         (stream,) = self._generation.streams
         if self._body.prompt_logprobs is not None and stream.prompt_logprobs is not None:
-            told["prompt_logprobs"] = prompt_logprobs(stream.prompt_logprobs)
+            fields["prompt_logprobs"] = prompt_logprobs(stream.prompt_logprobs)
         if self._body.return_token_ids:
-            told["prompt_token_ids"] = list(stream.prompt_token_ids)
-        return told
+            fields["prompt_token_ids"] = list(stream.prompt_token_ids)
+        return fields
 
 
 def prompt_tokens(service: Service, body: ChatCompletionRequest) -> list[int]:
@@ -122,3 +126,54 @@ def prompt_tokens(service: Service, body: ChatCompletionRequest) -> list[int]:
         ValueError: the messages are invalid, or the template refuses them.
     """
     return service.tokenizer.chat(template_messages(body.messages), **body.template_options)
+
+
+def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages without nulls, and with tool call arguments as objects.
+
+    Raises:
+        ValueError: there are no messages, a role is missing or a tool call is malformed.
+    """
+    if not messages:
+        raise ValueError("messages must hold at least one message, got [].")
+    return [_message(message, f"messages.{n}") for n, message in enumerate(messages)]
+
+
+def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise ValueError(
+            f"{place}.role must be a text such as 'user', got {shown(role)}. Give each message one."
+        )
+    converted = {name: value for name, value in message.items() if value is not None}
+    converted["role"] = _ROLES.get(role, role)
+    converted.setdefault("content", "")
+    if "tool_calls" in converted:
+        converted["tool_calls"] = _calls(converted["tool_calls"], f"{place}.tool_calls")
+    return converted
+
+
+def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise ValueError(f"{place} must be a list of calls, got {shown(calls)}.")
+    found = []
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(
+                f"{place}.{number} must be {{'function': {{'name': ..., 'arguments': ...}}}}, got "
+                f"{shown(call)}."
+            )
+        arguments = _arguments(function.get("arguments"), f"{place}.{number}.function.arguments")
+        found.append(call | {"function": function | {"arguments": arguments}})
+    return found
+
+
+def _arguments(value: Any, place: str) -> dict[str, Any]:
+    try:
+        found = orjson.loads(value or "{}") if value is None or isinstance(value, str) else value
+    except orjson.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{place} must be a JSON object as text, got {shown(value)}.")
+    return found

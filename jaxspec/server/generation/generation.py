@@ -11,7 +11,7 @@ from jaxspec.engine.errors import QueueTimeoutError
 from jaxspec.requests.outputs import TextDelta
 from jaxspec.requests.request import RequestMetrics
 from jaxspec.server.http.errors import ApiError
-from jaxspec.server.metrics.figures import Figures
+from jaxspec.server.metrics.server_metrics import ServerMetrics
 
 
 def _failure(finish_reason: str) -> ApiError | None:
@@ -64,11 +64,11 @@ class Generation:
     `deltas` yields `(choice, delta)`. Sample s of prompt p is choice p * n + s.
     """
 
-    def __init__(self, streams: Sequence[AsyncStream], n: int, figures: Figures):
-        """Merge `streams` of `n` samples each; finished samples are counted in `figures`."""
+    def __init__(self, streams: Sequence[AsyncStream], n: int, metrics: ServerMetrics):
+        """Merge `streams` of `n` samples each; finished samples are counted in `metrics`."""
         self.streams, self.n = streams, n
         self.usage = Usage(prompt_tokens=sum(len(each.prompt_token_ids) for each in streams))
-        self._figures = figures
+        self._metrics = metrics
 
     @property
     def num_choices(self) -> int:
@@ -76,7 +76,6 @@ class Generation:
         return len(self.streams) * self.n
 
     def stream_of(self, choice: int) -> AsyncStream:
-        """Return the stream of a choice's prompt."""
         return self.streams[choice // self.n]
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
@@ -98,18 +97,17 @@ class Generation:
             await self.aclose()
 
     async def aclose(self) -> None:
-        """Abort all samples that are not finished."""
         for stream in self.streams:
             await stream.aclose()
 
     async def _read(self, stream: AsyncStream) -> AsyncIterator[TextDelta]:
         """Yield a stream's deltas and update usage and metrics."""
-        latency, is_first, lengths = self._figures.latency(), True, list[int]()
+        latency, is_first, lengths = self._metrics.latency(), True, list[int]()
         try:
             async for delta in stream:
                 if is_first:
                     self.usage.cached_tokens += stream.num_cached_tokens
-                    self._figures.num_cached_tokens += stream.num_cached_tokens
+                    self._metrics.num_cached_tokens += stream.num_cached_tokens
                     is_first = False
                 self.usage.completion_tokens += len(delta.token_ids)
                 latency.note(delta.index, len(delta.token_ids))
@@ -117,15 +115,15 @@ class Generation:
                     self._note_end(delta.finish_reason, delta.metrics)
                     lengths.append(0 if delta.metrics is None else delta.metrics.num_tokens)
                     if len(lengths) == self.n:
-                        self._figures.note_longest(max(lengths))
+                        self._metrics.note_longest(max(lengths))
                 yield delta
         except QueueTimeoutError:
-            self._figures.rejections["queue_timeout"] += 1
+            self._metrics.rejections["queue_timeout"] += 1
             raise
 
     def _note_end(self, finish_reason: str, metrics: RequestMetrics | None) -> None:
         """Count a finished sample; raise ApiError if it failed."""
-        self._figures.note_end(finish_reason, metrics)
+        self._metrics.note_end(finish_reason, metrics)
         if metrics is not None:
             self.usage.accepted_tokens += metrics.num_accepted_tokens
             self.usage.rejected_tokens += metrics.num_draft_tokens - metrics.num_accepted_tokens

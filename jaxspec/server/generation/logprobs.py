@@ -33,7 +33,6 @@ class LegacyLogprobs:
     """Logprobs of a completion as parallel lists; one object per choice."""
 
     def __init__(self, num_top: int, tokenizer: Tokenizer):
-        """Report the `num_top` likeliest ids of each position."""
         self._num_top, self._tokenizer = num_top, tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0  # characters in the tokens so far

@@ -1,34 +1,30 @@
 """Service: state shared by all routes, and submission of their requests to the engine."""
 
 import contextlib
-import functools
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends
 from starlette.requests import Request
 
-from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.api.async_calls import AsyncCalls
 from jaxspec.engine.async_stream import AsyncStream
 from jaxspec.engine.errors import DrainingError, EngineDeadError, QueueFullError
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.server.generation.generation import Generation
 from jaxspec.server.http.errors import ApiError
 from jaxspec.server.http.sse import EventStream
-from jaxspec.server.metrics.figures import Figures
+from jaxspec.server.metrics.server_metrics import ServerMetrics
 from jaxspec.server.metrics.snapshot import Watch
 from jaxspec.server.options import ServerOptions
-from jaxspec.server.processes.remote_llm import RemoteLLM
 from jaxspec.server.protocol import Sampling
 from jaxspec.text.parsers import parser_for
 from jaxspec.text.tokenizer import Tokenizer
 
 MAX_CHOICES = 2048
 """Maximum number of samples per request, over all its prompts."""
-ServedLLM = AsyncLLM | RemoteLLM
-"""The engine, in this process or in another one."""
 _REJECTIONS = {
     QueueFullError: "queue_full",
     DrainingError: "draining",
@@ -36,7 +32,7 @@ _REJECTIONS = {
 }
 
 
-def tokenizer_of(llm: ServedLLM) -> Tokenizer:
+def tokenizer_of(llm: AsyncCalls) -> Tokenizer:
     """Return the model's tokenizer.
 
     Raises:
@@ -55,21 +51,21 @@ class Service:
 
     def __init__(
         self,
-        llm: ServedLLM,
+        llm: AsyncCalls,
         options: ServerOptions,
-        figures: Figures,
+        metrics: ServerMetrics,
         watch: Watch,
         *,
         created: int | None = None,
     ):
-        """Serve `llm`, count requests in `figures` and read engine metrics from `watch`.
+        """Serve `llm`, count requests in `metrics` and read engine metrics from `watch`.
 
         `created`: start time of the server in seconds since 1970; None means now.
 
         Raises:
             ValueError: the model has no tokenizer.
         """
-        self.llm, self.options, self.figures, self.watch = llm, options, figures, watch
+        self.llm, self.options, self.metrics, self.watch = llm, options, metrics, watch
         self.tokenizer = tokenizer_of(llm)
         self.dialect = parser_for(self.tokenizer.chat_template)
         self.tags_are_special = any(map(self._is_hidden, self.dialect.tags))
@@ -88,7 +84,7 @@ class Service:
         known = ", ".join(map(repr, self.names))
         raise ApiError(
             404,
-            f"model must be {known}, got {name[:80]!r}. GET /v1/models lists what is here.",
+            f"model must be {known}, got {name[:80]!r}. GET /v1/models lists the names.",
             param="model",
         )
 
@@ -125,17 +121,16 @@ class Service:
                 raise ValueError("prompt must hold at least one prompt, got []. Give some text.")
             self._check("prompt x n", len(prompts) * params.n, MAX_CHOICES)
 
-        def submit(number: int, prompt: Any) -> Awaitable[AsyncStream]:
-            name = request_id if len(prompts) == 1 else f"{request_id}-{number}"
-            return self.llm.submit(
+        submissions = (
+            self.llm.submit(
                 _salted(prompt, body.cache_salt),
                 params,
-                request_id=name,
+                request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
                 priority=body.priority or 0,
             )
-
-        each = [functools.partial(submit, *numbered) for numbered in enumerate(prompts)]
-        return await self._submit_each(body, params, each)
+            for number, prompt in enumerate(prompts)
+        )
+        return await self._submit_each(body, params, submissions)
 
     async def chat(
         self,
@@ -146,9 +141,7 @@ class Service:
         template: dict[str, Any],
     ) -> Generation:
         """Submit a conversation to the engine; raises as `complete`."""
-
-        submit = functools.partial(
-            self.llm.submit_chat,
+        submission = self.llm.submit_chat(
             messages,
             params,
             request_id=request_id,
@@ -156,10 +149,9 @@ class Service:
             cache_salt=body.cache_salt,
             **template,
         )
-        return await self._submit_each(body, params, [submit])
+        return await self._submit_each(body, params, [submission])
 
     def stream(self, events: Any) -> EventStream:
-        """Return the response that streams `events`."""
         options = self.options
         return EventStream(
             events, keep_alive=options.stream_keep_alive, stall_timeout=options.stream_stall_timeout
@@ -171,7 +163,7 @@ class Service:
         try:
             yield
         except (*_REJECTIONS,) as error:
-            self.figures.rejections[_REJECTIONS[type(error)]] += 1
+            self.metrics.rejections[_REJECTIONS[type(error)]] += 1
             raise
         except (ValueError, TypeError) as error:
             raise ApiError.of_value(error, type(body).model_fields) from error
@@ -180,21 +172,21 @@ class Service:
         self,
         body: Sampling,
         params: SamplingParams,
-        submits: Sequence[Callable[[], Awaitable[AsyncStream]]],
+        submissions: Iterable[Awaitable[AsyncStream]],
     ) -> Generation:
-        """Submit prompts one by one; if one is refused, abort those before it."""
+        """Await submissions one by one; if one is refused, abort those before it."""
         streams = list[AsyncStream]()
         try:
             with self.refusing(body):
-                for submit in submits:
-                    streams.append(await submit())
+                for submission in submissions:
+                    streams.append(await submission)
         except BaseException:
             for stream in streams:
                 await stream.aclose()
             raise
         for stream in streams:
-            self.figures.note_request(len(stream.prompt_token_ids), params)
-        return Generation(streams, params.n, self.figures)
+            self.metrics.note_request(len(stream.prompt_token_ids), params)
+        return Generation(streams, params.n, self.metrics)
 
     def _is_hidden(self, tag: str) -> bool:
         """Return whether decoding drops a tag that parsers look for, as a special token."""

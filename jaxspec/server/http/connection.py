@@ -47,8 +47,8 @@ class ClientConnection:
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
         """Return the body; None after a disconnect. Raises ApiError 413 if it is too long."""
-        told = Headers(scope=scope).get("content-length", "0")
-        length, parts = int(told) if told.isdecimal() and len(told) < 19 else 0, list[bytes]()
+        given = Headers(scope=scope).get("content-length", "0")
+        length, parts = int(given) if given.isdecimal() and len(given) < 19 else 0, list[bytes]()
         is_over, more = length > self._max, True
         # A body up to twice the limit is read to its end and dropped: a client that is still
         # sending when the connection closes never sees the 413.

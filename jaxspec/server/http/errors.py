@@ -95,8 +95,8 @@ class ApiError(Exception):
         if len(message) > _MAX_MESSAGE:
             message = f"{message[: _MAX_MESSAGE - 3]}..."
         kind = _TYPES.get(self.status, _TYPES[400 if self.status < 500 else 500])
-        told = {"message": message, "type": kind, "param": self.param, "code": self.status}
-        return {"error": told}
+        error = {"message": message, "type": kind, "param": self.param, "code": self.status}
+        return {"error": error}
 
     def response(self, path: str) -> Response:
         """Return the response, in the format of the API that `path` belongs to."""
@@ -131,10 +131,10 @@ def _http_message(error: HTTPException) -> str:
 
 def _of_faults(faults: Sequence[Any]) -> ApiError:
     """Return the 400 for a body that its model refuses, from pydantic's list of errors."""
-    told = [_fault(fault) for fault in faults[:_MAX_FAULTS]]
+    found = [_fault(fault) for fault in faults[:_MAX_FAULTS]]
     if len(faults) > _MAX_FAULTS:
-        told.append(f"and {len(faults) - _MAX_FAULTS:,} more")
-    return ApiError(400, "; ".join(told) + ".", param=_place(faults[0]) or None)
+        found.append(f"and {len(faults) - _MAX_FAULTS:,} more")
+    return ApiError(400, "; ".join(found) + ".", param=_place(faults[0]) or None)
 
 
 def _fault(fault: Mapping[str, Any]) -> str:

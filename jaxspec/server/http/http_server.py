@@ -37,7 +37,6 @@ class HttpServer(uvicorn.Server):
         await self.serve([port])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open the port and call `on_start`."""
         await super().startup(sockets)
         self._on_start()
 

@@ -2,17 +2,12 @@
 
 import logging
 import re
-import secrets
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-
-def new_id(prefix: str) -> str:
-    """Return `prefix` and 32 random digits, so that clients can't guess each other's ids."""
-    return prefix + secrets.token_hex(16)
-
+from jaxspec.server.translate.fields import new_id
 
 LOG = logging.getLogger("uvicorn.error")
 """Logger of the whole server: uvicorn configures only its own loggers."""

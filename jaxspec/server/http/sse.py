@@ -37,8 +37,8 @@ class Chunks:
 
     def chunk(self, choice: bytes, usage: Mapping[str, Any] | None = None) -> bytes:
         """Return one event with a choice in JSON; empty bytes mean no choice."""
-        told = b"" if usage is None else b',"usage":' + orjson.dumps(usage)
-        return b"".join((self._head, choice, b"]", told, b"}\n\n"))
+        extra = b"" if usage is None else b',"usage":' + orjson.dumps(usage)
+        return b"".join((self._head, choice, b"]", extra, b"}\n\n"))
 
 
 class EventStream(Response):

@@ -13,32 +13,32 @@ from prometheus_client.registry import Collector as Base
 
 from jaxspec.engine.metrics import Counter, Gauge, Vector
 from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
-from jaxspec.server.metrics.figures import LATENCIES, SIZES
+from jaxspec.server.metrics.server_metrics import LATENCIES, SIZES
 from jaxspec.server.metrics.snapshot import Snapshot
 
 _TEXTS = {
-    "vllm:num_requests_running": "Samples that have a row.",
-    "vllm:num_requests_waiting": "Samples that wait for a row.",
-    "vllm:kv_cache_usage_perc": "Share of the KV cache's pages that requests hold, 0 to 1.",
-    "vllm:num_preemptions": "Samples that gave their row up and were computed again.",
-    "vllm:prefix_cache_queries": "Prompt tokens that were looked for in kept prefixes.",
-    "vllm:prefix_cache_hits": "Prompt tokens that were found there.",
-    "vllm:prompt_tokens": "Tokens of prompts.",
-    "vllm:prompt_tokens_cached": "Tokens of prompts that were not computed again.",
-    "vllm:generation_tokens": "Tokens of samples.",
-    "vllm:spec_decode_num_drafts": "Verify steps with drafts.",
-    "vllm:spec_decode_num_draft_tokens": "Drafts.",
-    "vllm:spec_decode_num_accepted_tokens": "Drafts that stood.",
-    "vllm:spec_decode_num_accepted_tokens_per_pos": "Drafts that stood, by position.",
-    "vllm:request_success": "Samples that ended, by why.",
-    "vllm:corrupted_requests": "Samples for which the model gave no finite logits.",
-    "vllm:admission_rejections": "Requests that were not taken, by why.",
-    "vllm:cache_config": "How the KV cache was set up: tokens of a page, pages, what is kept.",
-    "vllm:engine_sleep_state": "1 for the state that the engine is in; this one never sleeps.",
-    "jaxspec:is_healthy": "1 until a step fails.",
-    "jaxspec:host_seconds": "Seconds of the engine's thread, by what it did.",
-    "jaxspec:engine_steps": "Steps dispatched.",
-    "jaxspec:event_loop_lag_seconds": "Seconds of the event loop's last turn; chunks wait for it.",
+    "vllm:num_requests_running": "Number of running samples.",
+    "vllm:num_requests_waiting": "Number of samples waiting for a row of the batch.",
+    "vllm:kv_cache_usage_perc": "Fraction of KV cache pages held by requests, 0 to 1.",
+    "vllm:num_preemptions": "Number of preemptions; a preempted sample is computed again.",
+    "vllm:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "vllm:prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "vllm:prompt_tokens": "Number of prompt tokens.",
+    "vllm:prompt_tokens_cached": "Number of prompt tokens in cached prefixes.",
+    "vllm:generation_tokens": "Number of generated tokens.",
+    "vllm:spec_decode_num_drafts": "Number of verify steps with drafts.",
+    "vllm:spec_decode_num_draft_tokens": "Number of draft tokens.",
+    "vllm:spec_decode_num_accepted_tokens": "Number of accepted draft tokens.",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "Accepted draft tokens by position.",
+    "vllm:request_success": "Finished samples by finish reason.",
+    "vllm:corrupted_requests": "Samples that ended with non-finite logits.",
+    "vllm:admission_rejections": "Rejected requests by reason.",
+    "vllm:cache_config": "KV cache configuration: page size, number of pages, prefix caching.",
+    "vllm:engine_sleep_state": "1 for the state of the engine, which is always awake.",
+    "jaxspec:is_healthy": "1 until a step fails, then 0.",
+    "jaxspec:host_seconds": "Seconds of the engine thread by stage.",
+    "jaxspec:engine_steps": "Number of dispatched steps.",
+    "jaxspec:event_loop_lag_seconds": "Seconds until the event loop had run all ready tasks.",
 }
 _SLEEP_STATES = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
 _ENGINE_SECONDS = ("plan_time", "dispatch_time", "wait_time", "collect_time")
@@ -61,8 +61,8 @@ class Collector(Base):
         yield from self._engine()
         yield from self._requests()
         yield from self._settings()
-        figures = self._snapshot.requests
-        for group, texts in ((figures.latencies, LATENCIES), (figures.sizes, SIZES)):
+        metrics = self._snapshot.requests
+        for group, texts in ((metrics.latencies, LATENCIES), (metrics.sizes, SIZES)):
             for name, text in texts.items():
                 family = HistogramMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
                 found = group[name]
@@ -78,22 +78,22 @@ class Collector(Base):
                 yield self._counters(metric.name, None, {"": metric.value})
             elif isinstance(metric, Gauge):
                 yield self._gauge(metric.name, metric.value)
-        told = self._snapshot.engine
-        seconds = {name.removesuffix("_time"): told[name] for name in _ENGINE_SECONDS}
+        engine = self._snapshot.engine
+        seconds = {name.removesuffix("_time"): engine[name] for name in _ENGINE_SECONDS}
         yield self._counters("jaxspec:host_seconds", "stage", seconds)
-        yield self._counters("jaxspec:engine_steps", None, {"": told["num_steps"]})
+        yield self._counters("jaxspec:engine_steps", None, {"": engine["num_steps"]})
 
     def _requests(self) -> Iterator[Metric]:
-        figures = self._snapshot.requests
+        metrics = self._snapshot.requests
         plain = {
-            "vllm:prompt_tokens": figures.num_prompt_tokens,
-            "vllm:prompt_tokens_cached": figures.num_cached_tokens,
-            "vllm:corrupted_requests": figures.ends["error"],
+            "vllm:prompt_tokens": metrics.num_prompt_tokens,
+            "vllm:prompt_tokens_cached": metrics.num_cached_tokens,
+            "vllm:corrupted_requests": metrics.ends["error"],
         }
         for name, value in plain.items():
             yield self._counters(name, None, {"": value})
-        yield self._counters("vllm:request_success", "finished_reason", figures.ends)
-        yield self._counters("vllm:admission_rejections", "reason", figures.rejections)
+        yield self._counters("vllm:request_success", "finished_reason", metrics.ends)
+        yield self._counters("vllm:admission_rejections", "reason", metrics.rejections)
         yield self._gauge("jaxspec:is_healthy", float(self._snapshot.is_healthy))
         yield self._gauge("jaxspec:event_loop_lag_seconds", self._snapshot.loop_lag)
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.engine.metrics import Metric
-from jaxspec.server.metrics.figures import Figures
+from jaxspec.server.metrics.server_metrics import ServerMetrics
 from jaxspec.server.metrics.step_watch import StepWatch
 from jaxspec.viz.timeline import StepRow
 
@@ -17,7 +17,7 @@ class Snapshot(NamedTuple):
     is_healthy: bool
     engine: dict[str, Any]  # as `AsyncLLM.metrics`
     by_vllm: list[Metric]  # as `AsyncLLM.get_metrics`
-    requests: Figures  # total of all API processes
+    requests: ServerMetrics  # total of all API processes
     loop_lag: float  # seconds; maximum over the processes' event loops
 
 
@@ -36,19 +36,18 @@ class Watch(Protocol):
 class LocalWatch:
     """A `Watch` of an engine in this process."""
 
-    def __init__(self, llm: AsyncLLM, figures: Figures):
-        self._llm, self._figures = llm, figures
+    def __init__(self, llm: AsyncLLM, metrics: ServerMetrics):
+        self._llm, self._metrics = llm, metrics
         self._steps = StepWatch(llm)
 
     async def snapshot(self) -> Snapshot:
-        return snapshot_of(self._llm, self._figures, await loop_lag())
+        return snapshot_of(self._llm, self._metrics, await loop_lag())
 
     async def last_steps(self, count: int) -> list[StepRow]:
         return await self._steps.last(count)
 
 
-def snapshot_of(llm: AsyncLLM, requests: Figures, lag: float) -> Snapshot:
-    """Return a snapshot of an engine in this process; `lag` is the event loop lag in seconds."""
+def snapshot_of(llm: AsyncLLM, requests: ServerMetrics, lag: float) -> Snapshot:
     return Snapshot(llm.is_healthy, llm.metrics(), llm.get_metrics(), requests, lag)
 
 

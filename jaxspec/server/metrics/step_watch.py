@@ -31,7 +31,6 @@ class StepWatch:
 
     @property
     def is_on(self) -> bool:
-        """True while steps are recorded."""
         return self._steps is not None
 
     async def last(self, count: int) -> list[StepRow]:
@@ -56,7 +55,6 @@ class StepWatch:
         return rows_of(steps, first=first, count=count, num_before=self._num_dropped)
 
     def _arm(self) -> None:
-        """Restart the idle timer."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(self._idle, self._end)

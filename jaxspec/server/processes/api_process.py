@@ -18,7 +18,7 @@ from jaxspec.engine.errors import EngineGoneError
 from jaxspec.server.app import app_of
 from jaxspec.server.generation.service import Service
 from jaxspec.server.http.http_server import HttpServer, event_loop
-from jaxspec.server.metrics.figures import Figures
+from jaxspec.server.metrics.server_metrics import ServerMetrics
 from jaxspec.server.metrics.snapshot import loop_lag
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.processes.channel import Channel
@@ -51,28 +51,25 @@ async def serve(end: socket.socket, port: socket.socket) -> int:
     """
     channel = await Channel.of(end)
     try:
-        worker_config: WorkerConfig = await channel.hear_first()
+        worker_config: WorkerConfig = await channel.receive_first()
     except (EOFError, ConnectionError):
         return 1
-    llm, figures = RemoteLLM(worker_config.engine, channel), Figures()
-    service = Service(llm, worker_config.options, figures, llm, created=worker_config.created)
+    llm, metrics = RemoteLLM(worker_config.engine, channel), ServerMetrics()
+    service = Service(llm, worker_config.options, metrics, llm, created=worker_config.created)
     server = HttpServer(app_of(service), worker_config.options)
 
-    async def count() -> tuple[Figures, float]:
-        return figures, await loop_lag()
+    async def count() -> tuple[ServerMetrics, float]:
+        return metrics, await loop_lag()
 
     def drain() -> None:
         service.is_draining = True
 
-    def stop(now: bool) -> None:
-        server.end(now=now)
-
     channel.handlers = {
         **channel.handlers,
-        "figures": count,
+        "metrics": count,
         "drain": drain,
         "engine_failed": llm.end,
-        "end": stop,
+        "end": lambda now: server.end(now=now),
     }
 
     def gone(hearing: asyncio.Task[None]) -> None:
@@ -84,7 +81,7 @@ async def serve(end: socket.socket, port: socket.socket) -> int:
 
     hearing = asyncio.create_task(channel.run())
     hearing.add_done_callback(gone)
-    await server.serve_at(port, lambda: channel.tell("ready"))
+    await server.serve_at(port, lambda: channel.notify("ready"))
     hearing.cancel()
     return 0
 

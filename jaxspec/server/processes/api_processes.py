@@ -12,7 +12,7 @@ from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.engine.errors import EngineDeadError
 from jaxspec.server.http.http_server import set_up_log
 from jaxspec.server.http.request_ids import LOG
-from jaxspec.server.metrics.figures import Figures
+from jaxspec.server.metrics.server_metrics import ServerMetrics
 from jaxspec.server.metrics.snapshot import Snapshot, loop_lag, snapshot_of
 from jaxspec.server.metrics.step_watch import StepWatch
 from jaxspec.server.options import ServerOptions
@@ -27,7 +27,7 @@ _ANSWERING = 1.0  # seconds for a process to return its metrics
 
 
 class ApiProcesses:
-    """A `Front` of several processes that accept connections from one shared socket."""
+    """HTTP front end of several processes that accept connections from one shared socket."""
 
     def __init__(self, llm: AsyncLLM, options: ServerOptions, port: socket.socket):
         """`port` is a bound socket; this process closes it once all API processes have it."""
@@ -39,7 +39,11 @@ class ApiProcesses:
         self._is_ending = False
 
     async def serve(self, on_start: Callable[[], None]) -> bool:
-        """Serve until `end` or until a process exits; return False if it exited by itself."""
+        """Open the port, call `on_start` and serve until `end`.
+
+        Returns:
+            False if a process exited by itself, which ends the others.
+        """
         set_up_log()
         running = list[asyncio.Task[None]]()
         try:
@@ -54,7 +58,7 @@ class ApiProcesses:
             opened.cancel()
             is_whole = self._is_ending
             if not is_whole:
-                await self._tell_why(running)
+                await self._log_failure(running)
                 self.end()
             await asyncio.wait(running, timeout=_ENDING)
             return is_whole
@@ -62,15 +66,17 @@ class ApiProcesses:
             await self._clear()
 
     def drain(self) -> None:
-        self._tell("drain")
+        """Make `/ready` return 503: new requests are refused."""
+        self._notify("drain")
 
     def engine_failed(self, error: BaseException) -> None:
         """Make `/health` return 503."""
-        self._tell("engine_failed", EngineDeadError(error))
+        self._notify("engine_failed", EngineDeadError(error))
 
     def end(self, *, now: bool = False) -> None:
+        """Finish the requests in progress, or drop them if `now`, and return from `serve`."""
         self._is_ending = True
-        self._tell("end", now)
+        self._notify("end", now)
         if now:
             asyncio.get_running_loop().call_later(_ENDING_NOW, self._kill)
 
@@ -91,8 +97,8 @@ class ApiProcesses:
                     start_new_session=True,  # so that Ctrl-C reaches only this process
                 )
             )
-        engine_server.channel.tell(
-            "brief", WorkerConfig(self._options, self._llm.worker_spec(number), self._created)
+        engine_server.channel.notify(
+            "config", WorkerConfig(self._options, self._llm.worker_spec(number), self._created)
         )
         return engine_server
 
@@ -101,34 +107,34 @@ class ApiProcesses:
             await engine_server.ready.wait()
 
     async def _snapshot(self) -> Snapshot:
-        async def figures_of(engine_server: RemoteEngineServer) -> tuple[Figures, float]:
+        async def metrics_of(engine_server: RemoteEngineServer) -> tuple[ServerMetrics, float]:
             async with asyncio.timeout(_ANSWERING):
-                return await engine_server.channel.ask("figures")
+                return await engine_server.channel.call("metrics")
 
         ready = [
             engine_server for engine_server in self._engine_servers if engine_server.ready.is_set()
         ]
-        answers = await asyncio.gather(*map(figures_of, ready), return_exceptions=True)
+        answers = await asyncio.gather(*map(metrics_of, ready), return_exceptions=True)
         found = [each for each in answers if not isinstance(each, BaseException)]
         lags = [await loop_lag(), *(lag for _, lag in found)]
-        return snapshot_of(self._llm, Figures.total(each for each, _ in found), max(lags))
+        return snapshot_of(self._llm, ServerMetrics.total(each for each, _ in found), max(lags))
 
-    def _tell(self, name: str, *args: object) -> None:
+    def _notify(self, name: str, *args: object) -> None:
         for engine_server in self._engine_servers:
-            engine_server.channel.tell(name, *args)
+            engine_server.channel.notify(name, *args)
 
-    async def _tell_why(self, running: list[asyncio.Task[None]]) -> None:
+    async def _log_failure(self, running: list[asyncio.Task[None]]) -> None:
         """Log why the server ends without a signal."""
         for task in running:
             if task.done() and (error := task.exception()) is not None:
-                LOG.error("A message of an API process failed, and so the server ends.")
-                LOG.error("It was this one:", exc_info=error)
+                LOG.error("A message of an API process failed, so the server ends.")
+                LOG.error("The error:", exc_info=error)
         await asyncio.sleep(0.1)  # until exit statuses are available
         for number, process in enumerate(self._processes, 1):
             if process.poll() is not None:
                 LOG.error(
                     "API process %d of %d ended by itself with status %d, and so the server ends. "
-                    "What it said stands above; start the server again.",
+                    "Its output is above; start the server again.",
                     *(number, len(self._processes), process.returncode),
                 )
 
@@ -139,7 +145,7 @@ class ApiProcesses:
     async def _clear(self) -> None:
         """Close the channels, which ends the processes, and kill those that do not exit in time."""
         for engine_server in self._engine_servers:
-            engine_server.channel.hang_up()
+            engine_server.channel.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ENDING):
                 while any(process.poll() is None for process in self._processes):

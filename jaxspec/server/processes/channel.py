@@ -21,7 +21,7 @@ class Channel:
     processes can write to it.
 
     A received frame calls the handler of its name in `handlers`, with its arguments. Handlers for
-    `ask` are coroutine functions, and handlers for `tell` are plain ones.
+    `call` are coroutine functions, and handlers for `notify` are plain ones.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
@@ -30,18 +30,17 @@ class Channel:
         self._asked = dict[int, asyncio.Future[Any]]()
         self._num_asked = 0
         self._is_gone = False
-        self._tasks = set[asyncio.Task[None]]()  # running handlers of `ask`
+        self._tasks = set[asyncio.Task[None]]()  # running handlers of `call`
 
     @classmethod
     async def of(cls, end: socket.socket) -> Self:
-        """Create a channel over one end of a socket pair."""
         return cls(*await asyncio.open_connection(sock=end))
 
-    def tell(self, name: str, *args: Any) -> None:
+    def notify(self, name: str, *args: Any) -> None:
         """Call a handler of the other side without an answer; does nothing if that side is gone."""
         self._write(None, name, args)
 
-    async def ask(self, name: str, *args: Any) -> Any:
+    async def call(self, name: str, *args: Any) -> Any:
         """Call a handler of the other side and return its result.
 
         Raises:
@@ -58,7 +57,7 @@ class Channel:
         finally:
             del self._asked[number]
 
-    async def hear_first(self) -> Any:
+    async def receive_first(self) -> Any:
         """Return the argument of the first message, without calling a handler; use it before `run`.
 
         Raises:
@@ -71,7 +70,7 @@ class Channel:
         """Handle messages until the other side disconnects.
 
         Raises:
-            Exception: raised by a handler of `tell`.
+            Exception: raised by a handler of `notify`.
         """
         try:
             with contextlib.suppress(EOFError, ConnectionError):
@@ -84,7 +83,7 @@ class Channel:
                 if not each.done():
                     each.set_exception(ConnectionResetError("The other process is gone."))
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         """Close the connection, which ends `run` on both sides."""
         self._writer.close()
 

@@ -33,7 +33,6 @@ class OutputSender(Receiver):
         self._number, self._engine_server, self.settle = number, engine_server, settle
 
     def receive(self, sample_stream: SampleStream, token_delta: TokenDelta) -> None:
-        """Add the delta to the batch of the step."""
         self.stop_timer()
         self._engine_server.add(self._number, sample_stream.index, token_delta)
 
@@ -59,14 +58,14 @@ class RemoteEngineServer:
         self._llm, self._is_gone = llm, False
         self._expected = dict[int, contextlib.ExitStack]()  # in preparation, by number
         self._output_senders = dict[int, OutputSender]()
-        self._came = list[tuple[int, int, TokenDelta]]()  # unsent: number, sample, delta
+        self._deltas = list[tuple[int, int, TokenDelta]]()  # unsent: number, sample, delta
         channel.handlers = {
             "ready": self.ready.set,
             "expect": self._expect,
             "take_over": self._take_over,
             "settle": self._settle,
             "abort": self._abort,
-            "let_go": self._let_go,
+            "release": self._release,
             "snapshot": snapshot,
             "last_steps": last_steps,
         }
@@ -82,20 +81,19 @@ class RemoteEngineServer:
 
     def add(self, number: int, index: int, token_delta: TokenDelta) -> None:
         """Queue a sample's delta; all deltas of one event loop turn are sent in one message."""
-        if not self._came:
+        if not self._deltas:
             self.loop.call_soon(self._send)
-        self._came.append((number, index, token_delta))
+        self._deltas.append((number, index, token_delta))
 
     def fail(self, number: int, error: Exception) -> None:
-        """Send the error that ends a request."""
         self._send()
         self._output_senders.pop(number, None)
-        self.channel.tell("failed", number, error)
+        self.channel.notify("failed", number, error)
 
     def _send(self) -> None:
-        if self._came:
-            came, self._came = self._came, []
-            self.channel.tell("came", came)
+        if self._deltas:
+            came, self._deltas = self._deltas, []
+            self.channel.notify("deltas", came)
 
     async def _expect(self, number: int) -> None:
         with contextlib.ExitStack() as entered:
@@ -132,5 +130,5 @@ class RemoteEngineServer:
         if (output_sender := self._output_senders.pop(number, None)) is not None:
             self._llm.give_up(output_sender)
 
-    def _let_go(self, number: int) -> None:
+    def _release(self, number: int) -> None:
         self._output_senders.pop(number, None)

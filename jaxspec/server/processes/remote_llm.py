@@ -4,51 +4,26 @@ import asyncio
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
+from jaxspec.api.async_calls import AsyncCalls, Prepare
 from jaxspec.api.async_llm import WorkerSpec
-from jaxspec.api.inputs import InputProcessor
-from jaxspec.engine.async_calls import AsyncCalls, Prepared
 from jaxspec.engine.async_stream import AsyncStream, OutputQueue
 from jaxspec.engine.errors import EngineDeadError, EngineGoneError, ServiceError
 from jaxspec.engine.sample_stream import SampleStream, TokenDelta
 from jaxspec.requests.outputs import Sample
-from jaxspec.requests.prompts import Prompt, TokensPrompt, for_one, only_prompt
-from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.server.metrics.snapshot import Snapshot
 from jaxspec.server.processes.channel import Channel
-from jaxspec.text.conversations import TemplateOptions
-from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.viz.timeline import StepRow
-
-
-class _Maker:
-    """Prepares samples; the engine's process decides on their admission."""
-
-    def __init__(self, inputs: InputProcessor, default_params: SamplingParams):
-        self._inputs, self._default_params = inputs, default_params
-
-    def one_prompt(self, prompt: Any) -> Any:
-        return only_prompt(prompt)
-
-    def prepare_one(
-        self, prompt: Prompt, params: SamplingParams | None, name: str | None, priority: int
-    ) -> list[Sample]:
-        given = for_one(params, self._default_params, name, priority)
-        (samples,) = self._inputs.process([prompt], *given)
-        return samples
-
-    def chat_prompt(self, messages: Any, template: TemplateOptions) -> TokensPrompt:
-        return self._inputs.chat(messages, template)
 
 
 class _RemoteOutputQueue(OutputQueue):
     """An `OutputQueue` whose request has a number that identifies it in both processes."""
 
-    def __init__(self, number: int, samples: list[Sample], channel: Channel):
+    def __init__(self, number: int, samples: Sequence[Sample], channel: Channel):
         def settle(sample_stream: SampleStream, num_tokens: int | None) -> None:
-            channel.tell("settle", number, sample_stream.index, num_tokens)
+            channel.notify("settle", number, sample_stream.index, num_tokens)
 
         super().__init__(asyncio.get_running_loop(), samples, _sample_stream_of, settle)
         self.number = number
@@ -67,91 +42,77 @@ class RemoteLLM(AsyncCalls):
 
     def __init__(self, engine: WorkerSpec, channel: Channel):
         """Use the engine at the other end of `channel`; the caller runs `channel.run`."""
-        inputs = engine.make_inputs()
-        self._begin_calls(_Maker(inputs, engine.default_params))
-        self.tokenizer: Tokenizer | None = inputs.tokenizer
-        self.model_name = engine.model_name
-        self.shapes, self.limits = engine.shapes, engine.limits
-        self.max_model_len = engine.shapes.max_model_len
+        super().__init__(engine.make_inputs(), engine.model_name, engine.shapes, engine.limits)
         self.error: ServiceError | None = None  # error of all further requests; None while serving
-        self._default_params, self._channel = engine.default_params, channel
-        self._loop = asyncio.get_running_loop()
+        self._channel, self._loop = channel, asyncio.get_running_loop()
         self._numbers = itertools.count()
         self._output_queues = dict[int, _RemoteOutputQueue]()  # submitted requests, by number
-        self._queueing = set[asyncio.Task[tuple[str | None, _RemoteOutputQueue]]]()
-        channel.handlers = {**channel.handlers, "came": self._came, "failed": self._failed}
+        self._queueing = set[asyncio.Task[_RemoteOutputQueue]]()
+        channel.handlers = {**channel.handlers, "deltas": self._receive, "failed": self._failed}
 
     @property
     def is_healthy(self) -> bool:
         """True until this process is informed of a failure."""
         return self.error is None
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return a copy of the default parameters of requests."""
-        return self._default_params.clone()
-
     async def snapshot(self) -> Snapshot:
-        return await self._ask("snapshot")
+        return await self._call("snapshot")
 
     async def last_steps(self, count: int) -> list[StepRow]:
-        return await self._ask("last_steps", count)
+        return await self._call("last_steps", count)
 
     def end(self, error: ServiceError) -> None:
         """Stop serving: every stream ends with `error`."""
         self.error = self.error or error
-        inboxes, self._output_queues = self._output_queues, {}
-        for output_queue in inboxes.values():
+        output_queues, self._output_queues = self._output_queues, {}
+        for output_queue in output_queues.values():
             output_queue.fail(copy.copy(error))
 
-    async def _submit(self, prepare: Callable[[], Prepared]) -> AsyncStream:
+    async def _submit(self, prepare: Prepare) -> AsyncStream:
         # Queueing continues if the caller is cancelled: only queued requests can be aborted.
         queueing = asyncio.ensure_future(self._queue(prepare))
         self._queueing.add(queueing)
         queueing.add_done_callback(self._queueing.discard)
         try:
-            prompt, output_queue = await asyncio.shield(queueing)
+            output_queue = await asyncio.shield(queueing)
         except asyncio.CancelledError:
             queueing.add_done_callback(self._drop)
             raise
-        return AsyncStream(output_queue, prompt, self._abort, keeps=self)
+        return AsyncStream(output_queue, self._abort, keeps=self)
 
-    def _drop(self, queueing: asyncio.Task[tuple[str | None, _RemoteOutputQueue]]) -> None:
-        """Abort a request whose caller was cancelled."""
+    def _drop(self, queueing: asyncio.Task[_RemoteOutputQueue]) -> None:
         if not queueing.cancelled() and queueing.exception() is None:
-            _, output_queue = queueing.result()
+            output_queue = queueing.result()
             output_queue.close()
             self._end(output_queue)
 
-    async def _queue(
-        self, prepare: Callable[[], Prepared]
-    ) -> tuple[str | None, _RemoteOutputQueue]:
+    async def _queue(self, prepare: Prepare) -> _RemoteOutputQueue:
         number = next(self._numbers)
-        await self._ask("expect", number)
+        await self._call("expect", number)
         try:
-            prompt, samples = await self._loop.run_in_executor(self._pool, prepare)
+            samples = await self._loop.run_in_executor(self._pool, prepare)
             output_queue = self._output_queues[number] = _RemoteOutputQueue(
                 number, samples, self._channel
             )
             requests = [sample_stream.request for sample_stream in output_queue.sample_streams]
             for request in requests:
                 request.tokens = []  # send the prompt once, as `request.prompt`
-            await self._ask("take_over", number, requests)
+            await self._call("take_over", number, requests)
         except BaseException:
             self._output_queues.pop(number, None)
-            self._channel.tell("abort", number)
+            self._channel.notify("abort", number)
             raise
-        return prompt, output_queue
+        return output_queue
 
-    async def _ask(self, name: str, *args: Any) -> Any:
+    async def _call(self, name: str, *args: Any) -> Any:
         if self.error is not None:
             raise copy.copy(self.error)  # a copy, which gets its own traceback
         try:
-            return await self._channel.ask(name, *args)
+            return await self._channel.call(name, *args)
         except ConnectionError as error:
             raise EngineGoneError from error
 
-    def _came(self, token_deltas: list[tuple[int, int, TokenDelta]]) -> None:
-        """Pass the deltas of a step to the output queues."""
+    def _receive(self, token_deltas: list[tuple[int, int, TokenDelta]]) -> None:
         for number, index, token_delta in token_deltas:
             output_queue = self._output_queues.get(number)
             if output_queue is None:
@@ -165,7 +126,6 @@ class RemoteLLM(AsyncCalls):
                 self._end(output_queue)
 
     def _failed(self, number: int, error: Exception) -> None:
-        """End a request with an error of the engine."""
         if isinstance(error, EngineDeadError):
             self.error = self.error or error
         if (output_queue := self._output_queues.pop(number, None)) is not None:
@@ -175,7 +135,7 @@ class RemoteLLM(AsyncCalls):
         """Remove a request; abort it in the engine unless it was read to its end."""
         if self._output_queues.pop(output_queue.number, None) is not None:
             was_read = not (output_queue.is_closed or output_queue.error)
-            self._channel.tell("let_go" if was_read else "abort", output_queue.number)
+            self._channel.notify("release" if was_read else "abort", output_queue.number)
 
     def _abort(self, output_queue: OutputQueue) -> None:
         """Abort a request; may be called from any thread, such as by the garbage collector."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import orjson
 
-from jaxspec.server.http.request_ids import new_id
 from jaxspec.server.translate.fields import (
     SAMPLING,
     FieldError,
@@ -17,6 +16,7 @@ from jaxspec.server.translate.fields import (
     content,
     mapping,
     named,
+    new_id,
     objects,
     one_of,
     text,
@@ -38,7 +38,6 @@ _ERRORS = {
 
 
 def error(status: int, message: str) -> Json:
-    """Return Anthropic's error object for an HTTP status."""
     kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -87,15 +86,15 @@ def _messages(message: Mapping[str, Any], place: str) -> list[Json]:
             one_of(part, where, ("text", "tool_result"))
             parts.append({"type": "text", "text": text(part.get("text"), f"{where}.text")})
     if parts:
-        told = content(parts, f"{place}.content", ("text",))
-        return [*results, {"role": role, "content": told}]
+        rest = content(parts, f"{place}.content", ("text",))
+        return [*results, {"role": role, "content": rest}]
     return results
 
 
 def _tool_result(part: Mapping[str, Any], place: str) -> Json:
-    told = content(part.get("content"), f"{place}.content", ("text",))
+    output = content(part.get("content"), f"{place}.content", ("text",))
     call = text(part.get("tool_use_id"), f"{place}.tool_use_id")
-    return {"role": "tool", "tool_call_id": call, "content": told}
+    return {"role": "tool", "tool_call_id": call, "content": output}
 
 
 def _assistant(given: Any, place: str) -> Json:
@@ -175,13 +174,13 @@ def _thinking(body: Mapping[str, Any]) -> Json:
 def message(chat: Mapping[str, Any]) -> Json:
     """Convert a chat completion with one choice to a message."""
     choice = chat["choices"][0]
-    told = choice["message"]
+    said = choice["message"]
     blocks: list[Json] = []
-    if told.get("reasoning_content"):
-        blocks.append(thinking_block(told["reasoning_content"]))
-    if told.get("content"):
-        blocks.append({"type": "text", "text": told["content"]})
-    for call in told.get("tool_calls") or ():
+    if said.get("reasoning_content"):
+        blocks.append(thinking_block(said["reasoning_content"]))
+    if said.get("content"):
+        blocks.append({"type": "text", "text": said["content"]})
+    for call in said.get("tool_calls") or ():
         function = call["function"]
         # Keep the model's JSON unparsed: Python would refuse some of its numbers.
         arguments = orjson.Fragment(function["arguments"])
@@ -191,7 +190,6 @@ def message(chat: Mapping[str, Any]) -> Json:
 
 
 def empty_message(model: str, used: Json) -> Json:
-    """Return a message without content."""
     return {
         "id": new_id("msg_"),
         "type": "message",

@@ -1,11 +1,17 @@
-"""Type checks for fields of other APIs' requests; errors name the path of the field."""
+"""Fields of requests and answers: ids, and type checks whose errors name the path of the field."""
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.checks import shown
 
 Json = dict[str, Any]
+
+
+def new_id(prefix: str) -> str:
+    """Return `prefix` and 32 random digits, so that clients can't guess each other's ids."""
+    return prefix + secrets.token_hex(16)
 
 
 class FieldError(ValueError):
@@ -74,19 +80,9 @@ def named(body: Mapping[str, Any], names: Sequence[str]) -> Json:
 
 
 SAMPLING = (
-    *(
-        "model",
-        "stream",
-        "user",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "stop_token_ids",
-    ),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos"),
-    *("bad_words", "allowed_token_ids", "logit_bias", "chat_template_kwargs", "priority"),
-    *("cache_salt", "num_speculative_tokens"),
+    *("model", "stream", "user", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids", "logit_bias"),
+    *("chat_template_kwargs", "priority", "cache_salt", "num_speculative_tokens"),
 )
 """Fields with the same name in a chat request, including vLLM's extra fields."""

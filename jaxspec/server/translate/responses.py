@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxspec.server.http.request_ids import new_id
 from jaxspec.server.translate.fields import (
     SAMPLING,
     FieldError,
@@ -15,6 +14,7 @@ from jaxspec.server.translate.fields import (
     content,
     mapping,
     named,
+    new_id,
     objects,
     one_of,
     text,
@@ -51,8 +51,8 @@ def chat_request(body: Mapping[str, Any]) -> Json:
         raise FieldError("truncation", rule, body["truncation"])
     messages = _messages(body.get("input"))
     if body.get("instructions"):
-        told = text(body["instructions"], "instructions")
-        messages.insert(0, {"role": "system", "content": told})
+        instructions = text(body["instructions"], "instructions")
+        messages.insert(0, {"role": "system", "content": instructions})
     request = named(body, (*SAMPLING, "parallel_tool_calls")) | {"messages": messages}
     if body.get("max_output_tokens") is not None:
         request["max_completion_tokens"] = body["max_output_tokens"]
@@ -137,9 +137,9 @@ def _message(item: Mapping[str, Any], place: str) -> Json:
         calls = [{"id": call_id, "type": "function", "function": function}]
         return {"role": "assistant", "content": "", "tool_calls": calls}
     if kind == "function_call_output":
-        told = content(item.get("output"), f"{place}.output", _TEXTS)
+        output = content(item.get("output"), f"{place}.output", _TEXTS)
         call_id = text(item.get("call_id"), f"{place}.call_id")
-        return {"role": "tool", "tool_call_id": call_id, "content": told}
+        return {"role": "tool", "tool_call_id": call_id, "content": output}
     kinds = ("message", "function_call", "function_call_output", "reasoning")
     one_of(item, place, kinds)
     thoughts = [
@@ -151,7 +151,6 @@ def _message(item: Mapping[str, Any], place: str) -> Json:
 
 
 def begin(body: Mapping[str, Any], model: str) -> Json:
-    """Return the response to a request, before its output."""
     tools = [
         {"strict": None, "parameters": {}, **tool}
         for _, tool in objects(body.get("tools") or (), "tools")
@@ -184,26 +183,26 @@ def end(
     used: Mapping[str, Any],
 ) -> Json:
     """Return a finished response, from its output and a chat's `finish_reason` and usage."""
-    told = dict(response) | {"output": list(output), "usage": usage(used)}
+    ended = dict(response) | {"output": list(output), "usage": usage(used)}
     if finish_reason == "length":
-        return told | {
+        return ended | {
             "status": "incomplete",
             "incomplete_details": {"reason": "max_output_tokens"},
         }
-    return told | {"status": "completed"}
+    return ended | {"status": "completed"}
 
 
 def response(body: Mapping[str, Any], chat: Mapping[str, Any]) -> Json:
     """Convert the chat completion of a request, with one choice, to a response."""
     choice = chat["choices"][0]
-    told, reason = choice["message"], choice["finish_reason"]
+    message, reason = choice["message"], choice["finish_reason"]
     status = "incomplete" if reason == "length" else "completed"
     output: list[Json] = []
-    if told.get("reasoning_content"):
-        output.append(reasoning_item(told["reasoning_content"]) | {"status": "completed"})
-    if told.get("content"):
-        output.append(message_item(told["content"]) | {"status": "completed"})
-    for call in told.get("tool_calls") or ():
+    if message.get("reasoning_content"):
+        output.append(reasoning_item(message["reasoning_content"]) | {"status": "completed"})
+    if message.get("content"):
+        output.append(message_item(message["content"]) | {"status": "completed"})
+    for call in message.get("tool_calls") or ():
         item = call_item(**call["function"], call_id=call["id"])
         output.append(item | {"status": "completed"})
     if output:
@@ -217,22 +216,20 @@ def reasoning_item(thinking: str | None = None) -> Json:
     return {"id": new_id("rs_"), "type": "reasoning", "summary": [], "content": parts}
 
 
-def message_item(told: str | None = None) -> Json:
+def message_item(written: str | None = None) -> Json:
     """Return a message item; None means no text yet."""
-    parts = [] if told is None else [text_part(told)]
+    parts = [] if written is None else [text_part(written)]
     return {"id": new_id("msg_"), "type": "message", "role": "assistant", "content": parts}
 
 
-def text_part(told: str) -> Json:
-    """Return the content part of a message item."""
-    return {"type": "output_text", "text": told, "annotations": [], "logprobs": []}
+def text_part(written: str) -> Json:
+    return {"type": "output_text", "text": written, "annotations": [], "logprobs": []}
 
 
 def call_item(name: str, arguments: str = "", call_id: str | None = None) -> Json:
-    """Return a function call item."""
     call_id = call_id or new_id("call_")
-    told = {"call_id": call_id, "name": name, "arguments": arguments}
-    return {"id": new_id("fc_"), "type": "function_call", **told}
+    call = {"call_id": call_id, "name": name, "arguments": arguments}
+    return {"id": new_id("fc_"), "type": "function_call", **call}
 
 
 def usage(used: Mapping[str, Any]) -> Json:

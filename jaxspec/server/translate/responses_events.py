@@ -1,7 +1,7 @@
 """Events of a streamed response, built from parsed pieces.
 
-API: https://platform.openai.com/docs/api-reference/responses-streaming. An event is its name and
-its JSON object, with sequence numbers from 0.
+API: https://platform.openai.com/docs/api-reference/responses-streaming. The name of an
+event is its `type`; sequence numbers begin with 0.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,8 +11,6 @@ from jaxspec.server.translate import responses
 from jaxspec.server.translate.fields import Json
 from jaxspec.text.parsers import Piece
 from jaxspec.text.parsers.json_reader import is_json
-
-Event = tuple[str, Json]
 
 
 class ResponseEvents:
@@ -27,13 +25,13 @@ class ResponseEvents:
         self._source = ("", 0)  # kind and call index of the item in progress
         self._texts: list[str] = []
 
-    def begin(self) -> list[Event]:
-        """Return the first events."""
+    def begin(self, used: Mapping[str, Any]) -> list[Json]:
+        """Return the first events; the usage so far is not in them."""
+        del used
         return [self._event(name, response=self._response) for name in ("created", "in_progress")]
 
-    def add(self, pieces: Iterable[Piece]) -> list[Event]:
-        """Return the events of further pieces."""
-        events: list[Event] = []
+    def add(self, pieces: Iterable[Piece]) -> list[Json]:
+        events: list[Json] = []
         for piece in pieces:
             source = "tool" if piece.kind.startswith("tool") else piece.kind, piece.index
             if self._item is None or source != self._source:
@@ -45,19 +43,23 @@ class ResponseEvents:
                 events.append(self._text_event("delta", delta=piece.text))
         return events
 
-    def end(self, finish_reason: str, used: Mapping[str, Any]) -> list[Event]:
+    def end(
+        self, finish_reason: str, stop_reason: str | int | None, used: Mapping[str, Any]
+    ) -> list[Json]:
         """Return the last events, from a chat's `finish_reason` and usage."""
+        del stop_reason  # not in this API
         events = self._end_item("incomplete" if finish_reason == "length" else "completed")
-        told = responses.end(self._response, self._output, finish_reason, used)
-        return [*events, self._event(told["status"], response=told)]
+        response = responses.end(self._response, self._output, finish_reason, used)
+        return [*events, self._event(response["status"], response=response)]
 
-    def fail(self, message: str) -> list[Event]:
-        """Return the last event of a failed response."""
+    def fail(self, status: int, message: str) -> Json:
+        """Return the last event after an error, whose HTTP status is not in it."""
+        del status
         error = {"code": "server_error", "message": message}
-        told = {**self._response, "status": "failed", "error": error, "output": self._output}
-        return [self._event("failed", response=told)]
+        failed = {**self._response, "status": "failed", "error": error, "output": self._output}
+        return self._event("failed", response=failed)
 
-    def _begin_item(self, piece: Piece) -> list[Event]:
+    def _begin_item(self, piece: Piece) -> list[Json]:
         if piece.kind == "reasoning":
             item, part = responses.reasoning_item(), {"type": "reasoning_text", "text": ""}
         elif piece.kind == "content":
@@ -70,20 +72,20 @@ class ResponseEvents:
             events.append(self._part_event("added", part))
         return events
 
-    def _end_item(self, status: str) -> list[Event]:
+    def _end_item(self, status: str) -> list[Json]:
         if self._item is None:
             return []
-        item, told = self._item, "".join(self._texts)
+        item, text = self._item, "".join(self._texts)
         if item["type"] == "function_call":
-            events = [self._text_event("done", arguments=told, name=item["name"])]
-            item["arguments"] = told
-            if not is_json(told):  # parsers may leave an incomplete call
+            events = [self._text_event("done", arguments=text, name=item["name"])]
+            item["arguments"] = text
+            if not is_json(text):  # parsers may leave an incomplete call
                 status = "incomplete"
         else:
-            part = responses.text_part(told)
+            part = responses.text_part(text)
             if item["type"] == "reasoning":
-                part = {"type": "reasoning_text", "text": told}
-            events = [self._text_event("done", text=told), self._part_event("done", part)]
+                part = {"type": "reasoning_text", "text": text}
+            events = [self._text_event("done", text=text), self._part_event("done", part)]
             item["content"] = [part]
         item["status"] = status
         events.append(self._item_event("output_item.done", item=item))
@@ -91,25 +93,24 @@ class ResponseEvents:
         self._item = None
         return events
 
-    def _text_event(self, step: str, **told: Any) -> Event:
+    def _text_event(self, step: str, **fields: Any) -> Json:
         assert self._item is not None
-        told["item_id"] = self._item["id"]
+        fields["item_id"] = self._item["id"]
         if self._item["type"] == "function_call":
-            return self._item_event(f"function_call_arguments.{step}", **told)
-        told["content_index"] = 0
+            return self._item_event(f"function_call_arguments.{step}", **fields)
+        fields["content_index"] = 0
         if self._item["type"] == "reasoning":
-            return self._item_event(f"reasoning_text.{step}", **told)
-        return self._item_event(f"output_text.{step}", logprobs=[], **told)
+            return self._item_event(f"reasoning_text.{step}", **fields)
+        return self._item_event(f"output_text.{step}", logprobs=[], **fields)
 
-    def _part_event(self, step: str, part: Json) -> Event:
+    def _part_event(self, step: str, part: Json) -> Json:
         assert self._item is not None
-        told = {"item_id": self._item["id"], "content_index": 0, "part": part}
-        return self._item_event(f"content_part.{step}", **told)
+        place = {"item_id": self._item["id"], "content_index": 0}
+        return self._item_event(f"content_part.{step}", **place, part=part)
 
-    def _item_event(self, name: str, /, **told: Any) -> Event:
-        return self._event(name, output_index=len(self._output), **told)
+    def _item_event(self, name: str, /, **fields: Any) -> Json:
+        return self._event(name, output_index=len(self._output), **fields)
 
-    def _event(self, name: str, /, **told: Any) -> Event:
-        kind, number = f"response.{name}", self._number
+    def _event(self, name: str, /, **fields: Any) -> Json:
         self._number += 1
-        return kind, {"type": kind, "sequence_number": number, **told}
+        return {"type": f"response.{name}", "sequence_number": self._number - 1, **fields}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxspec.server.generation.chat_messages import template_messages
+from jaxspec.server.generation.conversation import template_messages
 
 
 def test_roles_contents_and_arguments_are_made_what_templates_know():

@@ -1,4 +1,4 @@
-"""Pieces of a completion: cut in any way they join to the same choice."""
+"""CompletionPieces of a completion: cut in any way they join to the same choice."""
 
 import json
 from types import SimpleNamespace
@@ -7,7 +7,12 @@ from jaxspec.api.loading import EMBEDDED_MODEL
 from jaxspec.requests.logprobs import Logprob
 from jaxspec.requests.outputs import TextDelta
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.server.generation.completion_pieces import Piece, Pieces, is_for_prompt_alone, joined
+from jaxspec.server.generation.completion_pieces import (
+    CompletionPiece,
+    CompletionPieces,
+    is_for_prompt_alone,
+    joined,
+)
 from jaxspec.server.protocol import CompletionRequest
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -34,7 +39,7 @@ def pieces(**fields):
     body = CompletionRequest(prompt=PROMPT, **fields)
     asked = fields.get("prompt_logprobs", fields.get("logprobs"))
     params = SamplingParams(n=fields.get("n", 1), prompt_logprobs=asked)
-    return Pieces(body, params, TOKENIZER)
+    return CompletionPieces(body, params, TOKENIZER)
 
 
 def test_joined_pieces_are_the_piece_of_the_whole():
@@ -63,7 +68,7 @@ def test_every_sample_of_a_prompt_is_told_its_logprobs_whichever_comes_first():
 
 
 def test_a_choice_is_json_with_what_was_asked_for():
-    told = json.loads(Piece('a"é', finish_reason="stop", stop_reason=7).as_bytes(3))
+    told = json.loads(CompletionPiece('a"é', finish_reason="stop", stop_reason=7).as_bytes(3))
     assert told == {
         "index": 3,
         "text": 'a"é',
@@ -71,8 +76,13 @@ def test_a_choice_is_json_with_what_was_asked_for():
         "finish_reason": "stop",
         "stop_reason": 7,
     }
-    assert set(json.loads(Piece("").as_bytes(0))) == {"index", "text", "logprobs", "finish_reason"}
-    assert Piece("").is_empty and not Piece("", finish_reason="stop").is_empty
+    assert set(json.loads(CompletionPiece("").as_bytes(0))) == {
+        "index",
+        "text",
+        "logprobs",
+        "finish_reason",
+    }
+    assert CompletionPiece("").is_empty and not CompletionPiece("", finish_reason="stop").is_empty
 
 
 def test_without_new_tokens_the_prompt_is_told_alone():

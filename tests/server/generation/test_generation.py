@@ -10,7 +10,7 @@ from jaxspec.requests.outputs import TextDelta
 from jaxspec.requests.request import RequestMetrics
 from jaxspec.server.generation.generation import Generation, Usage
 from jaxspec.server.http.errors import ApiError
-from jaxspec.server.metrics.figures import Figures
+from jaxspec.server.metrics.server_metrics import ServerMetrics
 
 
 class Stream:
@@ -44,7 +44,7 @@ def delta(text, index=0, reason=None):
 
 def read(*streams, n=1):
     async def run():
-        generation = Generation(streams, n, Figures())
+        generation = Generation(streams, n, ServerMetrics())
         found = [(number, each.text) async for number, each in generation.deltas()]
         assert len(asyncio.all_tasks()) == 1
         return generation, found
@@ -69,7 +69,7 @@ def test_of_each_prompt_the_longest_sample_is_counted():
             each.metrics.num_tokens = 10 * prompt + each.index
     streams[2].deltas.pop()  # one that was given up
     generation, _ = read(*streams, n=2)
-    found = generation._figures.sizes["request_max_num_generation_tokens"]
+    found = generation._metrics.sizes["request_max_num_generation_tokens"]
     assert (found.count, found.total) == (2, 1 + 11)
 
 
@@ -90,7 +90,7 @@ def test_a_sample_that_failed_is_an_error(reason, status, wait):
 def test_leaving_early_ends_what_runs():
     async def run():
         streams = [Stream([delta("a")] * 9), Stream([delta("b")] * 9)]
-        deltas = Generation(streams, 1, Figures()).deltas()
+        deltas = Generation(streams, 1, ServerMetrics()).deltas()
         await anext(deltas)
         await deltas.aclose()
         assert all(stream.num_closed for stream in streams) and len(asyncio.all_tasks()) == 1
@@ -106,11 +106,11 @@ def test_usage_is_openai_s_object():
 
 def test_a_timeout_in_the_queue_is_counted():
     async def run():
-        figures = Figures()
-        generation = Generation([Stream([], QueueTimeoutError(2.0))], 1, figures)
+        metrics = ServerMetrics()
+        generation = Generation([Stream([], QueueTimeoutError(2.0))], 1, metrics)
         with pytest.raises(QueueTimeoutError):
             async for _ in generation.deltas():
                 pass
-        assert figures.rejections == {"queue_timeout": 1}
+        assert metrics.rejections == {"queue_timeout": 1}
 
     asyncio.run(run())

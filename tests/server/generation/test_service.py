@@ -10,7 +10,7 @@ from jaxspec.engine.errors import QueueFullError
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.server.generation.service import MAX_CHOICES, Service
 from jaxspec.server.http.errors import ApiError
-from jaxspec.server.metrics.figures import Figures
+from jaxspec.server.metrics.server_metrics import ServerMetrics
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.protocol import CompletionRequest
 
@@ -33,7 +33,7 @@ class Picky(ScriptedLLM):
 
 
 def service(**options):
-    return Service(Picky(), ServerOptions(**options), Figures(), None)
+    return Service(Picky(), ServerOptions(**options), ServerMetrics(), None)
 
 
 def complete(served, *prompts, **fields):
@@ -45,7 +45,7 @@ def test_names_are_those_given_or_the_model_s_own():
     assert service().check_model(None) == service().check_model("scripted") == "scripted"
     folder = service()
     folder.llm.model_name = str(Path(__file__).parent)
-    assert Service(folder.llm, ServerOptions(), Figures(), None).names == ("generation",)
+    assert Service(folder.llm, ServerOptions(), ServerMetrics(), None).names == ("generation",)
     named = service(served_model_name=["a", "b"])
     assert [named.check_model(name) for name in (None, "a", "b")] == ["a", "a", "b"]
     with pytest.raises(ApiError, match="model must be 'a', 'b', got 'scripted'") as caught:
@@ -59,14 +59,14 @@ def test_prompts_before_one_that_is_refused_are_ended():
         complete(served, "a", "b", "bad", "c")
     assert caught.value.status == 400
     assert [stream.is_closed for stream in served.llm.streams] == [True, True]
-    assert served.figures.num_prompt_tokens == 0
+    assert served.metrics.num_prompt_tokens == 0
 
 
 def test_what_the_engine_has_no_room_for_is_counted():
     served = service()
     with pytest.raises(QueueFullError):
         complete(served, "a", "late")
-    assert served.figures.rejections == {"queue_full": 1} and served.llm.streams[0].is_closed
+    assert served.metrics.rejections == {"queue_full": 1} and served.llm.streams[0].is_closed
 
 
 def test_prompts_have_ids_salts_and_priorities():
@@ -76,7 +76,7 @@ def test_prompts_have_ids_salts_and_priorities():
         ({"prompt": "a", "cache_salt": "s"}, "id-0", 3),
         ({"prompt": "b", "cache_salt": "s"}, "id-1", 3),
     ]
-    assert generation.num_choices == 2 and served.figures.num_prompt_tokens == 2
+    assert generation.num_choices == 2 and served.metrics.num_prompt_tokens == 2
 
 
 def test_samples_and_stops_are_bounded():

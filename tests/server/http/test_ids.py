@@ -1,6 +1,6 @@
 """Ids: each its own, behind what it is an id of."""
 
-from jaxspec.server.http.request_ids import new_id
+from jaxspec.server.translate.fields import new_id
 
 
 def test_ids_differ():

@@ -1,4 +1,4 @@
-"""Figures under the names that vLLM's dashboards ask for; a server's: endpoints/test_metrics.py."""
+"""Metrics under the names that vLLM's dashboards ask for; a server's: endpoints/test_metrics.py."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxspec.engine.metrics import Counter, Gauge, Vector
 from jaxspec.plan.step_shapes import SchedulerLimits
 from jaxspec.server.metrics.collector import Collector
-from jaxspec.server.metrics.figures import Figures
+from jaxspec.server.metrics.server_metrics import ServerMetrics
 from jaxspec.server.metrics.snapshot import Snapshot
 
 LABELS = {"model_name": "x", "engine": "0"}
@@ -23,21 +23,21 @@ BY_VLLM = [
 ]
 
 
-def text_of(figures, prefix_caching="all"):
+def text_of(metrics, prefix_caching="all"):
     shapes = SimpleNamespace(page_size=16, num_pages=101)
     limits = SchedulerLimits(prefix_caching=prefix_caching)
-    snapshot = Snapshot(True, {**SECONDS, "num_steps": 4}, BY_VLLM, figures, 0.25)
+    snapshot = Snapshot(True, {**SECONDS, "num_steps": 4}, BY_VLLM, metrics, 0.25)
     registry = CollectorRegistry()
     registry.register(Collector(snapshot, shapes, limits, "a"))
     return generate_latest(registry).decode()
 
 
-def test_figures_of_engine_and_server_become_families():
-    figures = Figures()
-    figures.ends.update(stop=2, error=1)
-    figures.rejections["queue_full"] = 7
-    figures.latencies["inter_token_latency_seconds"].add(0.003, 4)
-    text = text_of(figures)
+def test_metrics_of_engine_and_server_become_families():
+    metrics = ServerMetrics()
+    metrics.ends.update(stop=2, error=1)
+    metrics.rejections["queue_full"] = 7
+    metrics.latencies["inter_token_latency_seconds"].add(0.003, 4)
+    text = text_of(metrics)
     found = {
         (sample.name, *(v for k, v in sample.labels.items() if k not in LABELS)): sample.value
         for family in text_string_to_metric_families(text)
@@ -70,7 +70,7 @@ def test_figures_of_engine_and_server_become_families():
     ],
 )
 def test_how_the_cache_was_set_up_is_told_in_vllm_s_words(mode, is_on, of_states):
-    families = text_string_to_metric_families(text_of(Figures(), mode))
+    families = text_string_to_metric_families(text_of(ServerMetrics(), mode))
     (family,) = [each for each in families if each.name == "vllm:cache_config_info"]
     (sample,) = family.samples
     assert (family.type, sample.value) == ("gauge", 1)

@@ -2,7 +2,7 @@
 
 import random
 
-from jaxspec.server.metrics.histogram import LENGTHS, Histogram
+from jaxspec.server.metrics.server_metrics import LENGTHS, Histogram
 
 
 def test_buckets_count_what_is_at_most_their_bound():

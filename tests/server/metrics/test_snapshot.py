@@ -1,9 +1,9 @@
-"""Figures of an engine and of requests at one moment."""
+"""Metrics of an engine and of requests at one moment."""
 
 import asyncio
 import time
 
-from jaxspec.server.metrics.figures import Figures
+from jaxspec.server.metrics.server_metrics import ServerMetrics
 from jaxspec.server.metrics.snapshot import LocalWatch, loop_lag
 
 
@@ -18,9 +18,9 @@ class Llm:
 
 
 def test_a_snapshot_is_what_the_engine_says_then():
-    figures = Figures()
-    found = asyncio.run(LocalWatch(Llm(), figures).snapshot())
-    assert found[:4] == (False, {"num_steps": 3}, ["a metric"], figures)
+    metrics = ServerMetrics()
+    found = asyncio.run(LocalWatch(Llm(), metrics).snapshot())
+    assert found[:4] == (False, {"num_steps": 3}, ["a metric"], metrics)
     assert 0 <= found.loop_lag < 5
 
 

@@ -14,7 +14,6 @@ from jaxspec.api.async_llm import WorkerSpec
 from jaxspec.api.inputs import InputProcessor
 from jaxspec.api.loading import EMBEDDED_MODEL
 from jaxspec.engine.errors import DrainingError, EngineDeadError
-from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.processes.api_process import WorkerConfig
 from jaxspec.server.processes.channel import Channel
@@ -29,11 +28,10 @@ def worker_config():
         vocab_size=2048,
         max_model_len=64,
         eos_ids=(0,),
-        request_key=lambda prompt, seed: 0,
         seed=0,
     )
     fake = FakeLLMEngine()
-    engine = WorkerSpec(inputs.twin(1), "some/model", fake.shapes, fake.limits, SamplingParams())
+    engine = WorkerSpec(inputs.twin(1), "some/model", fake.shapes, fake.limits)
     return WorkerConfig(ServerOptions(), engine, 1_700_000_000)
 
 
@@ -53,7 +51,7 @@ def with_process(test):
             )
         channel, ready = await Channel.of(own), asyncio.Event()
         channel.handlers = {"ready": ready.set}
-        channel.tell("brief", worker_config())
+        channel.notify("config", worker_config())
         hearing = asyncio.create_task(channel.run())
         try:
             async with asyncio.timeout(60):
@@ -83,17 +81,17 @@ def test_it_answers_by_what_the_engine_s_process_says_and_ends_when_told():
         assert refused.status_code == 503 and "drains" in refused.text
         bad = await client.post("/v1/completions", json={**asked, "top_p": 7})
         assert bad.status_code == 400
-        figures, lag = await channel.ask("figures")
+        metrics, lag = await channel.call("metrics")
         assert lag >= 0
-        assert figures.rejections == {"draining": 1}
-        channel.tell("drain")
-        await channel.ask("figures")  # behind it
+        assert metrics.rejections == {"draining": 1}
+        channel.notify("drain")
+        await channel.call("metrics")  # behind it
         assert (await client.get("/ready")).status_code == 503
         assert (await client.get("/health")).status_code == 200
-        channel.tell("engine_failed", EngineDeadError(OSError("planted")))
-        await channel.ask("figures")
+        channel.notify("engine_failed", EngineDeadError(OSError("planted")))
+        await channel.call("metrics")
         assert (await client.get("/health")).status_code == 503
-        channel.tell("end", False)
+        channel.notify("end", False)
 
     with_process(test)
 
@@ -102,7 +100,7 @@ def test_signals_are_the_engine_s_process_s_and_without_it_nothing_goes_on():
     async def test(channel, client, process):
         process.terminate()
         assert (await client.get("/health")).status_code == 200
-        channel.hang_up()
+        channel.close()
 
     with_process(test)
 

@@ -39,7 +39,7 @@ async def pair():
     try:
         yield near, far, told, tasks
     finally:
-        near.hang_up()
+        near.close()
         await asyncio.wait(tasks)
 
 
@@ -59,15 +59,15 @@ def in_a_loop(test):
 @in_a_loop
 async def test_what_is_told_comes_in_order_and_what_is_asked_is_answered(near, far, told, tasks):
     for number in range(100):
-        near.tell("note", number, b"x" * 10_000)
-    assert await asyncio.gather(*(near.ask("double", n) for n in (9, 1, 5))) == [18, 2, 10]
+        near.notify("note", number, b"x" * 10_000)
+    assert await asyncio.gather(*(near.call("double", n) for n in (9, 1, 5))) == [18, 2, 10]
     assert told == [(number, b"x" * 10_000) for number in range(100)]
 
 
 @in_a_loop
 async def test_errors_come_back_or_at_least_their_words(near, far, told, tasks):
     with pytest.raises(QueueFullError, match="max_num_queued_reqs=3"):
-        await near.ask("refuse", QueueFullError("max_num_queued_reqs", 3, 4))
+        await near.call("refuse", QueueFullError("max_num_queued_reqs", 3, 4))
 
     async def fail():
         raise Unsendable("its words", 2)
@@ -77,25 +77,25 @@ async def test_errors_come_back_or_at_least_their_words(near, far, told, tasks):
 
     far.handlers = {"fail": fail, "give": give_a_function}
     with pytest.raises(RuntimeError, match="^Unsendable: its words$"):
-        await near.ask("fail")
+        await near.call("fail")
     with pytest.raises(Exception, match="pickle"):
-        await near.ask("give")
+        await near.call("give")
 
 
 @in_a_loop
 async def test_the_first_word_is_heard_before_there_are_handlers(near, far, told, tasks):
     first, second = [await Channel.of(end) for end in socket.socketpair()]
-    first.tell("brief", 3)
-    first.tell("note", 4)
-    assert await second.hear_first() == 3
+    first.notify("config", 3)
+    first.notify("note", 4)
+    assert await second.receive_first() == 3
     heard = []
     second.handlers = {"note": heard.append}
     running = asyncio.create_task(second.run())
-    first.hang_up()
+    first.close()
     await running
     assert heard == [4]
     with pytest.raises(EOFError):
-        await second.hear_first()
+        await second.receive_first()
 
 
 @in_a_loop
@@ -103,32 +103,32 @@ async def test_a_side_that_reads_nothing_is_given_up(near, far, told, tasks):
     deaf, other = [await Channel.of(end) for end in socket.socketpair()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(channel_module, "_MAX_BUFFERED", 1000)
-        other.tell("note", b"x" * 10_000_000)
+        other.notify("note", b"x" * 10_000_000)
     with pytest.raises(ConnectionError):
         await asyncio.sleep(0)
-        await other.ask("note")
-    deaf.hang_up()
+        await other.call("note")
+    deaf.close()
 
 
 @in_a_loop
 async def test_who_asks_one_that_goes_hears_of_it(near, far, told, tasks):
-    asking = asyncio.create_task(near.ask("never"))
-    cancelled = asyncio.create_task(near.ask("never"))
+    asking = asyncio.create_task(near.call("never"))
+    cancelled = asyncio.create_task(near.call("never"))
     await asyncio.sleep(0.01)
     cancelled.cancel()
-    far.hang_up()
+    far.close()
     with pytest.raises(ConnectionError):
         await asking
     with pytest.raises(ConnectionError):
-        await near.ask("double", 1)
-    near.tell("note", "nobody hears it")
+        await near.call("double", 1)
+    near.notify("note", "nobody hears it")
     await asyncio.wait(tasks)
     assert told == []
 
 
 @in_a_loop
 async def test_a_handler_that_fails_ends_the_channel_with_its_error(near, far, told, tasks):
-    near.tell("crash")
+    near.notify("crash")
     with pytest.raises(ZeroDivisionError):
         await tasks[1]
     await tasks[0]

@@ -22,7 +22,7 @@ class Recorded:
     def __init__(self):
         self.handlers, self.told, self.gone = {}, [], asyncio.Event()
 
-    def tell(self, name, *args):
+    def notify(self, name, *args):
         self.told.append((name, *args))
 
     async def run(self):
@@ -37,24 +37,24 @@ class At:
         self.engine_server = RemoteEngineServer(self.llm, self.channel, None, None)
         self.running = asyncio.create_task(self.engine_server.run())
 
-    async def ask(self, name, *args):
+    async def call(self, name, *args):
         return await self.channel.handlers[name](*args)
 
     async def take_over(self, number, requests):
         """As a process does that makes requests."""
-        await self.ask("expect", number)
+        await self.call("expect", number)
         for request in requests:
             request.is_streamed, request.tokens = True, []
-        await self.ask("take_over", number, requests)
+        await self.call("take_over", number, requests)
 
-    def tell(self, name, *args):
+    def notify(self, name, *args):
         self.channel.handlers[name](*args)
 
     def tokens(self, number):
         """Tokens of each sample that were sent, and whether it ended."""
         found = {}
         for name, *args in self.channel.told:
-            if name == "came":
+            if name == "deltas":
                 for asked, index, token_delta in args[0]:
                     if asked == number:
                         tokens, _ = found.get(index, ([], None))
@@ -110,9 +110,9 @@ def test_what_a_step_brings_is_sent_at_once_for_all_requests(over):
         for number, ask in enumerate(asks):
             want = [list(expected(each)[0]) for each in ask.requests(first_key=0)]
             assert [tokens for tokens, _ in at.tokens(number).values()] == want
-        assert any(len(args[0]) > 1 for name, *args in at.channel.told if name == "came")
+        assert any(len(args[0]) > 1 for name, *args in at.channel.told if name == "deltas")
         for number in range(3):
-            at.tell("let_go", number)
+            at.notify("release", number)
         assert not at.engine_server._output_senders
 
     over(test)
@@ -124,11 +124,11 @@ def test_a_request_that_is_aborted_or_whose_process_is_gone_frees_its_row(over):
         requests = [LONG.requests(first_key=0) for _ in range(2)]
         for number in range(2):
             await at.take_over(number, requests[number])
-        await at.ask("expect", 2)
-        await at.ask("expect", 3)
-        at.tell("abort", 0)
-        at.tell("abort", 3)
-        at.tell("abort", 7)  # nobody knows it
+        await at.call("expect", 2)
+        await at.call("expect", 3)
+        at.notify("abort", 0)
+        at.notify("abort", 3)
+        at.notify("abort", 7)  # nobody knows it
         assert at.llm.num_waiting >= 1
         at.channel.gone.set()
         await at.running
@@ -145,8 +145,8 @@ def test_a_stop_string_that_the_other_side_found_ends_the_sample(over):
         want, _, _ = expected(request)
         await at.take_over(0, [request])
         await at.until(lambda: at.tokens(0) and len(at.tokens(0)[0][0]) >= len(want))
-        at.tell("settle", 0, 0, len(want))
-        at.tell("settle", 9, 0, 1)  # nobody knows it
+        at.notify("settle", 0, 0, len(want))
+        at.notify("settle", 9, 0, 1)  # nobody knows it
         await at.idle()
         await at.until(lambda: request.finish.reason == "stop")
         assert request.output == list(want)
@@ -157,10 +157,10 @@ def test_a_stop_string_that_the_other_side_found_ends_the_sample(over):
 def test_what_there_is_no_room_for_is_refused_and_forgotten(over):
     async def test(at):
         at.llm._engine.schedule.runner.at["result"] = lambda: time.sleep(0.2)
-        await at.ask("expect", 0)  # it is tokenized there
+        await at.call("expect", 0)  # it is tokenized there
         with pytest.raises(QueueFullError):
-            await at.ask("expect", 1)
-        at.tell("abort", 0)
+            await at.call("expect", 1)
+        at.notify("abort", 0)
         with pytest.raises(QueueFullError):
             for number in range(2, 11):
                 await at.take_over(number, LONG.requests(first_key=0))
@@ -221,6 +221,6 @@ def test_a_step_that_fails_is_told_behind_what_came_before(over):
             and not at.engine_server._output_senders
         )
         with pytest.raises(EngineDeadError):
-            await at.ask("expect", 1)
+            await at.call("expect", 1)
 
     over(test)

@@ -137,7 +137,7 @@ def test_what_fails_on_the_way_ends_streams_with_its_error(served):
         assert not remote.is_healthy
         remote.error = None
         stream = await remote.submit("x = [", LONG.clone())
-        remote._channel.hang_up()
+        remote._channel.close()
         await asyncio.wait(remote.hearing)
         with pytest.raises(EngineDeadError):
             await remote.snapshot()
@@ -148,7 +148,7 @@ def test_what_fails_on_the_way_ends_streams_with_its_error(served):
     with_remote(served, test)
 
 
-@pytest.mark.parametrize("is_closed, told", [(False, "let_go"), (True, "abort")])
+@pytest.mark.parametrize("is_closed, told", [(False, "release"), (True, "abort")])
 def test_what_nobody_read_to_its_end_is_settled_by_an_abort(served, is_closed, told):
     """Its reader left in the same turn of the event loop."""
 

@@ -6,7 +6,7 @@ import anthropic.types
 import pydantic
 from parsed import TOOLS
 
-from jaxspec.server.translate.anthropic_events import PING, MessageEvents, failed
+from jaxspec.server.translate.anthropic_events import PING, MessageEvents
 from jaxspec.text.parsers import Piece
 from jaxspec.text.parsers.dialects import XML
 
@@ -20,10 +20,9 @@ def events_of(*batches, finish="stop", stop=None):
     for pieces in batches:
         events += made.add(pieces)
     events += made.end(finish, stop, USAGE | {"completion_tokens": 5})
-    for name, told in events:
-        assert told["type"] == name
-        if name != "ping":
-            CHECK.validate_python(told)
+    for event in events:
+        if event != PING:
+            CHECK.validate_python(event)
     return events
 
 
@@ -43,18 +42,18 @@ def test_the_order_of_events():
     start, delta, stop = (f"content_block_{step}" for step in ("start", "delta", "stop"))
     blocks = [start, delta, delta, stop, start, delta, stop, start, delta, stop]
     blocks += [start, delta, delta, stop]
-    names = [name for name, _ in events]
+    names = [event["type"] for event in events]
     assert names == ["message_start", "ping", *blocks, "message_delta", "message_stop"]
-    indices = [told["index"] for _, told in events if "index" in told]
+    indices = [event["index"] for event in events if "index" in event]
     assert indices == sorted(indices) and set(indices) == {0, 1, 2, 3}
-    used = events[0][1]["message"]["usage"]
+    used = events[0]["message"]["usage"]
     assert (used["input_tokens"], used["cache_read_input_tokens"], used["output_tokens"]) == (
         6,
         4,
         0,
     )
-    assert events[-2][1]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-    assert events[-2][1]["usage"]["output_tokens"] == 5
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert events[-2]["usage"]["output_tokens"] == 5
 
 
 def test_deltas_join_to_the_whole():
@@ -62,26 +61,23 @@ def test_deltas_join_to_the_whole():
     parser = XML(starts_in_reasoning=False, tools=TOOLS)
     batches = [parser.push(char) for char in text + "</function>\n</tool_call>"]
     events = events_of(*batches, parser.flush(), finish="tool_calls")
-    deltas = [told["delta"] for name, told in events if name == "content_block_delta"]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
     assert "".join(delta.get("text", "") for delta in deltas) == "Look"
     arguments = "".join(delta.get("partial_json", "") for delta in deltas)
     assert json.loads(arguments) == {"city": "Bern"}
 
 
 def test_a_message_without_text():
-    assert [name for name, _ in events_of()] == [
+    assert [event["type"] for event in events_of()] == [
         *("message_start", "ping", "message_delta", "message_stop")
     ]
 
 
 def test_a_stop_sequence():
     events = events_of([Piece("content", "a")], stop="x")
-    assert events[-2][1]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "x"}
+    assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "x"}
 
 
 def test_errors_and_pings():
-    assert failed(500, "m") == (
-        "error",
-        {"type": "error", "error": {"type": "api_error", "message": "m"}},
-    )
-    assert PING == ("ping", {"type": "ping"})
+    failed = {"type": "error", "error": {"type": "api_error", "message": "m"}}
+    assert MessageEvents("m").fail(500, "m") == failed and PING == {"type": "ping"}

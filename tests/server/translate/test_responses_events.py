@@ -12,17 +12,17 @@ CHECK = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
 
 def events_of(*batches, finish="stop"):
     made = ResponseEvents({"input": "Hi"}, "m")
-    events = made.begin()
+    events = made.begin(USAGE)
     for pieces in batches:
         events += made.add(pieces)
-    events += made.end(finish, USAGE)
+    events += made.end(finish, None, USAGE)
     return checked(events)
 
 
 def checked(events):
-    for number, (name, told) in enumerate(events):
-        assert told["type"] == name and told["sequence_number"] == number
-        CHECK.validate_python(told)
+    for number, event in enumerate(events):
+        assert event["sequence_number"] == number
+        CHECK.validate_python(event)
     return events
 
 
@@ -40,7 +40,7 @@ def test_the_order_of_events():
     )
     call = ["output_item.added", *["function_call_arguments.delta"]]
     call_done = ["function_call_arguments.done", "output_item.done"]
-    assert [name.removeprefix("response.") for name, _ in events] == [
+    assert [event["type"].removeprefix("response.") for event in events] == [
         *("created", "in_progress"),
         *(*added, "reasoning_text.delta", "reasoning_text.delta", "reasoning_text.done", *done),
         *(*added, "output_text.delta", "output_text.done", *done),
@@ -48,7 +48,7 @@ def test_the_order_of_events():
         *(*call, "function_call_arguments.delta", *call_done),
         "completed",
     ]
-    places = [told["output_index"] for _, told in events if "output_index" in told]
+    places = [event["output_index"] for event in events if "output_index" in event]
     assert places == sorted(places) and set(places) == {0, 1, 2, 3}
 
 
@@ -66,21 +66,24 @@ def test_the_last_event_has_the_whole():
 
 def test_every_event_of_an_item_has_its_id():
     events = events_of([Piece("content", "a")])
-    ids = {told["item_id"] for _, told in events if "item_id" in told}
-    ids |= {told["item"]["id"] for _, told in events if "item" in told}
+    ids = {event["item_id"] for event in events if "item_id" in event}
+    ids |= {event["item"]["id"] for event in events if "item" in event}
     assert len(ids) == 1
 
 
 def test_what_is_cut_off_is_incomplete():
-    name, told = events_of([Piece("content", "a")], finish="length")[-1]
-    assert name == "response.incomplete" and told["response"]["output"][0]["status"] == "incomplete"
+    last = events_of([Piece("content", "a")], finish="length")[-1]
+    assert last["type"] == "response.incomplete"
+    assert last["response"]["output"][0]["status"] == "incomplete"
     call = [Piece("tool_name", "f", 0), Piece("tool_arguments", "{", 0)]
-    name, told = events_of(call)[-1]
-    assert name == "response.completed" and told["response"]["output"][0]["status"] == "incomplete"
+    last = events_of(call)[-1]
+    assert last["type"] == "response.completed"
+    assert last["response"]["output"][0]["status"] == "incomplete"
 
 
 def test_a_failure_is_the_last_event():
     made = ResponseEvents({}, "m")
-    events = checked(made.begin() + made.add([Piece("content", "a")]) + made.fail("It broke."))
-    assert events[-1][0] == "response.failed"
-    assert events[-1][1]["response"]["error"]["message"] == "It broke."
+    events = made.begin(USAGE) + made.add([Piece("content", "a")])
+    (*_, last) = checked([*events, made.fail(500, "It broke.")])
+    assert last["type"] == "response.failed"
+    assert last["response"]["error"]["message"] == "It broke."

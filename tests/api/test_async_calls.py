@@ -1,34 +1,33 @@
 """The calls by which tasks queue requests, whoever makes the samples and runs them."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
-from jaxspec.engine.async_calls import AsyncCalls
+from jaxspec.api.async_calls import AsyncCalls
 from jaxspec.requests.outputs import TextDelta
+from jaxspec.requests.prompts import TokenizedPrompt
 from jaxspec.requests.sampling_params import SamplingParams
 
 
-class Maker:
-    """Makes a sample that says what it was made of."""
+class Inputs:
+    """An `InputProcessor` whose samples say what they were made of."""
 
-    def one_prompt(self, prompt):
-        if isinstance(prompt, list):
-            raise ValueError("one prompt alone")
-        return prompt
+    tokenizer, default_params = "tokenizer", SamplingParams(max_tokens=5)
 
-    def prepare_one(self, prompt, params, name, priority):
+    def process_one(self, prompt, params, name, priority):
         return [(prompt, params, name, priority)]
 
-    def chat_prompt(self, messages, template):
-        return {"prompt": f"{messages} {template}", "prompt_token_ids": [1]}
+    def chat(self, messages, template):
+        return TokenizedPrompt((1,), f"{messages} {template}")
 
 
 class Stream:
     """What a request gave; `is_left` once nobody reads it any more."""
 
-    def __init__(self, prompt, samples):
-        self.prompt, self.samples, self.is_left = prompt, samples, False
+    def __init__(self, samples):
+        self.samples, self.is_left = samples, False
 
     async def __aenter__(self):
         return self
@@ -45,18 +44,20 @@ class Calls(AsyncCalls):
     """Queues nowhere, and keeps the streams."""
 
     def __init__(self):
-        self._begin_calls(Maker())
+        super().__init__(Inputs(), "name", SimpleNamespace(max_model_len=64))
         self.streams = []
 
+    is_healthy = True
+
     async def _submit(self, prepare):
-        self.streams.append(Stream(*prepare()))
+        self.streams.append(Stream(prepare()))
         return self.streams[-1]
 
 
 PARAMS = SamplingParams(max_tokens=3)
 
 
-def test_what_is_asked_for_comes_to_the_maker():
+def test_what_is_asked_for_comes_to_the_inputs():
     calls = Calls()
 
     async def run():
@@ -64,15 +65,17 @@ def test_what_is_asked_for_comes_to_the_maker():
         await calls.submit({"prompt_token_ids": [3], "prompt": "p"})
         await calls.submit_chat(["hi"], PARAMS, request_id="b", cache_salt="s", tools=[])
         await calls.submit_chat(["hi"])
-        with pytest.raises(ValueError, match="one prompt alone"):
-            await calls.submit(["text"])
+        with pytest.raises(ValueError, match="cache_salt must be a text"):
+            await calls.submit_chat(["hi"], cache_salt="")
 
     asyncio.run(run())
-    text, ids, salted, chat = calls.streams
-    assert (text.prompt, text.samples) == ("text", [("text", PARAMS, "a", 2)])
-    assert (ids.prompt, ids.samples[0][1:]) == ("p", (None, None, 0))
-    assert salted.prompt == "['hi'] {'tools': []}" and salted.samples[0][1:] == (PARAMS, "b", 0)
-    assert salted.samples[0][0]["cache_salt"] == "s" and "cache_salt" not in chat.samples[0][0]
+    ((text,), (ids,), (salted,), (chat,)) = [stream.samples for stream in calls.streams]
+    assert text == ("text", PARAMS, "a", 2)
+    assert ids == ({"prompt_token_ids": [3], "prompt": "p"}, None, None, 0)
+    assert salted == (TokenizedPrompt((1,), "['hi'] {'tools': []}", "s"), PARAMS, "b", 0)
+    assert chat == (TokenizedPrompt((1,), "['hi'] {}"), None, None, 0)
+    assert (calls.tokenizer, calls.model_name, calls.max_model_len) == ("tokenizer", "name", 64)
+    assert calls.get_default_sampling_params() == Inputs.default_params
 
 
 def test_generate_reads_the_stream_and_leaves_it():

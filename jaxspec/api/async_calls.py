@@ -1,49 +1,53 @@
 """`AsyncCalls`: calls of tasks of an event loop that queue requests of an engine anywhere."""
 
 import abc
-from collections.abc import AsyncIterator, Callable
+import dataclasses
+import functools
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, Unpack
+from typing import Unpack
 
+from jaxspec.api.inputs import InputProcessor
 from jaxspec.engine.async_stream import AsyncStream
+from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.requests.outputs import Sample, TextDelta
-from jaxspec.requests.prompts import Prompt, TokensPrompt, parts_of
+from jaxspec.requests.prompts import Prompt, check_salt
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.text.conversations import Messages, TemplateOptions
 
 _NUM_PREPARING = 4
 """Number of threads that tokenize, render chats and compile."""
-Prepared = tuple[str | None, list[Sample]]
-"""Text of the prompt, or None for token ids, and its checked samples."""
-
-
-class MakesSamples(Protocol):
-    """Creates samples in worker threads, with the errors of `AsyncCalls.submit`."""
-
-    def one_prompt(self, prompt: Any, /) -> Any:
-        """Return the prompt itself, or the element of a list of one prompt."""
-        ...
-
-    def prepare_one(
-        self, prompt: Any, params: SamplingParams | None, name: str | None, priority: int, /
-    ) -> list[Sample]:
-        """Return the checked samples of a prompt."""
-        ...
-
-    def chat_prompt(self, messages: Any, template: TemplateOptions, /) -> TokensPrompt:
-        """Return the rendered and tokenized prompt of a conversation."""
-        ...
+Prepare = Callable[[], Sequence[Sample]]
+"""Returns the checked samples of a prompt; called in a worker thread."""
 
 
 class AsyncCalls(abc.ABC):
-    """Public calls that queue a request; subclasses run it in this process or in another."""
+    """Public calls that queue a request; subclasses run it in this process or in another.
 
-    _maker: MakesSamples
-    _pool: ThreadPoolExecutor
+    Attributes:
+        tokenizer: The model's tokenizer; None if it has none.
+        model_name: The model as it was given, or the folder name of the embedded model.
+        shapes: Sizes of the engine's programs, including the number of pages.
+        limits: Limits of the engine's scheduler.
+        max_model_len: Most tokens of a prompt with its output.
+    """
 
-    def _begin_calls(self, maker: MakesSamples) -> None:
-        self._maker = maker
+    def __init__(
+        self,
+        inputs: InputProcessor,
+        model_name: str,
+        shapes: StepShapes,
+        limits: SchedulerLimits,
+    ):
+        """Create samples with `inputs`, for an engine with `shapes` and `limits`."""
+        self._inputs, self.model_name = inputs, model_name
+        self.shapes, self.limits = shapes, limits
+        self.tokenizer, self.max_model_len = inputs.tokenizer, shapes.max_model_len
         self._pool = ThreadPoolExecutor(_NUM_PREPARING, "jaxspec-prepare")
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return a copy of the parameters of calls without any (option `generation_config`)."""
+        return self._inputs.default_params.clone()
 
     async def submit(
         self,
@@ -71,11 +75,10 @@ class AsyncCalls(abc.ABC):
             EngineDeadError: a step has failed.
             RuntimeError: this is a forked child of the engine's process.
         """
-
-        def prepare() -> Prepared:
-            return self._prepared(prompt, sampling_params, request_id, priority)
-
-        return await self._submit(prepare)
+        process = self._inputs.process_one
+        return await self._submit(
+            functools.partial(process, prompt, sampling_params, request_id, priority)
+        )
 
     async def submit_chat(
         self,
@@ -106,11 +109,11 @@ class AsyncCalls(abc.ABC):
             ValueError: as in `LLM.chat` and `submit`; other errors as in `submit`.
         """
 
-        def prepare() -> Prepared:
-            prompt = self._maker.chat_prompt(messages, template)
+        def prepare() -> list[Sample]:
+            prompt = self._inputs.chat(messages, template)
             if cache_salt is not None:
-                prompt["cache_salt"] = cache_salt
-            return self._prepared(prompt, sampling_params, request_id, priority)
+                prompt = dataclasses.replace(prompt, cache_salt=check_salt(cache_salt))
+            return self._inputs.process_one(prompt, sampling_params, request_id, priority)
 
         return await self._submit(prepare)
 
@@ -145,13 +148,11 @@ class AsyncCalls(abc.ABC):
             async for delta in stream:
                 yield delta
 
-    def _prepared(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int
-    ) -> Prepared:
-        prompt = self._maker.one_prompt(prompt)
-        samples = self._maker.prepare_one(prompt, params, request_id, priority)
-        return parts_of(prompt).text, samples
+    @property
+    @abc.abstractmethod
+    def is_healthy(self) -> bool:
+        """True if no step has failed and it is not closed."""
 
     @abc.abstractmethod
-    async def _submit(self, prepare: Callable[[], Prepared]) -> AsyncStream:
+    async def _submit(self, prepare: Prepare) -> AsyncStream:
         """Prepare samples in a worker thread and queue them."""

@@ -1,6 +1,6 @@
 """The line of figures behind a text."""
 
-from jaxspec.commands.figures import failure, summary
+from jaxspec.commands.stats import failure, summary
 from jaxspec.requests.request import RequestMetrics
 
 
