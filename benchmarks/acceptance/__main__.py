@@ -36,7 +36,7 @@ from typing import Any
 from benchmarks.acceptance.job import OPTIONS, PARTS, parts_of
 from benchmarks.acceptance.models import ALL_MODELS, MODELS, Sizes
 from benchmarks.measure import record
-from benchmarks.report import acceptance_tables
+from benchmarks.report import tables
 
 Row = dict[str, Any]
 SECONDS = 500.0  # what runs then may take some more, and so do the tables
@@ -238,7 +238,8 @@ def main() -> None:
     figures = {"sizes": args.sizes._asdict(), "processes": args.processes, "seconds": seconds}
     figures["results"] = kept(args.json, rows)
     record.write(args.json, figures)
-    print("\n\n".join(acceptance_tables.all_of(figures)))
+    names = "accepted features", "accepted models", "accepted parts", "not accepted"
+    print(tables.shown(figures, *names))
     if failed := [row for row in rows if "error" in row]:
         sys.exit(f"{len(failed)} rows have errors.")
 

@@ -199,8 +199,7 @@ def main() -> None:
         "sampled": decoding(sampled, some, args.tokens, args.repeats),
         "scaling": scaling(args.rows, prompts, args.tokens, args.repeats),
     }
-    for table in (tables.decoding, tables.drafts, tables.scaling):
-        print(table(figures), end="\n\n")
+    print(tables.shown(figures, "decoding", "drafts", "scaling"))
     record.write(args.json, figures)
 
 

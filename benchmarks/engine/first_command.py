@@ -73,7 +73,7 @@ def main() -> None:
             warm.append(run(cache))
         print(f"cold {cold[-1]['seconds']} s, warm {warm[-1]['seconds']} s", flush=True)
     figures = {"repeats": args.repeats, "cold": middle(cold), "warm": middle(warm)}
-    print(tables.first_command(figures))
+    print(tables.shown(figures, "first command"))
     record.write(args.json, figures)
 
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.engine import dummy_llm
 from benchmarks.engine.dummy_llm import Figures, complete, num_pages, random_prompts, spread
-from benchmarks.report import prefill_tables
+from benchmarks.report import tables
 from jaxspec import LLM, RequestMetrics
 from jaxspec.engine.engine import StepTimes
 from jaxspec.requests.outputs import Sample
@@ -193,11 +193,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64, help="without a prompt, before they come")
     args = parser.parse_args()
     figures = {"results": dummy_llm.run(cases_of(args), measure, args)}
-    print(
-        prefill_tables.prompts_alone(figures),
-        prefill_tables.prompts_beside_rows(figures),
-        sep="\n\n",
-    )
+    print(tables.shown(figures, "long prompts", "mixed steps"))
 
 
 if __name__ == "__main__":

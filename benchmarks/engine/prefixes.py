@@ -44,7 +44,7 @@ from benchmarks.engine.prefix_hits import first_token, host
 from benchmarks.engine.traffic import by_hand
 from benchmarks.measure import record
 from benchmarks.measure.model_shapes import SHAPES
-from benchmarks.report import prefix_tables
+from benchmarks.report import tables
 from jaxspec.pallas import dispatch
 
 
@@ -141,7 +141,8 @@ def main() -> None:
             about = json.loads(json.dumps(dataclasses.asdict(case)))  # with lists, as a file has
             figures |= {"repeats": args.repeats, "commit": commit}
             results.append(dummy_llm.keep(args.json, about, figures, dispatch.implementations()))
-    print(*prefix_tables.all_of({"results": results}), sep="\n\n")
+    names = "prefixes found", "agents", "prefixes not found", "copies of states"
+    print(tables.shown({"results": results}, *names))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import jax
 from benchmarks.engine.acceptance import figures
 from benchmarks.engine.cpu_decoding import Jaxspec, Transformers
 from benchmarks.measure import real_model, record
-from benchmarks.report import real_model_tables
+from benchmarks.report import tables
 from jaxspec import LLM, SamplingParams
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 4}
@@ -124,8 +124,7 @@ def main() -> None:
         "most_tokens": MOST_TOKENS,
         "acceptance": acceptance(drafting),
     }
-    print(real_model_tables.decoding(results), end="\n\n")
-    print(real_model_tables.acceptance(results))
+    print(tables.shown(results, "real model", "n-gram drafts of a real model"))
     record.write(args.json, results)
 
 

@@ -33,7 +33,7 @@ import jax
 from benchmarks.engine import dummy_llm, traffic
 from benchmarks.engine.dummy_llm import Figures, timed
 from benchmarks.measure import record
-from benchmarks.report import prefill_tables
+from benchmarks.report import tables
 from jaxspec import LLM
 from jaxspec.pallas import dispatch
 from jaxspec.requests.sampling_features import SAMPLERS
@@ -164,7 +164,7 @@ def main() -> None:
         chosen = figures.pop("implementations")
         about = dataclasses.asdict(case)
         results.append(dummy_llm.keep(args.json, about, figures | {"commit": commit}, chosen))
-    print(prefill_tables.start_up({"results": results}))
+    print(tables.shown({"results": results}, "start-up"))
 
 
 if __name__ == "__main__":

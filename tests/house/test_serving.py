@@ -18,7 +18,7 @@ runs = importlib.import_module("benchmarks.engine.serving_runs")
 http_load = importlib.import_module("benchmarks.engine.http_load")
 host_times = importlib.import_module("benchmarks.measure.host_times")
 processes = importlib.import_module("benchmarks.engine.http_processes")
-tables = importlib.import_module("benchmarks.report.serving_tables")
+tables = importlib.import_module("benchmarks.report.tables")
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
@@ -200,8 +200,8 @@ def test_a_child_that_ends_is_told_of():
 
 def test_tables_say_where_nothing_was_measured():
     empty = {"device": "an abacus", "results": []}
-    for table in (tables.beside_llm, tables.first_token, tables.streams):
-        assert table(empty) == "Not measured yet."
+    for table in ("serving", "serving: first token", "serving: streams"):
+        assert tables.TABLES[table](empty) == "Not measured yet."
 
 
 @pytest.mark.soak
@@ -238,7 +238,7 @@ def test_a_server_of_a_tiny_model_is_measured(monkeypatch, tmp_path):
     )
     assert many["portions"] >= 2 * 16 and many["loop_lag_ms_p99"] > 0
     assert [each["api_processes"] for each in by_two] == [2, 2]
-    assert "`--api-processes 2`" in tables.streams({"results": by_two})
-    assert "| TINY, 12x8, 4 at a time |" in tables.beside_llm(figures)
-    assert "| TINY, 12x4, 1 at a time |" in tables.first_token(figures)
-    assert "| TINY, 12x8, 8 at a time |" in tables.streams(figures)
+    assert "`--api-processes 2`" in tables.shown({"results": by_two}, "serving: streams")
+    assert "| TINY, 12x8, 4 at a time |" in tables.shown(figures, "serving")
+    assert "| TINY, 12x4, 1 at a time |" in tables.shown(figures, "serving: first token")
+    assert "| TINY, 12x8, 8 at a time |" in tables.shown(figures, "serving: streams")
