@@ -184,7 +184,7 @@ def _kill(process: subprocess.Popen) -> None:
 
 def accepted(file: Path | None) -> frozenset[tuple[str, str]]:
     """The models and parts that the file has without an error and without a skipped row."""
-    rows = _rows_of(file)
+    rows = record.read(file).get("results", [])
     failed = {_part_of(row) for row in rows if {"error", "skipped"} & row.keys()}
     return frozenset(map(_part_of, rows)) - failed
 
@@ -195,19 +195,11 @@ def kept(file: Path | None, rows: list[Row]) -> list[Row]:
     A part without time now does not replace one that was accepted before.
     """
     before = {_part_of(row) for row in rows if "skipped" in row} & accepted(file)
-    new = {_part_of(row) for row in rows} - before
-    known = [row for row in _rows_of(file) if _part_of(row) not in new]
-    return known + [row for row in rows if _part_of(row) in new]
+    return record.completed(file, (row for row in rows if _part_of(row) not in before), _part_of)
 
 
 def _part_of(row: Row) -> tuple[str, str]:
     return row["model"], row["part"]
-
-
-def _rows_of(file: Path | None) -> list[Row]:
-    if file is None or not file.exists():
-        return []
-    return json.loads(file.read_text()).get("results", [])
 
 
 def parser() -> argparse.ArgumentParser:

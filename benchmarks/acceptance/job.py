@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.acceptance.models import ALL_MODELS, Sizes, options_of
-from benchmarks.engine.dummy_llm import rounded
+from benchmarks.measure.record import rounded
 from jaxspec import LLM
 
 Row = dict[str, Any]

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.acceptance.tokenizer import write_words
 from benchmarks.measure.model_shapes import SHAPES
+from benchmarks.measure.words import write_words
 from benchmarks.published import MODELS as PUBLISHED
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}

@@ -23,7 +23,6 @@ import numpy as np
 from benchmarks.measure import record
 from benchmarks.measure.model_shapes import SHAPES
 from jaxspec import LLM, RequestMetrics, SamplingParams
-from jaxspec.pallas import dispatch
 
 RATES = (0.80, 0.60, 0.45)  # of the first draft, of the first two, of all three
 PAGE_SIZE = 16
@@ -70,27 +69,44 @@ def fields_given(kind: type[Case], args: argparse.Namespace) -> Figures:
 
 def make_llm(case: Case, folder: Path, **sizes: Any) -> LLM:
     """An engine for the model in `folder`; `sizes` are of its batches, and where programs go."""
+    same = "dtype", "state_policy", "state_dtype", "kv_dtype", "max_in_flight"
+    given = {name: getattr(case, name) for name in (*same, "steps_per_dispatch")}
+    options = options_of(case.drafts, draft_vocab=case.draft_vocab, page_size=PAGE_SIZE)
+    return LLM(folder, **options, **given, **sizes)
+
+
+def options_of(
+    drafts: int | str,
+    rates: Sequence[float] = RATES,
+    draft_vocab: int | None = None,
+    **others: Any,
+) -> dict[str, Any]:
+    """Return the options of an `LLM` with random weights, without cached prefixes.
+
+    Args:
+        drafts: Per step; "auto" lets the engine choose.
+        rates: Share of steps that accept the first draft, the first two, ...
+        draft_vocab: Number of ids that are drafted; None means the model's.
+        others: Other options, which replace these.
+    """
     speculation = {
-        "num_speculative_tokens": case.drafts,
-        "draft_vocab": case.draft_vocab,
-        "synthetic_acceptance_rates": RATES if case.drafts == "auto" else RATES[: case.drafts],
+        "num_speculative_tokens": drafts,
+        "draft_vocab": draft_vocab,
+        "synthetic_acceptance_rates": rates_of(drafts, rates),
     }
-    return LLM(
-        folder,
-        load_format="dummy",
-        speculative_config=speculation if case.drafts else None,
-        dtype=case.dtype,
-        state_policy=case.state_policy,
-        state_dtype=case.state_dtype,
-        kv_dtype=case.kv_dtype,
-        max_in_flight=case.max_in_flight,
-        steps_per_dispatch=case.steps_per_dispatch,
-        page_size=PAGE_SIZE,
-        show_progress=False,
-        background_compilation=False,  # nothing else runs while steps are timed
-        enable_prefix_caching=False,  # the same prompts come again and again
-        **sizes,
-    )
+    return {
+        "load_format": "dummy",
+        "speculative_config": speculation if drafts else None,
+        "show_progress": False,
+        "background_compilation": False,  # nothing else runs while steps are timed
+        "enable_prefix_caching": False,  # the same prompts are sent again
+        **others,
+    }
+
+
+def rates_of(drafts: int | str, rates: Sequence[float] = RATES) -> list[float]:
+    """Return as many rates as there are drafts."""
+    return list(rates if drafts == "auto" else rates[:drafts])
 
 
 def num_pages(lengths: Iterable[int]) -> int:
@@ -169,7 +185,6 @@ def run(
 ) -> list[Figures]:
     """Measure, print and write case after case; one that does not fit is said to. All results."""
     results = []
-    commit = record.machine()["commit"]
     with model_folder(args.shape) as folder:
         for case in cases:
             try:
@@ -180,25 +195,5 @@ def run(
                     raise
                 figures = {"error": "out of memory"}
             gc.collect()  # the weights, before others are drawn
-            figures["commit"] = commit
-            about = dataclasses.asdict(case)
-            results.append(keep(args.json, about, figures, dispatch.implementations()))
+            results.append(record.keep(args.json, case, figures))
     return results
-
-
-def keep(file: Path | None, about: Figures, figures: Figures, implementations: Figures) -> Figures:
-    """Print a result, and write it into `file`, which keeps those of other cases."""
-    result = rounded({**about, **figures})
-    print(json.dumps(result), flush=True)
-    known = json.loads(file.read_text()) if file and file.exists() else {}
-    others = [x for x in known.get("results", []) if {k: x.get(k) for k in about} != about]
-    chosen = known.get("implementations", {}) | implementations
-    record.write(file, {"implementations": chosen, "results": [*others, result]})
-    return result
-
-
-def rounded(value: Any) -> Any:
-    """Figures to five digits, which is more than repeats agree on."""
-    if isinstance(value, dict):
-        return {name: rounded(part) for name, part in value.items()}
-    return float(f"{value:.5g}") if isinstance(value, float) else value

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.engine.dummy_llm import rounded, timed
+from benchmarks.engine.dummy_llm import timed
 from benchmarks.measure import record
 from benchmarks.measure.model_shapes import SHAPES
 from jaxspec.models import MODELS, load_model, parse_config
@@ -220,7 +220,7 @@ def main() -> None:
         print(json.dumps(make(args.make, args) if args.make else load(args.load, args.dtype)))
         return
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        figures = rounded(measured(Path(folder), args))
+        figures = record.rounded(measured(Path(folder), args))
     print(json.dumps(figures, indent=1))
     record.write(args.json, figures)
 

@@ -13,19 +13,16 @@ import argparse
 import dataclasses
 import itertools
 import statistics
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.engine import dummy_llm
 from benchmarks.engine.dummy_llm import Figures, complete, spread
-from benchmarks.engine.prefix_engines import Results, Texts, engine
+from benchmarks.engine.load_generator import Event, LLMClient, Request, Served
+from benchmarks.engine.prefix_parts import Results, Texts, engine
 from benchmarks.measure.model_shapes import SHAPES
 from jaxspec import LLM, RequestMetrics
-from jaxspec.requests.outputs import Sample
-from jaxspec.requests.request import Finish
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,75 +116,51 @@ class Agents:
         return self._draw.integers(0, self._vocab, length).tolist()
 
 
-@dataclasses.dataclass(frozen=True)
-class Served:
-    """One run of requests."""
+class AgentsClient(LLMClient):
+    """An `LLM` whose requests are the agents' turns; an index is a position in `turns`."""
 
-    begin: float
-    samples: dict[Turn, Sample]  # in the order in which they were sent
+    def __init__(self, llm: LLM, agents: Agents, turns: Sequence[Turn]):
+        super().__init__(llm)
+        self._agents, self._turns = agents, turns
 
-    @property
-    def metrics(self) -> list[RequestMetrics]:
-        return [sample.request.metrics for sample in self.samples.values()]
+    def is_ready(self, index: int) -> bool:
+        return self._agents.is_ready(self._turns[index])
 
-    @property
-    def seconds(self) -> float:
-        return RequestMetrics.total(self.metrics).last_token_time - self.begin
+    def send(self, index: int, due: float) -> None:
+        """Prepare a request, which is part of its time, and send it."""
+        prompt = self._agents.prompt(self._turns[index])
+        self.prepare([index], [Request(prompt, self._agents.sizes.output)])
+        super().send(index, due)
 
-
-def serve(llm: LLM, agents: Agents, turns: Sequence[Turn], at_once: int) -> Served:
-    """Send the requests, at most so many at a time, and step until all have ended.
-
-    Raises:
-        RuntimeError: a request ended early.
-    """
-    waiting, running, sent = list(turns), dict[Sample, Turn](), dict[Turn, Sample]()
-    begin = time.monotonic()
-    while waiting or running:
-        ready = (turn for turn in waiting if agents.is_ready(turn))
-        while len(running) < at_once and (turn := next(ready, None)):
-            waiting = [each for each in waiting if each != turn]
-            sent[turn] = sample = _send(llm, agents, turn)
-            running[sample] = turn
-        for sample in llm.session.step():
-            if sample.request.finish:
-                agents.hear(running.pop(sample), sample.request.output)
-    if any(sample.request.finish != Finish.LENGTH for sample in sent.values()):
-        raise RuntimeError(f"A row ended early: {[s.request.finish for s in sent.values()]}.")
-    return Served(begin, sent)
-
-
-def _send(llm: LLM, agents: Agents, turn: Turn) -> Sample:
-    """Queue a request, whose time counts from before its prompt is read."""
-    now = time.monotonic()
-    prompt = {"prompt_token_ids": agents.prompt(turn)}
-    ((sample,),) = llm.prepare([prompt], [dummy_llm.greedy(agents.sizes.output)])
-    sample.request.metrics.arrival_time = now
-    llm.session.add([sample])
-    return sample
+    def receive(self, until: float | None) -> list[Event]:
+        events = super().receive(until)
+        for event in events:
+            if event.tokens is not None:
+                output = self.samples[event.index].request.output
+                self._agents.hear(self._turns[event.index], output)
+        return events
 
 
 def speed(served: Served) -> Figures:
-    """Tokens a second, and milliseconds to the first token."""
-    prompts = sum(len(sample.request.prompt) for sample in served.samples.values())
-    output = sum(metrics.num_tokens for metrics in served.metrics)
-    first = [1000 * metrics.ttft for metrics in served.metrics]
+    """Return tokens per second, and milliseconds to the first token."""
+    prompts = sum(len(sample.request.prompt) for sample in served.samples)
+    first = [1000 * seconds for seconds in served.ttft]
     return {
         "requests": len(first),
         "prompt_tokens": prompts,
         "seconds": served.seconds,
-        "output_tokens_per_second": output / served.seconds,
-        "total_tokens_per_second": (prompts + output) / served.seconds,
+        "output_tokens_per_second": served.tokens / served.seconds,
+        "total_tokens_per_second": (prompts + served.tokens) / served.seconds,
         "tokens_per_verify": RequestMetrics.total(served.metrics).mean_acceptance_length,
         "ttft_ms": statistics.median(first),
         "ttft_ms_p90": float(np.percentile(first, 90)),
     }
 
 
-def found(served: Served, agents: Agents) -> Figures:
-    """How much of the prompts others had begun with, and how much of that was not computed."""
-    shared = sum(agents.shared(turn) for turn in served.samples)
-    cached = sum(sample.request.num_cached_tokens for sample in served.samples.values())
+def found(served: Served, agents: Agents, turns: Sequence[Turn]) -> Figures:
+    """Return the tokens that prompts share with earlier ones, and those found in the cache."""
+    shared = sum(map(agents.shared, turns))
+    cached = sum(sample.request.num_cached_tokens for sample in served.samples)
     return {"shared_tokens": shared, "cached_tokens": cached, "of_shared": cached / shared}
 
 
@@ -218,8 +191,8 @@ def repeated(
             llm.reset_prefix_cache()
         else:
             everyone.make_up_answers()
-        run = serve(llm, everyone, turns, args.at_once)
-        runs.append(speed(run) | (found(run, everyone) if keeps else {}))
+        run = AgentsClient(llm, everyone, turns).run(len(turns), at_once=args.at_once)
+        runs.append(speed(run) | (found(run, everyone, turns) if keeps else {}))
     runs.sort(key=lambda figures: figures["seconds"])
     speeds = [figures["output_tokens_per_second"] for figures in runs]
     figures = runs[len(runs) // 2] | spread("output_tokens_per_second", speeds)

@@ -29,23 +29,19 @@ keeps other cases.
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import dummy_llm, prefix_copies
+from benchmarks.engine import prefix_copies
 from benchmarks.engine.decode import copy_bandwidth
 from benchmarks.engine.dummy_llm import RATES
 from benchmarks.engine.prefix_agents import agents
-from benchmarks.engine.prefix_decoding import decode
-from benchmarks.engine.prefix_engines import Results, small_engine
-from benchmarks.engine.prefix_hits import first_token, host
+from benchmarks.engine.prefix_parts import Results, decode, first_token, host, small_engine
 from benchmarks.engine.traffic import by_hand
 from benchmarks.measure import record
 from benchmarks.measure.model_shapes import SHAPES
 from benchmarks.report import tables
-from jaxspec.pallas import dispatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,12 +109,7 @@ def refusal(args: argparse.Namespace) -> str | None:
         return "--repeats, --at-once and --rows must be positive."
     if not 0 <= args.cold_requests <= args.agents * args.turns:
         return f"--cold-requests must be at most --agents times --turns, got {args.cold_requests}."
-    if args.json and args.json.exists():
-        known = json.loads(args.json.read_text())
-        device = record.machine()["device"]
-        if "results" not in known or known.get("device", device) != device:
-            return f"{args.json} holds no results of this script on {device}; name another file."
-    return None
+    return record.refusal(args.json)
 
 
 def main() -> None:
@@ -126,7 +117,7 @@ def main() -> None:
     args = options.parse_args()
     if why := refusal(args):
         options.error(why)
-    results, commit = [], record.machine()["commit"]
+    results = []
     for part in args.parts:
         for name, sizes, figures in PARTS[part](args):
             case = Case(
@@ -138,9 +129,7 @@ def main() -> None:
                 options=dict(args.options),
                 sizes=sizes,
             )
-            about = json.loads(json.dumps(dataclasses.asdict(case)))  # with lists, as a file has
-            figures |= {"repeats": args.repeats, "commit": commit}
-            results.append(dummy_llm.keep(args.json, about, figures, dispatch.implementations()))
+            results.append(record.keep(args.json, case, figures | {"repeats": args.repeats}))
     names = "prefixes found", "agents", "prefixes not found", "copies of states"
     print(tables.shown({"results": results}, *names))
 

@@ -158,12 +158,10 @@ def main() -> None:
     cases = [Case(**fixed, start=name) for name in args.starts]
     with tempfile.TemporaryDirectory() as folder:
         measured = [started(case, args.compilation_cache or Path(folder)) for case in cases]
-    results = []
-    commit = record.machine()["commit"]  # not earlier: this takes the device
+    results = []  # not earlier: this takes the device
     for case, figures in zip(cases, measured, strict=True):
         chosen = figures.pop("implementations")
-        about = dataclasses.asdict(case)
-        results.append(dummy_llm.keep(args.json, about, figures | {"commit": commit}, chosen))
+        results.append(record.keep(args.json, case, figures, chosen))
     print(tables.shown({"results": results}, "start-up"))
 
 
