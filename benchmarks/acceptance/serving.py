@@ -32,7 +32,7 @@ ASKED: tuple[dict[str, Any], ...] = (
 
 
 def serving(rows: Rows) -> None:
-    """A row for each way in; engines have the options of the part with the features."""
+    """Add a row per API; engines have the options of the part with the features."""
     job = rows.job
     with folder_of(job.model, config_of(job.model, is_small=job.is_small)) as folder:
         llm, figures = ready(folder, job.options(), ["greedy"])
@@ -69,7 +69,7 @@ def kept_prefix(bench: Bench) -> Row:
 
 
 def moved(bench: Bench, folder: Path, rows: Rows) -> Row:
-    """A request that another engine goes on with after its first tokens."""
+    """Migrate a request to a second engine after its first tokens."""
     tokens = bench.sizes.tokens
     (prompt,), params = bench.prompts(1), _greedy(tokens)
     whole = bench.llm.generate([prompt], params)[0].outputs[0].token_ids
@@ -97,7 +97,7 @@ def moved(bench: Bench, folder: Path, rows: Rows) -> Row:
 
 
 def by_tasks(folder: Path, rows: Rows) -> Row:
-    """A task per row, with all features in turn."""
+    """Run a task per row, with all features in turn."""
     sizes, start = rows.job.sizes, time.perf_counter()
     with asyncio.Runner() as runner:
         llm = runner.run(_async_llm(folder, rows.job.options()))
@@ -127,7 +127,7 @@ async def _async_llm(folder: Path, options: dict[str, Any]) -> AsyncLLM:
 
 
 def by_http(bench: Bench, folder: Path, rows: Rows) -> Row:
-    """Streams of `jaxspec serve` and 64 clients, twice."""
+    """Stream from `jaxspec serve` to 64 clients, twice."""
     tokens = bench.sizes.tokens
     prompts = [prompt["prompt_token_ids"] for prompt in bench.prompts(CLIENTS)]
     same = {"model": "accepted", "max_tokens": tokens, "ignore_eos": True, "stream": True}
@@ -171,7 +171,7 @@ def server_of(folder: Path, options: dict[str, Any]) -> ServerProcess:
 
 
 def _flag(name: str, value: Any) -> list[str]:
-    """An option as the command line takes it; the server draws no progress."""
+    """Return an option's words on the command line; a server has no `show_progress`."""
     if value is None or name == "show_progress":
         return []
     if isinstance(value, list):

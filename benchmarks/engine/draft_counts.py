@@ -35,7 +35,7 @@ Rates = list[float]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a result is of."""
+    """Fields that identify a result."""
 
     shape: str
     rates: Rates | None
@@ -46,7 +46,7 @@ class Case:
 
 
 class FixedCount(AdaptiveDrafts):
-    """One number of drafts, whatever it costs."""
+    """A fixed number of drafts."""
 
     count: int
 
@@ -55,7 +55,6 @@ class FixedCount(AdaptiveDrafts):
 
 
 def make_llm(args: argparse.Namespace, folder: Path, rates: Rates | None) -> LLM:
-    """An engine whose sizes fit the loads, and whose other options are the defaults."""
     options = dummy_llm.options_of(
         AUTO if rates else 0,
         rates or (),
@@ -71,7 +70,7 @@ def make_llm(args: argparse.Namespace, folder: Path, rates: Rates | None) -> LLM
 def choosers(
     llm: LLM, drafts: Sequence[int | str | None]
 ) -> dict[int | str | None, AdaptiveDrafts]:
-    """What picks the number of drafts, by the word for it."""
+    """Return an `AdaptiveDrafts` for each of `drafts`."""
     scheduler, found = llm.session.scheduler, {}
     for word in drafts:
         kind = FixedCount if isinstance(word, int) else AdaptiveDrafts
@@ -81,7 +80,7 @@ def choosers(
 
 
 def measure(llm: LLM, args: argparse.Namespace, rows: int, drafts: Sequence[Any]) -> list[Figures]:
-    """What each way to choose takes for a token, in the order of `drafts`."""
+    """Return the time per token of each choice, in the order of `drafts`."""
     requests = requests_of([(args.prompt, args.tokens)] * rows, SHAPES[args.shape].vocab)
     ways, runs = choosers(llm, drafts), {word: list[Figures]() for word in drafts}
     for repeat in range(args.repeats + 1):
@@ -101,7 +100,7 @@ def measure(llm: LLM, args: argparse.Namespace, rows: int, drafts: Sequence[Any]
 
 
 def rates(word: str) -> Rates | None:
-    """Of the first draft, of the first two, ...: from "0.8,0.6,0.45"; None from "none"."""
+    """Parse acceptance rates of the first draft, the first two, ...: "0.8,0.6,0.45" or "none"."""
     return None if word == "none" else [float(rate) for rate in word.split(",")]
 
 

@@ -1,8 +1,7 @@
-"""LLMs of a published shape with random weights: what the benchmarks of them share.
+"""LLMs of a published shape with random weights, and the common parts of their benchmarks.
 
-A script describes what it measures by cases (a subclass of `Case`), of which a file holds one
-result each, takes its options from `parser`, and gives cases and a function that measures one to
-`run`.
+A script describes its measurements by cases (a subclass of `Case`), takes options from `parser`,
+and passes the cases and a function that measures one to `run`.
 """
 
 import argparse
@@ -32,7 +31,7 @@ Figures = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """The model that a result is of, and how it runs."""
+    """The model of a result, and the options that it ran with."""
 
     shape: str
     drafts: int | str  # "auto": the engine chooses in each step, 3 at most
@@ -46,7 +45,7 @@ class Case:
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    """Options for the fields of a `Case`, but for drafts; and for `run`."""
+    """Return a parser with the fields of a `Case` except drafts, and the options of `run`."""
     options = record.parser(doc)
     options.add_argument("--shape", choices=SHAPES, default="qwen3.5-9b")
     options.add_argument("--draft-vocab", type=int, metavar="N", help="default: the model's")
@@ -62,13 +61,13 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 
 def fields_given(kind: type[Case], args: argparse.Namespace) -> Figures:
-    """The fields of a case that the options name."""
+    """Return the fields of a case that are options."""
     names = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in vars(args).items() if name in names}
 
 
 def make_llm(case: Case, folder: Path, **sizes: Any) -> LLM:
-    """An engine for the model in `folder`; `sizes` are of its batches, and where programs go."""
+    """Create an engine for the model in `folder`; `sizes`: other options."""
     same = "dtype", "state_policy", "state_dtype", "kv_dtype", "max_in_flight"
     given = {name: getattr(case, name) for name in (*same, "steps_per_dispatch")}
     options = options_of(case.drafts, draft_vocab=case.draft_vocab, page_size=PAGE_SIZE)
@@ -110,13 +109,13 @@ def rates_of(drafts: int | str, rates: Sequence[float] = RATES) -> list[float]:
 
 
 def num_pages(lengths: Iterable[int]) -> int:
-    """Pages for requests of so many tokens each, so that none waits for another's."""
+    """Return the number of pages for requests of these lengths, with the null page."""
     return 1 + sum(-(-length // PAGE_SIZE) for length in lengths)
 
 
 @contextlib.contextmanager
 def model_folder(shape: str) -> Iterator[Path]:
-    """A folder that a model with random weights is made from, while the block runs."""
+    """Yield a folder with the config.json of a shape."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(SHAPES[shape].config()))
@@ -124,13 +123,13 @@ def model_folder(shape: str) -> Iterator[Path]:
 
 
 def random_prompts(shape: str, count: int, length: int) -> Prompts:
-    """The same each time."""
+    """Return `count` prompts of random ids, the same in each call."""
     ids = np.random.default_rng(0).integers(0, SHAPES[shape].vocab, (count, length))
     return [{"prompt_token_ids": row} for row in ids.tolist()]
 
 
 def started(make: Callable[[], LLM], kind: Any = "greedy") -> tuple[LLM, Figures]:
-    """An engine with all its programs of a kind, and the seconds that took."""
+    """Return an engine with all programs of a kind, and its load and compile times."""
     llm, load = timed(make)
     _, compiled = timed(lambda: llm.warm_up(kind))
     by_program = llm.metrics()["compile_seconds"]
@@ -158,19 +157,19 @@ def complete(llm: LLM, prompts: Prompts, tokens: int) -> Completion:
 
 
 def greedy(tokens: int) -> SamplingParams:
-    """For exactly so many tokens."""
+    """Return greedy parameters for exactly `tokens` tokens."""
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """What a call returns, and its seconds."""
+    """Return the result of a call, and its seconds."""
     begin = time.perf_counter()
     result = call()
     return result, time.perf_counter() - begin
 
 
 def spread(name: str, values: Sequence[float]) -> Figures:
-    """The median, the least and the most of the repeats."""
+    """Return the median, minimum and maximum of the repeats."""
     return {
         name: statistics.median(values),
         f"{name}_least": min(values),
@@ -183,7 +182,7 @@ def run(
     measure: Callable[[Any, Path, argparse.Namespace], Figures],
     args: argparse.Namespace,
 ) -> list[Figures]:
-    """Measure, print and write case after case; one that does not fit is said to. All results."""
+    """Measure each case, print and write its result; a case that does not fit has an `error`."""
     results = []
     with model_folder(args.shape) as folder:
         for case in cases:

@@ -1,6 +1,7 @@
 """A client of the load generator for a server, and processes that serve."""
 
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -46,7 +47,7 @@ class _Connection:
 
 
 class HTTPClient(Client):
-    """Sends streamed completions to a server on this machine. Close it after the run."""
+    """Sends streamed completions to a server on this machine, without garbage collection."""
 
     def __init__(self, port: int, bodies: Sequence[dict[str, Any]], connections: int = 0):
         """Open `connections` connections; more are opened when needed."""
@@ -55,9 +56,11 @@ class HTTPClient(Client):
         self._free = [self._connect() for _ in range(connections)]
 
     def __enter__(self) -> Self:
+        gc.disable()
         return self
 
     def __exit__(self, *error: object) -> None:
+        gc.enable()
         for key in tuple(self._selector.get_map().values()):
             key.data.socket.close()
         self._selector.close()
@@ -165,7 +168,7 @@ class ServerProcess:
             else:
                 return
         if self._process.poll() is not None:
-            raise RuntimeError("The server ended before it served; its own words are above.")
+            raise RuntimeError("The server ended before it served; its output is above.")
         raise RuntimeError(f"The server did not start within {seconds:g} seconds.")
 
 

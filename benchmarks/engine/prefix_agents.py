@@ -1,12 +1,11 @@
-"""Agents that take turns: conversations that grow, and share what they begin with.
+"""Agents: conversations that grow and share a system prompt.
 
-Every agent's first prompt is one system prompt, which all have, and a text of its own. A later
-prompt is the whole conversation, the last output included, and what a tool has said since. So most
-of a prompt is what an engine has seen before. The agents' requests are sent turn by turn: so many
-are served at a time, and where one ends the next one comes whose agent has its last answer.
+An agent's first prompt is the system prompt and a text of its own. A later prompt is the whole
+conversation with the last output, and the output of a tool. So most of a prompt is a prefix that
+the engine has computed before. Requests are sent turn by turn, a number of them at a time; where
+one ends, the next one is sent whose agent has its last output.
 
-A request's time begins before its prompt is put together and checked, which takes some milliseconds
-for 65,536 ids, and as long where nothing is kept.
+A request's time includes the preparation of its prompt, some milliseconds for 65,536 ids.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from jaxspec import LLM, RequestMetrics
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How many agents there are, and how many tokens their texts have."""
+    """Number of agents and of turns, and tokens of their texts."""
 
     agents: int
     turns: int
@@ -38,26 +37,26 @@ class Sizes:
 
     @property
     def longest(self) -> int:
-        """The most of a prompt and its output."""
+        """Tokens of the longest prompt and its output."""
         return self.prompt(self.turns - 1) + self.output
 
     def prompt(self, turn: int) -> int:
-        """Those of a turn's prompt."""
+        """Return the prompt tokens of a turn."""
         return self.system + self.first + turn * (self.output + self.more)
 
 
 class Turn(NamedTuple):
-    """A request: which one of which agent."""
+    """A request, by agent and number."""
 
     agent: int
     turn: int
 
 
 class Agents:
-    """What each agent says, and has heard so far."""
+    """The texts of each agent, and the outputs it has received."""
 
     def __init__(self, sizes: Sizes, vocab: int):
-        """Draw all texts, the same each time."""
+        """Draw all texts with a fixed seed."""
         self.sizes = sizes
         self._draw = np.random.default_rng(0)
         self._vocab = vocab
@@ -70,21 +69,21 @@ class Agents:
 
     @property
     def turns(self) -> list[Turn]:
-        """All requests in the order in which they are sent, if no answer is late."""
+        """All requests, turn by turn."""
         order = itertools.product(range(self.sizes.turns), range(self.sizes.agents))
         return [Turn(agent, turn) for turn, agent in order]
 
     def sample(self, count: int) -> list[Turn]:
-        """So many of all requests, from all turns alike."""
+        """Return `count` requests, evenly from all turns."""
         turns = self.turns
         return [turns[len(turns) * i // count] for i in range(count)]
 
     def is_ready(self, turn: Turn) -> bool:
-        """Whether the agent has the answer that its request goes on from."""
+        """Return whether the agent has the output before its turn."""
         return turn.turn == 0 or self._before(turn) in self._heard
 
     def prompt(self, turn: Turn) -> list[int]:
-        """The conversation up to a turn that is ready."""
+        """Return the conversation up to a turn that is ready."""
         first, *later = self._said[turn.agent][: turn.turn + 1]
         prompt = list(first)
         for number, text in enumerate(later):
@@ -92,19 +91,18 @@ class Agents:
         return prompt
 
     def hear(self, turn: Turn, output: list[int]) -> None:
-        """A request got its answer."""
+        """Record the output of a request."""
         self._heard[turn] = output
 
     def forget(self) -> None:
-        """All agents begin anew."""
         self._heard.clear()
 
     def make_up_answers(self) -> None:
-        """Random ids in their place, so that every request is ready."""
+        """Replace all outputs by random ids, so that every request is ready."""
         self._heard = {turn: self._text(self.sizes.output) for turn in self.turns}
 
     def shared(self, turn: Turn) -> int:
-        """Tokens of a prompt that requests sent earlier began with."""
+        """Return how many tokens of a prompt are a prefix of an earlier request and its output."""
         if turn.turn:
             return self.sizes.prompt(turn.turn - 1) + self.sizes.output
         return self.sizes.system if turn.agent else 0
@@ -165,7 +163,7 @@ def found(served: Served, agents: Agents, turns: Sequence[Turn]) -> Figures:
 
 
 def agents(args: argparse.Namespace) -> Results:
-    """All requests with kept prefixes, and some of them without."""
+    """Serve all requests with a prefix cache, and some of them without."""
     names = (field.name for field in dataclasses.fields(Sizes))
     sizes = Sizes(**{name: getattr(args, name) for name in names})
     everyone = Agents(sizes, SHAPES[args.shape].vocab)
@@ -181,7 +179,7 @@ def agents(args: argparse.Namespace) -> Results:
 def repeated(
     llm: LLM, args: argparse.Namespace, everyone: Agents, turns: Sequence[Turn]
 ) -> Figures:
-    """The repeat in the middle, with the spread of its tokens a second."""
+    """Return the median repeat, with the spread of its tokens per second."""
     keeps = "prefix_cache" in llm.metrics()
     complete(llm, Texts(args).prompts(1, 64), 8)  # finds all warm
     runs = []

@@ -28,7 +28,7 @@ Results = Iterator[tuple[str, dict[str, int], Figures]]  # a case's name, the si
 
 @contextlib.contextmanager
 def engine(args: argparse.Namespace, **sizes: Any) -> Iterator[LLM]:
-    """An engine with its programs while the block runs; options by hand come last."""
+    """Yield an engine with all its programs; `args.options` replace `sizes`."""
     cache = args.compilation_cache
     options = dummy_llm.options_of(args.drafts, compilation_cache=cache, **sizes)
     options |= dict(args.options)
@@ -44,7 +44,7 @@ def engine(args: argparse.Namespace, **sizes: Any) -> Iterator[LLM]:
 def small_engine(
     args: argparse.Namespace, **options: Any
 ) -> contextlib.AbstractContextManager[LLM]:
-    """An engine for prompts that come alone, and whose prefixes stay."""
+    """Return an engine for single prompts, with pages for the prefixes of `KEPT` prompts."""
     longest = longest_prompt(args) + 1
     sizes = {"max_num_seqs": 4, "decode_buckets": [1, 4], "max_model_len": longest}
     pages = {"num_pages": num_pages([longest] * KEPT)}
@@ -56,23 +56,21 @@ def longest_prompt(args: argparse.Namespace) -> int:
 
 
 class Texts:
-    """Random ids, no two texts alike."""
+    """Random texts, each different."""
 
     def __init__(self, args: argparse.Namespace):
-        """Draw ids of the shape's vocabulary."""
         self._vocab, self._draw = SHAPES[args.shape].vocab, np.random.default_rng(0)
 
     def __call__(self, length: int) -> Prompt:
         return self._draw.integers(0, self._vocab, length).tolist()
 
     def prompts(self, count: int, length: int) -> dummy_llm.Prompts:
-        """Some as the LLM takes them."""
         return [{"prompt_token_ids": self(length)} for _ in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """A prompt that is timed alone."""
+    """A prompt that is timed alone, and the cached tokens it must find."""
 
     name: str
     prompt: Prompt
@@ -80,12 +78,12 @@ class Probe:
 
 
 def findable(llm: LLM, length: int) -> int:
-    """How many of so many shared tokens are found: without states those of full pages."""
+    """Return the cached ones of `length` shared tokens: without states those of full pages."""
     return length if llm.shapes.num_checkpoints else length - length % llm.shapes.page_size
 
 
 def parted(llm: LLM, args: argparse.Namespace, text: Texts) -> list[Probe]:
-    """A cold prompt, two that share its beginning, and the same again."""
+    """Return a cold prompt, the same again, and two that share its prefix."""
     cold, end = text(args.prompt), args.prompt - args.shared
     shared = cold[: args.shared]
     again = args.prompt - 1 if args.prompt > MIN_UNCACHED else 0  # else no state is kept there
@@ -99,7 +97,7 @@ def parted(llm: LLM, args: argparse.Namespace, text: Texts) -> list[Probe]:
 
 
 def first_token(args: argparse.Namespace) -> Results:
-    """Rounds of prompts that are alone on the engine."""
+    """Time the first token of prompts sent one by one."""
     with small_engine(args) as llm:
         text, rounds = Texts(args), list[dict[str, Figures]]()
         for _ in range(args.repeats + 1):
@@ -113,7 +111,7 @@ def first_token(args: argparse.Namespace) -> Results:
 
 
 def host(args: argparse.Namespace) -> Results:
-    """Rounds in which other prompts push a prefix out of the device's memory."""
+    """Time hits on the device, and in host memory after other prompts evicted the prefix."""
     if HOST_TIER not in OPTIONS:
         print(json.dumps({"part": "host", "skipped": f"this LLM has no option {HOST_TIER}"}))
         return
@@ -154,7 +152,6 @@ def timed(llm: LLM, probe: Probe) -> Figures:
 
 
 def summed_up(rounds: Sequence[dict[str, Figures]], args: argparse.Namespace) -> Results:
-    """The figures of all rounds, by the names of their prompts."""
     sizes = {"prompt": args.prompt, "shared": args.shared}
     for name, figures in rounds[0].items():
         times = spread("ttft_ms", [each[name]["ttft_ms"] for each in rounds])
@@ -163,7 +160,7 @@ def summed_up(rounds: Sequence[dict[str, Figures]], args: argparse.Namespace) ->
 
 
 def decode(args: argparse.Namespace) -> Results:
-    """Rows that decode on two engines by turns, of which one keeps what nobody finds."""
+    """Decode in turn with and without a prefix cache, in which no request finds anything."""
     ((prompt, tokens),) = workload.lengths(args.lengths)
     longest = prompt + tokens + 1
     room = {
@@ -192,14 +189,14 @@ def decode(args: argparse.Namespace) -> Results:
 
 
 class Run(NamedTuple):
-    """What rows of one load took."""
+    """Times of the rows of one load."""
 
     token_ms: float
     seconds: float  # of all, prompts too
 
 
 def run_of(llm: LLM, short: dummy_llm.Prompts, whole: dummy_llm.Prompts, tokens: int) -> Run:
-    """Rows of `whole` get `tokens` tokens behind their first, and those of `short` that alone."""
+    """Time `tokens` tokens after the first: 1 + `tokens` for `whole`, less 1 for `short`."""
     first, seconds = (
         complete(llm, prompts, count).seconds
         for prompts, count in ((short, 1), (whole, tokens + 1))
@@ -208,7 +205,7 @@ def run_of(llm: LLM, short: dummy_llm.Prompts, whole: dummy_llm.Prompts, tokens:
 
 
 def compared(rounds: Sequence[dict[str, Run]]) -> Figures:
-    """Both engines' milliseconds, and their ratios round by round."""
+    """Return both engines' milliseconds and the spread of their ratios per round."""
     pairs = [(each["without"], each["with"]) for each in rounds]
     return {
         **spread("without_ms", [without.token_ms for without, _ in pairs]),

@@ -43,7 +43,7 @@ PROMPT = 512
 
 
 class Gaps:
-    """Times between the pieces of streams."""
+    """Seconds between the outputs of streams."""
 
     def __init__(self) -> None:
         self.largest, self.seconds = 0.0, list[float]()
@@ -104,7 +104,7 @@ async def measured(llm: AsyncLLM, shape: str, rows: int, seconds: float) -> dict
 
 
 def timed(llm: AsyncLLM, runner: asyncio.Runner, shape: str, rows: int) -> dict[str, float]:
-    """Milliseconds per token and request of batches of each kind."""
+    """Return milliseconds per token of batches of each kind."""
     prompts = [each["prompt_token_ids"] for each in dummy_llm.random_prompts(shape, rows, PROMPT)]
 
     def batch(params: dict[str, Any], tokens: int) -> float:

@@ -1,24 +1,22 @@
-"""What a server costs: the same requests through `LLM` in process and through HTTP.
+"""The cost of a server: the same requests by `LLM` in this process and over HTTP.
 
     python -m benchmarks.engine.serving --shape qwen3.5-9b [--parts throughput] [--json FILE]
 
-Requests are those of `traffic.py`: random ids, a fixed number of greedy tokens, and a model with
-random weights whose drafts stand at given rates. A tokenizer is made up for it. The server, what
-asks it and `LLM` are three processes of one machine. Each answer is streamed.
+Requests are those of `traffic.py`: random ids and a fixed number of greedy tokens, for a model with
+random weights, whose drafts are accepted at given rates, and a tokenizer of words. The server is a
+process of its own; this process has the `LLM` and the clients. Each answer is streamed.
 
-* throughput: so many requests are there at a time, and where one ends the next one comes ("all":
-  at once). `LLM` and the server take turns, and have an engine each on the same device. `of_llm` is
-  the server's tokens a second over `LLM`'s, by the runs in the middle.
-* first-token: one request at a time. From the call to the first piece, and from the first byte
-  sent to the first piece received; medians, in turns of ten.
-* streams: a server alone, with more rows. Seconds of each stage of a step on the host, "between"
-  those of one step and the next one; how late the event loop is; and processors that are busy.
-  With --switch-ms once more for each time that a thread may keep Python's lock for, and with
-  --api-processes for each such number. The event loop and the processors are then those of the
-  engine's process.
+* throughput: a closed load. `LLM` and the server run in turn, each with an engine on the same
+  device. `of_llm` is the server's tokens per second over `LLM`'s, of the median runs.
+* first-token: one request at a time, from the call to the first output, and from sending to the
+  first output received; medians, in turns of ten.
+* streams: a server alone, with more rows. Times of each stage of a step on the host ("between":
+  from one step to the next), the lag of the event loop, and busy processors. --switch-ms repeats it
+  for each time that a thread may keep Python's lock, --api-processes for each number; the event
+  loop and the processors are then those of the engine's process.
 
-A device's memory must be enough for two engines: XLA_PYTHON_CLIENT_MEM_FRACTION=0.45 gives each its
-share of it. A line is printed for each case, and a FILE keeps other cases.
+Two engines share the device's memory: XLA_PYTHON_CLIENT_MEM_FRACTION=0.45 gives each its part. A
+line is printed per case, and FILE keeps the results of other cases.
 """
 
 import argparse
@@ -50,7 +48,7 @@ SHORT = 16  # requests of a run that is not timed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a result is of."""
+    """Fields that identify a result."""
 
     part: str
     shape: str
@@ -68,7 +66,7 @@ class Case:
 
 @dataclasses.dataclass
 class Run:
-    """One run of all requests, by either way, and what the engine's host did meanwhile."""
+    """One run of all requests, with the times of the engine's host."""
 
     served: Served
     cpu: dict[str, float]  # seconds of processors, by process and thread
@@ -127,7 +125,7 @@ def first_piece(llm: LLM, request: Request) -> float:
 
 
 def figures_of(runs: Sequence[Run]) -> Figures:
-    """Speeds and processors of the run in the middle; waits and stages of all runs together."""
+    """Return speeds and processors of the median run; waits and stages of all runs."""
     by_speed = sorted(runs, key=lambda run: run.speed)
     middle = by_speed[len(runs) // 2]
     lags = [x for run in runs for x in run.lags]
@@ -153,7 +151,7 @@ def percentiles(name: str, seconds: Sequence[float]) -> Figures:
 
 
 def throughput(case: Case, llm: LLM, server: WatchedServer, repeats: int) -> Figures:
-    """Both ways in turns, after a short run of each."""
+    """Run `LLM` and HTTP in turn, after a short run of each."""
     requests = requests_of(case)
     short = one_token_each(requests[:SHORT])
     by_llm(llm, short, case.at_once)
@@ -175,7 +173,7 @@ def throughput(case: Case, llm: LLM, server: WatchedServer, repeats: int) -> Fig
 
 
 def first_token(case: Case, llm: LLM, server: WatchedServer) -> Figures:
-    """Requests one by one, some here, then some there."""
+    """Time the first token of single requests, `FIRSTS_A_TURN` by `LLM`, then as many by HTTP."""
     requests = requests_of(case)
     both: dict[str, list[float]] = {"llm": [], "http": []}
     for turn in range(-1, case.requests // FIRSTS_A_TURN):
@@ -195,7 +193,7 @@ def first_token(case: Case, llm: LLM, server: WatchedServer) -> Figures:
 
 
 def streams(case: Case, server: WatchedServer, repeats: int) -> Figures:
-    """So many streams at a time, of a server alone."""
+    """Run `case.at_once` streams on a server without an `LLM` beside it."""
     requests = requests_of(case)
     load = case.at_once, case.switch_ms
     by_http(server, one_token_each(requests), *load)
@@ -208,7 +206,7 @@ def requests_of(case: Case) -> list[Request]:
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
-    """In the order of `--parts`, but for `streams`, which come last."""
+    """Return the cases in the order of `--parts`."""
     same = ("shape", "drafts", "draft_vocab")
     about = {name: getattr(args, name) for name in same}
     about |= {"rates": rates_of(args.drafts, args.rates)}
@@ -235,7 +233,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
 
 @contextlib.contextmanager
 def model(args: argparse.Namespace) -> Iterator[Path]:
-    """A folder with a configuration and a tokenizer."""
+    """Yield a folder with a configuration and a tokenizer."""
     with dummy_llm.model_folder(args.shape) as folder:
         write_words(folder, SHAPES[args.shape].vocab)
         yield folder
@@ -248,7 +246,7 @@ def options_of(args: argparse.Namespace, rows: int, options: Figures) -> Figures
 
 
 def measured(cases: Sequence[Case], args: argparse.Namespace) -> Iterator[tuple[Case, Figures]]:
-    """The figures of each case, as they come."""
+    """Yield each case with its measurements; streams come last."""
     alone = [case for case in cases if case.part == "streams"]
     beside = [case for case in cases if case.part != "streams"]
     with model(args) as folder:
@@ -283,11 +281,11 @@ def parser() -> argparse.ArgumentParser:
     add("--lengths", nargs=1, default=["trace"], help="trace (default), or as 8192x1024")
     add("--requests", type=int, help="default: as many as --lengths has")
     add("--at-once", type=traffic.closed, nargs="+", default=[64, traffic.ALL], metavar="N")
-    add("--first-lengths", default="512x8", help="of requests that come alone (default 512x8)")
+    add("--first-lengths", default="512x8", help="of single requests (default 512x8)")
     add("--firsts", type=int, default=50, help="how many of them, in tens (default 50)")
-    add("--streams", type=int, nargs="+", default=[64, 256], metavar="N", help="that are open")
-    add("--stream-rows", type=int, default=256, help="of their server (default 256)")
-    add("--switch-ms", type=float, nargs="*", default=[], metavar="X", help="of threads, too")
+    add("--streams", type=int, nargs="+", default=[64, 256], metavar="N", help="open at a time")
+    add("--stream-rows", type=int, default=256, help="rows of their server (default 256)")
+    add("--switch-ms", type=float, nargs="*", default=[], metavar="X", help="also with these times")
     add("--api-processes", type=int, nargs="+", default=[1], metavar="N", help="of that server")
     add("--stream-lengths", default="128x512", help="of their requests (default 128x512)")
     add("--stream-options", type=traffic.by_hand, nargs="*", default=[], metavar="NAME=VALUE")
@@ -295,7 +293,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def refusal(args: argparse.Namespace) -> str | None:
-    """Why the options don't go together, if they don't."""
+    """Return why the options are invalid; None if they are valid."""
     at_once = [each for each in args.at_once if each != traffic.ALL]
     counts = args.streams + args.api_processes + at_once
     if min(args.rows, args.stream_rows, args.repeats, *counts) < 1:

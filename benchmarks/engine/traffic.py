@@ -1,29 +1,28 @@
-"""How fast requests are served as they come, with no option but the number of rows.
+"""Tokens per second and waits of requests as users send them, by `LLM` with default options.
 
     python -m benchmarks.engine.traffic --shape qwen3.5-9b [--lengths trace 8192x1024] [--json FILE]
 
-Requests with random ids and a fixed number of tokens (`workload.py`) go to a model with random
-weights, whose drafts stand at given rates. Tokens are greedy, or sampled as `SAMPLING` says.
-Requests come in one of two ways:
+Requests have random ids and a fixed number of new tokens (`workload.py`), and the model random
+weights and drafts that are accepted at given rates. Tokens are greedy, or sampled (`SAMPLING`).
+A load (`load_generator.py`) is
 
-* closed: so many are there at a time, and where one ends the next one comes ("all": at once).
-* open: they arrive at random (Poisson), at a share of the requests a second that "all" were served.
+* closed: a number of requests at a time; where one ends the next one is sent ("all": at once); or
+* open: random arrivals (Poisson), at a share of the requests per second of "all".
 
-Seconds go from the first arrival to the last token. A request's time to its first token counts from
-its arrival, and its time per token goes from the first token to the last; a gap is what a row waits
-between two portions. Where all requests are equal and run at once, `ms_per_token` is the time of
-all less that for one token of each, over the tokens between. Figures are those of the repeat in
-the middle.
+Seconds are from the first arrival to the last token. Times to the first token are from the arrival,
+and times per token from the first token to the last; a gap is the time between two portions of a
+row. If all requests are equal and run at once, `ms_per_token` is the time of all tokens less that
+of one token each, over the tokens between. Results are of the median repeat.
 
-One more run is traced, and tells the share of the time by kind of step, and what was computed:
+One more run is traced. It gives the share of the time by kind of step, and of rows and prompt
+tokens
 
-* computed: what programs had room for; planned: what they were given.
-* real rows: those whose requests had not ended. The host learns late that one has, and plans rows
-  for it meanwhile.
-* floor: the seconds of the same steps with real prompt tokens and planned rows alone, each by
-  `floor.py`; and its share of the seconds that the traced run took.
+* computed: the sizes of the programs; planned: the part that was used;
+* real: rows of requests that had not ended; the host reads an end late and plans rows until then;
+* floor: the seconds of the same steps with real prompt tokens and planned rows alone, by
+  `floor.py`; `of_floor` is its share of the traced run.
 
-A process makes one engine. A line is printed for each case, and a FILE keeps other cases.
+A process creates one engine. A line is printed per case, and FILE keeps the results of other cases.
 """
 
 import argparse
@@ -60,7 +59,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a result is of."""
+    """Fields that identify a result."""
 
     shape: str
     rows: int
@@ -76,18 +75,17 @@ class Case:
 
     @property
     def is_one_batch(self) -> bool:
-        """Whether all requests are equal and run at once."""
+        """True if all requests are equal and run at once."""
         is_at_once = self.requests == self.at_once and self.requests <= self.rows
         return self.lengths != "trace" and is_at_once
 
 
 def make_llm(args: argparse.Namespace, folder: Path, options: dict[str, Any]) -> LLM:
-    """An engine that the options by hand, and no others, tune."""
     return LLM(folder, **llm_options(args, options))
 
 
 def llm_options(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
-    """Those by hand, and what makes the model and its room."""
+    """Return the options of the model, its sizes, and `options`, which replace them."""
     longest = max(sum(each) for name in args.lengths for each in workload.lengths(name))
     return (
         dummy_llm.options_of(
@@ -127,7 +125,7 @@ def speed(served: Served) -> Figures:
 
 
 def kind_of(step: StepTimes) -> str:
-    """A word for what a dispatch does."""
+    """Return the kind of a dispatch."""
     if not step.num_decodes and not step.num_prompt_tokens:
         return "copies"
     if not step.num_prompt_tokens:
@@ -136,7 +134,7 @@ def kind_of(step: StepTimes) -> str:
 
 
 def shares_of_time(steps: Sequence[StepTimes]) -> dict[str, float]:
-    """What the device did from the first dispatch to the end of the last, by kind of step."""
+    """Return the shares of the device's time by kind of step."""
     begin = free = steps[0].dispatch_start
     seconds = collections.Counter[str]()
     for step in steps:
@@ -148,7 +146,7 @@ def shares_of_time(steps: Sequence[StepTimes]) -> dict[str, float]:
 
 
 def amounts(served: Served, steps: Sequence[StepTimes]) -> Figures:
-    """Rows and prompt tokens: what programs had room for, what they were given, what was needed."""
+    """Return the rows and prompt tokens computed, planned and needed."""
     # A verify gives one token more than drafts that stand; the first token is the prompt's.
     computed = [step for step in steps if isinstance(step.program, Program)]
     real = sum(each.num_tokens - 1 - each.num_accepted_tokens for each in served.metrics)
@@ -166,7 +164,7 @@ def amounts(served: Served, steps: Sequence[StepTimes]) -> Figures:
 def floor_seconds(
     case: Case, requests: Sequence[Request], steps: Iterable[StepTimes], copy: float
 ) -> float:
-    """The least that the same steps take without padding, at the mean length of a row."""
+    """Return the floor of the same steps without padding, at the mean length of a row."""
     config = parse_config(SHAPES[case.shape].config())
     tokens = [request.tokens for request in requests]
     lengths = [len(request.prompt) + request.tokens / 2 for request in requests]
@@ -198,7 +196,7 @@ def floor_seconds(
 
 
 def measure(llm: LLM, case: Case, repeats: int, copy: float, served_all: float) -> Figures:
-    """All figures of one case; `served_all`: requests a second when all are there at once."""
+    """Measure one case; `served_all`: requests per second of the load with all at once."""
     requests = requests_of(case)
     rate = case.share and case.share * served_all
     arrivals = workload.poisson(case.requests, rate) if rate else None
@@ -235,7 +233,7 @@ def measure(llm: LLM, case: Case, repeats: int, copy: float, served_all: float) 
 
 
 def cases_of(args: argparse.Namespace, options: dict[str, Any]) -> list[Case]:
-    """For each lengths the closed loads, with all at once first, then the open ones."""
+    """Return the loads of each `--lengths`: all at once, other closed loads, open loads."""
     same = ("shape", "rows", "drafts", "draft_vocab", "sampling")
     model = {name: getattr(args, name) for name in same}
     model |= {"rates": rates_of(args.drafts, args.rates), "options": options}
@@ -254,7 +252,7 @@ def cases_of(args: argparse.Namespace, options: dict[str, Any]) -> list[Case]:
 
 
 def by_hand(word: str) -> tuple[str, Any]:
-    """An option of the LLM from "name=value"."""
+    """Parse an option of the LLM, "name=value"."""
     name, _, value = word.partition("=")
     try:
         return name, ast.literal_eval(value)
@@ -296,7 +294,7 @@ def parser() -> argparse.ArgumentParser:
     add = options.add_argument
     add("--sampling", choices=SAMPLING, default="greedy")
     add("--lengths", nargs="+", default=["trace"], help="trace, or as 8192x1024")
-    add("--requests", type=int, help="default: the trace's, as many as rows, or 2 a place")
+    add("--requests", type=int, help="default: all of the trace, --rows, or 2 per --at-once")
     add("--at-once", type=closed, nargs="*", default=[ALL], metavar="N", help="default: all")
     add("--shares", type=float, nargs="*", default=[], metavar="X", help='of the speed of "all"')
     add("--copy-tb-per-s", type=float, help="default: measured first")
@@ -304,7 +302,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def refusal(args: argparse.Namespace) -> str | None:
-    """Why the options don't go together, if they don't."""
+    """Return why the options are invalid; None if they are valid."""
     if args.shares and ALL not in args.at_once:
         return f"--shares are of the speed with --at-once {ALL}, which is left out."
     at_once = [count for count in args.at_once if count != ALL]

@@ -18,7 +18,7 @@ VERSIONS_OF = ("jax", "jaxlib", "torch", "transformers")
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    """A command line described by the first line of `doc`, with `--json FILE`."""
+    """Return a parser described by the first line of `doc`, with `--json FILE`."""
     options = argparse.ArgumentParser(description=doc.splitlines()[0])
     options.add_argument("--json", type=Path, metavar="FILE", help="write figures and machine here")
     return options
@@ -90,7 +90,7 @@ def refusal(file: Path | None) -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, versions, the commit measured and the day."""
+    """Return the processor, versions, the measured commit and the date."""
     # Not at the top: a process that only starts others should hold no accelerator meanwhile.
     import jax
 
@@ -107,7 +107,7 @@ def machine() -> dict[str, Any]:
 
 
 def installed(name: str) -> bool:
-    """Whether a package can be imported."""
+    """Return whether a package can be imported."""
     return importlib.util.find_spec(name) is not None
 
 
@@ -119,7 +119,7 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the jaxspec that was imported, which may not be the one beside this file."""
+    """Return the commit of the imported jaxspec, which may differ from this file's."""
     package = Path(importlib.util.find_spec("jaxspec").origin).parent
     command = ["git", "-C", package, "describe", "--always", "--dirty"]
     done = subprocess.run(command, capture_output=True, text=True)
