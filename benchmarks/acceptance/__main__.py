@@ -36,7 +36,7 @@ from typing import Any
 from benchmarks.acceptance.job import OPTIONS, PARTS, parts_of
 from benchmarks.acceptance.models import ALL_MODELS, MODELS, Sizes
 from benchmarks.measure import record
-from benchmarks.report import acceptance_tables
+from benchmarks.report import tables
 
 Row = dict[str, Any]
 SECONDS = 500.0  # what runs then may take some more, and so do the tables
@@ -50,7 +50,7 @@ class Parts:
     """Runs the parts of all models, some at a time."""
 
     def __init__(self, args: argparse.Namespace, folder: Path):
-        """`folder`: for what they share."""
+        """`folder`: for the files that the parts share."""
         self._args, self._folder = args, folder
         self._end = time.monotonic() + args.seconds
         self._lock = threading.Lock()
@@ -59,7 +59,6 @@ class Parts:
         self.rows: list[Row] = []
 
     def run(self) -> list[Row]:
-        """All rows."""
         parts = planned(self._args.only, self._args.parts, accepted(self._args.json))
         with ThreadPoolExecutor(self._args.processes) as pool:
             try:
@@ -134,7 +133,7 @@ class Parts:
                 os.killpg(process.pid, signal.SIGSTOP)
 
     def _leave_alone(self, process: subprocess.Popen[str], is_alone: bool) -> None:
-        """Stop all processes but one that measures, or let them go on."""
+        """Stop all processes except one that measures, or continue them."""
         with self._lock:
             if is_alone:
                 self._alone = process
@@ -148,7 +147,7 @@ class Parts:
                     os.killpg(each.pid, signal.SIGSTOP if is_stopped else signal.SIGCONT)
 
     def _environment(self, part: str) -> dict[str, str]:
-        """A share of the GPU's memory for each process; one that serves starts another."""
+        """Return each process's share of the GPU's memory; a process that serves starts another."""
         share = 0.92 / self._args.processes / (2 if part == "serving" else 1)
         return {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.3f}"}
 
@@ -177,14 +176,14 @@ def planned(
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """End a process that was started here, with those that it started."""
+    """Kill a process and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def accepted(file: Path | None) -> frozenset[tuple[str, str]]:
-    """The models and parts that the file has without an error and without a skipped row."""
-    rows = _rows_of(file)
+    """Return the models and parts that the file has without an error or a skipped row."""
+    rows = record.read(file).get("results", [])
     failed = {_part_of(row) for row in rows if {"error", "skipped"} & row.keys()}
     return frozenset(map(_part_of, rows)) - failed
 
@@ -195,19 +194,11 @@ def kept(file: Path | None, rows: list[Row]) -> list[Row]:
     A part without time now does not replace one that was accepted before.
     """
     before = {_part_of(row) for row in rows if "skipped" in row} & accepted(file)
-    new = {_part_of(row) for row in rows} - before
-    known = [row for row in _rows_of(file) if _part_of(row) not in new]
-    return known + [row for row in rows if _part_of(row) in new]
+    return record.completed(file, (row for row in rows if _part_of(row) not in before), _part_of)
 
 
 def _part_of(row: Row) -> tuple[str, str]:
     return row["model"], row["part"]
-
-
-def _rows_of(file: Path | None) -> list[Row]:
-    if file is None or not file.exists():
-        return []
-    return json.loads(file.read_text()).get("results", [])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -238,7 +229,8 @@ def main() -> None:
     figures = {"sizes": args.sizes._asdict(), "processes": args.processes, "seconds": seconds}
     figures["results"] = kept(args.json, rows)
     record.write(args.json, figures)
-    print("\n\n".join(acceptance_tables.all_of(figures)))
+    names = "accepted features", "accepted models", "accepted parts", "not accepted"
+    print(tables.shown(figures, *names))
     if failed := [row for row in rows if "error" in row]:
         sys.exit(f"{len(failed)} rows have errors.")
 

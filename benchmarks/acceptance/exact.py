@@ -65,7 +65,7 @@ def exact(rows: Rows) -> None:
 
 @dataclasses.dataclass
 class Tokens:
-    """The requests of one arm by kind, and what was drafted for them."""
+    """The requests of one arm by kind, and their metrics."""
 
     requests: dict[str, list[Request]]
     metrics: RequestMetrics
@@ -110,7 +110,7 @@ class Arm:
         return again.output[: place + 1] == [*request.output[:place], ids[0]]
 
     def _kinds(self) -> dict[str, list[SamplingParams]]:
-        """Parameters by kind, which need three samplers; of two ids many drafts are accepted."""
+        """Return parameters by kind; with two allowed ids many drafts are accepted."""
         defaults = SamplingParams(temperature=0.7, top_k=20, top_p=0.95)
         kinds = {"all": EVERYTHING, "two ids": TWO_IDS}
         if self._has_all:
@@ -132,7 +132,7 @@ class Arm:
 
 
 def compare(one: Tokens, other: Tokens, is_tie: IsTie) -> Row:
-    """Count identical outputs, those that part at a tie, and others."""
+    """Count identical outputs, those that differ after a tie, and others."""
     row: Row = {"generations": 0, "identical": 0, "ties": 0, "differing": 0}
     for kind, requests in one.requests.items():
         for number, (a, b) in enumerate(zip(requests, other.requests[kind], strict=True)):
@@ -155,7 +155,7 @@ def compare(one: Tokens, other: Tokens, is_tie: IsTie) -> Row:
 
 @contextlib.contextmanager
 def references() -> Iterator[None]:
-    """Within the block every op runs as XLA, and no program with kernels is known."""
+    """Run every op as XLA within the block, without the compiled programs that have kernels."""
     kernels_here = dispatch.kernels_here
     dispatch.kernels_here = lambda: (False, "references are asked for")
     jax.config.update("jax_enable_compilation_cache", False)
@@ -169,7 +169,7 @@ def references() -> Iterator[None]:
 
 
 def _prompts(vocab: int) -> list[dict[str, list[int]]]:
-    """Random ids, in every second prompt the same few again and again."""
+    """Return random prompts; every second one repeats a few ids."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(EXACT_CHUNK // 4, 2 * EXACT_CHUNK, PROMPTS)
     texts = [rng.integers(0, vocab, length).tolist() for length in lengths]

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from benchmarks.acceptance.tokenizer import word
+from benchmarks.measure.words import word
 from jaxspec import RequestOutput, SamplingParams
 from jaxspec.requests.outputs import CompletionOutput
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.acceptance.models import ALL_MODELS, Sizes, options_of
-from benchmarks.engine.dummy_llm import rounded
+from benchmarks.measure.record import rounded
 from jaxspec import LLM
 
 Row = dict[str, Any]
@@ -30,7 +30,7 @@ LIGHT_PARTS = "features", "exact", "without drafts"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a process is to do; `seconds` are those that it may take."""
+    """A part of a model for a process, and the seconds that it may take."""
 
     model: str
     part: str
@@ -41,25 +41,23 @@ class Job:
     is_small: bool = False
 
     def options(self, **others: Any) -> dict[str, Any]:
-        """Options of its engine."""
         return options_of(self.model, self.sizes, Path(self.cache), **others)
 
 
 def parts_of(model: str) -> tuple[str, ...]:
-    """The parts of a model, in the order of their weight."""
+    """Return the parts of a model, longest first."""
     return (*PARTS, *OPTIONS) if ALL_MODELS[model].has_all else LIGHT_PARTS
 
 
 class Rows:
-    """Prints rows as they are made, and skips those that there is no time for."""
+    """Prints rows, and skips those without enough time."""
 
     def __init__(self, job: Job):
-        """Count the seconds from now on."""
         self.job, self._end = job, time.monotonic() + job.seconds
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Within the block the parent lets no other process of this run do anything."""
+        """Stop the other processes of this run within the block."""
         with Path(self.job.lock).open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             try:
@@ -70,7 +68,7 @@ class Rows:
                 print(json.dumps({"alone": False}), file=_answers(), flush=True)
 
     def add(self, feature: str, **figures: Any) -> None:
-        """Print one."""
+        """Print a row."""
         row = {"model": self.job.model, "part": self.job.part, "feature": feature, **figures}
         print(json.dumps(rounded(row)), file=_answers(), flush=True)
 
@@ -114,7 +112,7 @@ def _answers() -> Any:
 
 
 def main(argument: str) -> None:
-    """Do the job that the parent wrote as JSON."""
+    """Run the job that the parent wrote as JSON."""
     # Not at the top: they import this module.
     from benchmarks.acceptance import exact, serving, speed
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.acceptance.tokenizer import write_words
 from benchmarks.measure.model_shapes import SHAPES
+from benchmarks.measure.words import write_words
 from benchmarks.published import MODELS as PUBLISHED
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
@@ -70,7 +70,7 @@ class Sizes(NamedTuple):
 
 
 def config_of(name: str, *, is_small: bool = False, exact: bool = False) -> dict[str, Any]:
-    """The config.json: whole or cut to a few layers; `exact` cuts all, for float32."""
+    """Return config.json, whole or cut to a few layers; `exact` cuts all, for float32."""
     if name in TINY:
         return TINY[name].config()
     published, layers = PUBLISHED[name], ALL_MODELS[name].layers
@@ -83,7 +83,7 @@ def config_of(name: str, *, is_small: bool = False, exact: bool = False) -> dict
 
 @contextlib.contextmanager
 def folder_of(name: str, config: dict[str, Any]) -> Iterator[Path]:
-    """A folder with the configuration and a tokenizer, while the block runs."""
+    """Yield a folder with the configuration and a tokenizer."""
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         if name in TINY:
@@ -95,7 +95,7 @@ def folder_of(name: str, config: dict[str, Any]) -> Iterator[Path]:
 
 
 def options_of(name: str, sizes: Sizes, cache: Path | None, **others: Any) -> dict[str, Any]:
-    """Options of the engine that features run in; `others` take the place of these."""
+    """Return the options of the engine of features; `others` replace them."""
     return {
         "load_format": "dummy",
         "speculative_config": ALL_MODELS[name].drafts,
@@ -111,7 +111,7 @@ def options_of(name: str, sizes: Sizes, cache: Path | None, **others: Any) -> di
 
 
 def exact_options(cache: Path | None, **others: Any) -> dict[str, Any]:
-    """Options of the float32 engines whose tokens are compared."""
+    """Return the options of the float32 engines whose tokens are compared."""
     return {
         "load_format": "dummy",
         "dtype": "float32",

@@ -3,25 +3,22 @@
 import asyncio
 import itertools
 import json
-import socket
-import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from benchmarks.acceptance.features import MIXED, params_of
 from benchmarks.acceptance.job import Row, Rows, ready
 from benchmarks.acceptance.models import config_of, folder_of
 from benchmarks.acceptance.speed import Bench
 from benchmarks.acceptance.watch import milliseconds
-from benchmarks.engine.http_processes import Generator
+from benchmarks.engine.http_client import HTTPClient, ServerProcess, free_port
+from benchmarks.engine.load_generator import AsyncLLMClient, run
 from jaxspec import AsyncLLM, SamplingParams
 
 CLIENTS = 64
 SECONDS_TO_START = 180.0
-SECONDS_TO_END = 30.0
 # What HTTP's clients ask for, in turn; they read each answer to its length.
 ASKED: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
@@ -35,7 +32,7 @@ ASKED: tuple[dict[str, Any], ...] = (
 
 
 def serving(rows: Rows) -> None:
-    """A row for each way in; engines have the options of the part with the features."""
+    """Add a row per API; engines have the options of the part with the features."""
     job = rows.job
     with folder_of(job.model, config_of(job.model, is_small=job.is_small)) as folder:
         llm, figures = ready(folder, job.options(), ["greedy"])
@@ -72,7 +69,7 @@ def kept_prefix(bench: Bench) -> Row:
 
 
 def moved(bench: Bench, folder: Path, rows: Rows) -> Row:
-    """A request that another engine goes on with after its first tokens."""
+    """Migrate a request to a second engine after its first tokens."""
     tokens = bench.sizes.tokens
     (prompt,), params = bench.prompts(1), _greedy(tokens)
     whole = bench.llm.generate([prompt], params)[0].outputs[0].token_ids
@@ -100,44 +97,37 @@ def moved(bench: Bench, folder: Path, rows: Rows) -> Row:
 
 
 def by_tasks(folder: Path, rows: Rows) -> Row:
-    """A task per row, with all features in turn."""
-    return asyncio.run(_by_tasks(folder, rows))
-
-
-async def _by_tasks(folder: Path, rows: Rows) -> Row:
+    """Run a task per row, with all features in turn."""
     sizes, start = rows.job.sizes, time.perf_counter()
-    async with AsyncLLM(folder, **rows.job.options()) as llm:
-        await llm.warm_up()
-        seconds = {"ready_seconds": time.perf_counter() - start}
-        params = params_of(MIXED, sizes.rows, sizes.tokens, llm.get_default_sampling_params())
-        prompts = [[7 + i] * sizes.prompt for i in range(sizes.rows)]
-        gaps: list[float] = []
-
-        async def complete(prompt: list[int], each: SamplingParams) -> int:
-            count, last = 0, None
-            async for piece in llm.generate({"prompt_token_ids": prompt}, each):
-                now = time.perf_counter()
-                gaps.append(now - (last or now))
-                count, last = count + len(piece.token_ids), now
-            return count
-
-        for name in ("first", "again"):
-            with rows.alone():
-                start = time.perf_counter()
-                counts = await asyncio.gather(*map(complete, prompts, params))
-                seconds[f"{name}_seconds"] = time.perf_counter() - start
-            seconds["largest_gap_ms"] = 1000 * max(gaps)
-            gaps.clear()
-    if not all(counts):
-        raise ValueError(f"Tokens of each task: {counts}.")
+    with asyncio.Runner() as runner:
+        llm = runner.run(_async_llm(folder, rows.job.options()))
+        try:
+            seconds = {"ready_seconds": time.perf_counter() - start}
+            params = params_of(MIXED, sizes.rows, sizes.tokens, llm.get_default_sampling_params())
+            requests = [([7 + i] * sizes.prompt, each) for i, each in enumerate(params)]
+            for name in ("first", "again"):
+                with rows.alone():
+                    served = run(AsyncLLMClient(llm, runner, requests), len(requests))
+                seconds[f"{name}_seconds"] = served.seconds
+            seconds["largest_gap_ms"] = 1000 * max(served.gaps)
+        finally:
+            runner.run(llm.close())
+    if not all(answer.tokens for answer in served.answers.values()):
+        raise ValueError(f"Tokens of each task: {served.answers}.")
     return seconds | {
-        "tokens": sum(counts),
-        "tokens_per_second": sum(counts) / seconds["again_seconds"],
+        "tokens": served.tokens,
+        "tokens_per_second": served.tokens / seconds["again_seconds"],
     }
 
 
+async def _async_llm(folder: Path, options: dict[str, Any]) -> AsyncLLM:
+    llm = AsyncLLM(folder, **options)
+    await llm.warm_up()
+    return llm
+
+
 def by_http(bench: Bench, folder: Path, rows: Rows) -> Row:
-    """Streams of `jaxspec serve` and 64 clients, twice."""
+    """Stream from `jaxspec serve` to 64 clients, twice."""
     tokens = bench.sizes.tokens
     prompts = [prompt["prompt_token_ids"] for prompt in bench.prompts(CLIENTS)]
     same = {"model": "accepted", "max_tokens": tokens, "ignore_eos": True, "stream": True}
@@ -147,59 +137,41 @@ def by_http(bench: Bench, folder: Path, rows: Rows) -> Row:
         for prompt, asked in zip(prompts, itertools.cycle(ASKED), strict=False)
     ]
     start = time.perf_counter()
-    with Server(folder, rows.job.options()) as server, Generator() as clients:
+    with server_of(folder, rows.job.options()) as server:
         figures: Row = {"ready_seconds": time.perf_counter() - start, "clients": CLIENTS}
         for name in ("first", "again"):
-            with bench.alone():
-                found = clients.load(server.port, bodies, CLIENTS)
-            figures[f"{name}_seconds"] = found["seconds"]
-        if found["tokens"] != CLIENTS * tokens:
-            raise ValueError(f"{found['tokens']} tokens, not {CLIENTS * tokens}.")
-        figures["tokens_per_second"] = found["tokens"] / found["seconds"]
+            with bench.alone(), HTTPClient(server.port, bodies, CLIENTS) as client:
+                served = run(client, CLIENTS)
+            figures[f"{name}_seconds"] = served.seconds
+        if served.tokens != CLIENTS * tokens:
+            raise ValueError(f"{served.tokens} tokens, not {CLIENTS * tokens}.")
+        figures["tokens_per_second"] = served.tokens / served.seconds
         return figures | milliseconds(
-            first_token=max(found["ttft"]), largest_gap=max(found["gaps"], default=0.0)
+            first_token=max(served.ttft), largest_gap=max(served.gaps, default=0.0)
         )
 
 
-class Server:
-    """`jaxspec serve` in a process of its own, ready when the block begins."""
+def server_of(folder: Path, options: dict[str, Any]) -> ServerProcess:
+    """Start `jaxspec serve` with `options` of the engine.
 
-    def __init__(self, folder: Path, options: dict[str, Any]):
-        """`options`: of the engine."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        flags = ["--port", str(self.port), "--served-model-name", "accepted", "--no-access-log"]
-        self._command = [sys.executable, "-m", "jaxspec", "serve", str(folder), *flags]
-        for name, value in options.items():
-            self._command += _flag(name, value)
-        self._said = folder / "server.txt"
-
-    def __enter__(self) -> Self:
-        with self._said.open("w") as said:
-            self._process = subprocess.Popen(self._command, stdout=said, stderr=said)
-        deadline = time.monotonic() + SECONDS_TO_START
-        while self._process.poll() is None and time.monotonic() < deadline:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
-                return self
-            except OSError:
-                time.sleep(0.1)
-        self.__exit__()
-        said = self._said.read_text(errors="replace").strip()
-        raise RuntimeError(f"The server did not start: {said[-300:]}")
-
-    def __exit__(self, *error: object) -> None:
-        self._process.terminate()
+    Raises:
+        RuntimeError: it did not start; with the end of its words.
+    """
+    port, words = free_port(), folder / "server.txt"
+    flags = ["--port", str(port), "--served-model-name", "accepted", "--no-access-log"]
+    command = [sys.executable, "-m", "jaxspec", "serve", str(folder), *flags]
+    for name, value in options.items():
+        command += _flag(name, value)
+    with words.open("w") as file:
         try:
-            self._process.wait(SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            return ServerProcess(command, port, SECONDS_TO_START, stdout=file, stderr=file)
+        except RuntimeError as error:
+            end = words.read_text(errors="replace").strip()[-300:]
+            raise RuntimeError(f"The server did not start: {end}") from error
 
 
 def _flag(name: str, value: Any) -> list[str]:
-    """An option as the command line takes it; the server draws no progress."""
+    """Return an option's words on the command line; a server has no `show_progress`."""
     if value is None or name == "show_progress":
         return []
     if isinstance(value, list):

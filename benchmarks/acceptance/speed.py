@@ -26,10 +26,9 @@ SHORT_PROMPT = 64  # of the batches that are timed: the other processes wait for
 
 
 class Bench:
-    """An engine and the prompts it is given, no two of which begin alike."""
+    """An engine, and random prompts without common prefixes."""
 
     def __init__(self, llm: LLM, rows: Rows):
-        """Draw prompts of random ids."""
         self.llm, self.sizes, self.alone = llm, rows.job.sizes, rows.alone
         self._rng = np.random.default_rng(0)
 
@@ -56,7 +55,7 @@ class Bench:
         return run
 
     def first_requests(self, feature: Feature) -> Row:
-        """The first request with a feature and another one, while a greedy stream runs."""
+        """Time the first request with a feature and a second one, while a greedy stream runs."""
         (prompt,) = self.prompts(1)
         tokens = self.sizes.longest - self.sizes.prompt
         with self.alone(), Companion(self.llm, prompt["prompt_token_ids"], tokens) as stream:
@@ -65,7 +64,7 @@ class Bench:
         return milliseconds(first=first, again=again, largest_gap=stream.largest_gap)
 
     def speed(self, feature: Feature, repeats: int = REPEATS) -> Row:
-        """Milliseconds per token and row, by the quickest of the repeats."""
+        """Return milliseconds per token and row of the fastest repeat."""
         tokens = self.sizes.tokens
         with self.alone():
             first = self.run(feature, 1)
@@ -118,7 +117,7 @@ def _feature(bench: Bench, events: CompileEvents, feature: Feature) -> Row:
 
 
 def option(rows: Rows) -> None:
-    """Greedy requests with an option of the engine: a row."""
+    """Add the row of greedy requests with an option of the engine."""
     job = rows.job
     with folder_of(job.model, config_of(job.model, is_small=job.is_small)) as folder:
 

@@ -14,10 +14,9 @@ IN_CALLS = "MainThread", "acceptance", "jaxspec-engine"  # threads in which a re
 
 
 class CompileEvents:
-    """Counts what JAX traces and compiles, by whether a request waits for it."""
+    """Counts JAX's traces and compilations: those that a request waits for, and others."""
 
     def __init__(self) -> None:
-        """Listen from now on."""
         self._counts: collections.Counter[str] = collections.Counter()
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
@@ -25,7 +24,7 @@ class CompileEvents:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
     def take(self) -> dict[str, int]:
-        """The counts since the last call."""
+        """Return the counts since the last call."""
         counts, self._counts = self._counts, collections.Counter()
         return {name: counts[name] for name in ("compiled_in_calls", "compiled_in_background")}
 
@@ -37,10 +36,10 @@ class CompileEvents:
 
 
 class Companion:
-    """A greedy stream in a thread of its own, and the largest gap between two of its pieces."""
+    """A greedy stream in its own thread, and the largest gap between two of its outputs."""
 
     def __init__(self, llm: LLM, prompt: list[int], tokens: int):
-        """`tokens`: of a request; where it ends the next one begins."""
+        """`tokens`: of a request, after which the next one starts."""
         self._llm, self._prompt = llm, {"prompt_token_ids": prompt}
         self._params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         self._over, self._begun = threading.Event(), threading.Event()
@@ -86,5 +85,5 @@ class Companion:
 
 
 def milliseconds(**seconds: float) -> dict[str, Any]:
-    """Seconds by name as milliseconds by `name_ms`."""
+    """Convert seconds by name to milliseconds by `name_ms`."""
     return {f"{name}_ms": 1000 * value for name, value in seconds.items()}

@@ -70,7 +70,7 @@ def fixed_prompts(count: int) -> list[list[int]]:
 
 
 class Arm:
-    """One of the two engines, and what it did so far."""
+    """One of the two engines, and the totals of its requests."""
 
     def __init__(self, drafts: int, args: argparse.Namespace):
         pages = args.rows * -(-(LONGEST + args.tokens) // PAGE)
@@ -93,7 +93,7 @@ class Arm:
         self._seconds, self._metrics = 0.0, RequestMetrics()
 
     def complete(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Request]:
-        """All samples of all prompts, prompt by prompt."""
+        """Return all samples, prompt by prompt."""
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         groups = self._llm.prepare(inputs, [params] * len(prompts))  # compiles
         samples: list[Sample] = [sample for group in groups for sample in group]
@@ -175,7 +175,7 @@ def _logits(graph: Any, weights: Any, inputs: ModelInputs, pools: Any) -> jax.Ar
 
 @dataclasses.dataclass
 class Tally:
-    """What became of the generations of one kind."""
+    """Counts of the generations of one kind."""
 
     params: dict[str, Any]
     generations: int = 0
@@ -189,7 +189,7 @@ class Tally:
     short_with_drafts_alone: int = 0  # each is a difference too, or follows a tie
 
     def add(self, plain: Request, drafted: Request, score: Score, tie: float) -> float | None:
-        """Count one generation; how far the scores are apart if it differs by more than a tie."""
+        """Count a generation, and return its gap of scores if it differs by more than a tie."""
         self.generations += 1
         self.ended_by_stop += plain.finish.reason == "stop"
         is_short, is_short_plain = (r.num_output < SHORT for r in (drafted, plain))
@@ -221,7 +221,7 @@ def score_gap(plain: Request, drafted: Request, score: Score) -> float:
 
 
 def first_difference(plain: Request, drafted: Request) -> int:
-    """Output tokens that both begin with."""
+    """Return the number of equal output tokens before the first difference."""
     pairs = zip(plain.output, drafted.output, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -229,7 +229,7 @@ def first_difference(plain: Request, drafted: Request) -> int:
 def compare(
     rounds: Sequence[dict[str, Any]], args: argparse.Namespace
 ) -> tuple[list[Tally], list[dict[str, Any]], list[dict[str, Any]]]:
-    """The tallies of all kinds of rounds, the differences, and the figures of both arms."""
+    """Return the tallies by kind of round, the differences, and the figures of both arms."""
     prompts, tie = fixed_prompts(args.prompts), TIE[args.dtype]
     plain, drafted = arms = Arm(0, args), Arm(DRAFTS, args)
     judge = Judge(LONGEST + args.tokens)
@@ -252,7 +252,6 @@ def compare(
 def describe(
     number: int, prompt: int, plain: Request, drafted: Request, gap: float
 ) -> dict[str, Any]:
-    """One difference, for whoever looks for its cause."""
     return {
         "round": number,
         "prompt": prompt,

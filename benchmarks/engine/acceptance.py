@@ -28,7 +28,7 @@ TEMPERATURES = 0.0, 0.8
 
 
 def figures(outputs: list[RequestMetrics]) -> dict[str, Any]:
-    """What drafts gave; a request's first token comes with its prompt, and not by a decode step."""
+    """Return the acceptance of drafts; the first token of a request is no decode step."""
     total = RequestMetrics.total(outputs)
     count = total.num_tokens - len(outputs)
     steps = count - total.num_accepted_tokens

@@ -36,7 +36,7 @@ NUM_DRAFTS = (0, 3)
 
 
 class Jaxspec:
-    """Completions by an LLM of one row, at one temperature."""
+    """Completions by an LLM with one row, at one temperature."""
 
     def __init__(self, llm: LLM, temperature: float):
         self._llm, self._temperature = llm, temperature
@@ -90,7 +90,6 @@ class Transformers:
 
 
 def make_llm(rows: int, drafts: int) -> LLM:
-    """One program for its steps, one for prompts of 96 tokens, and the default max_model_len."""
     return LLM(
         speculative_config={"num_speculative_tokens": drafts} if drafts else None,
         dtype="float32",
@@ -104,7 +103,7 @@ def make_llm(rows: int, drafts: int) -> LLM:
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """The median of `values` under `name`, and the least and the most."""
+    """Return the median, minimum and maximum of `values`."""
     figures = {"": statistics.median(values), "_least": min(values), "_most": max(values)}
     return {name + suffix: round(value, 3) for suffix, value in figures.items()}
 
@@ -112,7 +111,7 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 def decoding(
     cases: Sequence[Jaxspec | Transformers], prompts: Sequence[list[int]], tokens: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """Tokens a second of each case, and for how many prompts its ids are those of the first."""
+    """Return each case's tokens per second, and the number of prompts with the first case's ids."""
     rates: list[list[float]] = [[] for _ in cases]
     for case in cases:
         case.complete(prompts[0], tokens)
@@ -138,7 +137,7 @@ def decoding(
 def scaling(
     batches: Sequence[int], prompts: Sequence[list[int]], tokens: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """Tokens a second of all rows together and milliseconds a step, by rows and drafts."""
+    """Return tokens per second of all rows and milliseconds per step, by rows and drafts."""
     llms = {key: make_llm(*key) for key in itertools.product(batches, NUM_DRAFTS)}
     runs: dict[tuple[int, int], list[tuple[float, float]]] = {key: [] for key in llms}
     for (rows, _), llm in llms.items():
@@ -154,7 +153,7 @@ def scaling(
 
 
 def steady_steps(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> tuple[float, float]:
-    """Tokens a second and milliseconds a step while all rows decode."""
+    """Return tokens per second and milliseconds per step while all rows decode."""
     # More than are counted: near the end of a row the host holds its steps back.
     params = SamplingParams(temperature=0.0, max_tokens=tokens + 16, ignore_eos=True)
     groups = llm.prepare([{"prompt_token_ids": p} for p in prompts], [params] * len(prompts))
@@ -199,8 +198,7 @@ def main() -> None:
         "sampled": decoding(sampled, some, args.tokens, args.repeats),
         "scaling": scaling(args.rows, prompts, args.tokens, args.repeats),
     }
-    for table in (tables.decoding, tables.drafts, tables.scaling):
-        print(table(figures), end="\n\n")
+    print(tables.shown(figures, "decoding", "drafts", "scaling"))
     record.write(args.json, figures)
 
 

@@ -44,7 +44,7 @@ PEER = Path(__file__).parents[1] / "results" / "peer_h200.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case(dummy_llm.Case):
-    """What a result is of."""
+    """Fields that identify a result."""
 
     rows: int
     prompt: int
@@ -52,7 +52,7 @@ class Case(dummy_llm.Case):
 
 
 def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
-    """An engine for so many rows, all prompts of which come at once."""
+    """Create an engine for `case.rows` rows whose prompts are sent at once."""
     chunk = min(case.rows * case.prompt, args.prefill_tokens)
     longest = case.prompt + max(case.tokens + 1, steady_tokens(case, args.steps))
     # With drafts rows end one by one, and a step computes the smallest bucket that holds the rest.
@@ -74,7 +74,7 @@ def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
 
 
 def generation(llm: LLM, case: Case, prompts: Prompts, repeats: int) -> Figures:
-    """The speed of `generate`, prompts and output; the GPU's clock and power while all decode."""
+    """Time `generate`; sample the GPU's clock and power while all rows decode."""
     with power.sampled() as samples:  # a run that is not timed, and the next ones find all warm
         sampled = complete(llm, prompts, case.tokens + 1).requests
     all_decode = (
@@ -105,19 +105,19 @@ def generation(llm: LLM, case: Case, prompts: Prompts, repeats: int) -> Figures:
 
 
 def calls_per_round(case: Case, steps: int) -> int:
-    """Dispatches in a round of `steps` steps, but at least 3: one alone could overlap nothing."""
+    """Return the dispatches of a round: at least 3, because a single one overlaps nothing."""
     return max(3, steps // case.steps_per_dispatch)
 
 
 def steady_tokens(case: Case, steps: int) -> int:
-    """The most a row can get in `steady_steps`, and some behind it: no row may end."""
+    """Return more tokens than a row can get in `steady_steps`, because no row may end."""
     a_round = calls_per_round(case, steps) * case.steps_per_dispatch
     unknown = (3 + case.max_in_flight) * case.steps_per_dispatch  # to the scheduler
     return (2 * ROUNDS * a_round + PROFILED + 8 + unknown) * (1 + case.drafts)
 
 
 def steady_steps(llm: LLM, case: Case, prompts: Prompts, args: argparse.Namespace) -> Figures:
-    """Milliseconds a step while all rows decode, by the engine and without it."""
+    """Time steps while all rows decode: by the engine, and back to back."""
     engine = llm.session.engine
     tokens = steady_tokens(case, args.steps)
     groups = llm.prepare(prompts, [dummy_llm.greedy(tokens)] * len(prompts))
@@ -170,7 +170,7 @@ def back_to_back(llm: LLM, calls: int) -> float:
 
 
 def compare(case: Case, figures: Figures, copy: float) -> Figures:
-    """The floor of a step with `copy` bytes a second, and the peer's figures."""
+    """Return the floor of a step at `copy` bytes per second, and the peer's time."""
     config = parse_config(SHAPES[case.shape].config())
     moved = floor.step_bytes(
         config,
@@ -199,7 +199,7 @@ def compare(case: Case, figures: Figures, copy: float) -> Figures:
 
 
 def measure(case: Case, folder: Path, args: argparse.Namespace, *, copy: float) -> Figures:
-    """All figures of one case, where a copy reaches `copy` bytes a second."""
+    """Measure one case; `copy`: bytes per second of a copy."""
     prompts = dummy_llm.random_prompts(case.shape, case.rows, case.prompt)
     llm, setting_up = dummy_llm.started(lambda: make_llm(case, folder, args))
     figures = generation(llm, case, prompts, args.repeats)

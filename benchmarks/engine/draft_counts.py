@@ -20,13 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import dummy_llm, workload
+from benchmarks.engine import dummy_llm
 from benchmarks.engine.dummy_llm import RATES, Figures
-from benchmarks.engine.traffic import Work, serve
+from benchmarks.engine.load_generator import one_token_each, requests_of, serve
 from benchmarks.measure import record
 from benchmarks.measure.model_shapes import SHAPES
 from jaxspec import LLM, RequestMetrics
-from jaxspec.pallas import dispatch
 from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.scheduler.adaptive_drafts import AdaptiveDrafts
 
@@ -36,7 +35,7 @@ Rates = list[float]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a result is of."""
+    """Fields that identify a result."""
 
     shape: str
     rates: Rates | None
@@ -47,7 +46,7 @@ class Case:
 
 
 class FixedCount(AdaptiveDrafts):
-    """One number of drafts, whatever it costs."""
+    """A fixed number of drafts."""
 
     count: int
 
@@ -56,27 +55,22 @@ class FixedCount(AdaptiveDrafts):
 
 
 def make_llm(args: argparse.Namespace, folder: Path, rates: Rates | None) -> LLM:
-    """An engine whose sizes fit the loads, and whose other options are the defaults."""
-    speculation = {"num_speculative_tokens": AUTO, "synthetic_acceptance_rates": rates}
-    return LLM(
-        folder,
-        load_format="dummy",
-        background_compilation=False,
-        speculative_config=speculation if rates else None,
+    options = dummy_llm.options_of(
+        AUTO if rates else 0,
+        rates or (),
         max_num_seqs=args.rows[-1],
         decode_buckets=args.rows,
         prefill_buckets=[512],
         max_model_len=args.prompt + args.tokens,
         compilation_cache=args.compilation_cache,
-        show_progress=False,
-        enable_prefix_caching=False,  # the same prompts come again and again
     )
+    return LLM(folder, **options)
 
 
 def choosers(
     llm: LLM, drafts: Sequence[int | str | None]
 ) -> dict[int | str | None, AdaptiveDrafts]:
-    """What picks the number of drafts, by the word for it."""
+    """Return an `AdaptiveDrafts` for each of `drafts`."""
     scheduler, found = llm.session.scheduler, {}
     for word in drafts:
         kind = FixedCount if isinstance(word, int) else AdaptiveDrafts
@@ -86,15 +80,14 @@ def choosers(
 
 
 def measure(llm: LLM, args: argparse.Namespace, rows: int, drafts: Sequence[Any]) -> list[Figures]:
-    """What each way to choose takes for a token, in the order of `drafts`."""
-    ids = workload.prompts([(args.prompt, args.tokens)] * rows, SHAPES[args.shape].vocab)
-    work = Work([{"prompt_token_ids": each} for each in ids], [args.tokens] * rows)
+    """Return the time per token of each choice, in the order of `drafts`."""
+    requests = requests_of([(args.prompt, args.tokens)] * rows, SHAPES[args.shape].vocab)
     ways, runs = choosers(llm, drafts), {word: list[Figures]() for word in drafts}
     for repeat in range(args.repeats + 1):
         for word, chooser in ways.items():
             llm.session.scheduler.adaptive_drafts = chooser
-            served = serve(llm, work, at_once=rows)
-            first = serve(llm, work.one_token_each(), at_once=rows)
+            served = serve(llm, requests)
+            first = serve(llm, one_token_each(requests))
             milliseconds = 1000 * (served.seconds - first.seconds) / (args.tokens - 1)
             total = RequestMetrics.total(served.metrics)
             if repeat:  # the first run is for learning
@@ -107,7 +100,7 @@ def measure(llm: LLM, args: argparse.Namespace, rows: int, drafts: Sequence[Any]
 
 
 def rates(word: str) -> Rates | None:
-    """Of the first draft, of the first two, ...: from "0.8,0.6,0.45"; None from "none"."""
+    """Parse acceptance rates of the first draft, the first two, ...: "0.8,0.6,0.45" or "none"."""
     return None if word == "none" else [float(rate) for rate in word.split(",")]
 
 
@@ -128,17 +121,16 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = parser().parse_args()
     sizes = {name: getattr(args, name) for name in ("shape", "prompt", "tokens")}
-    commit = record.machine()["commit"]
     with dummy_llm.model_folder(args.shape) as folder:
         for each in args.rates:
             make = functools.partial(make_llm, args, folder, each)
             llm, setting_up = dummy_llm.started(make)
-            about = {"commit": commit, "compile_seconds": setting_up["compile_seconds"]}
+            about = {"compile_seconds": setting_up["compile_seconds"]}
             drafts = [AUTO, *llm.shapes.draft_buckets] if each else [None]
             for rows in args.rows:
                 for word, figures in zip(drafts, measure(llm, args, rows, drafts), strict=True):
-                    case = dataclasses.asdict(Case(**sizes, rates=each, rows=rows, drafts=word))
-                    dummy_llm.keep(args.json, case, figures | about, dispatch.implementations())
+                    case = Case(**sizes, rates=each, rows=rows, drafts=word)
+                    record.keep(args.json, case, figures | about)
             llm.close()
             del llm, make
             gc.collect()  # the weights, before others are drawn

@@ -1,8 +1,7 @@
-"""LLMs of a published shape with random weights: what the benchmarks of them share.
+"""LLMs of a published shape with random weights, and the common parts of their benchmarks.
 
-A script describes what it measures by cases (a subclass of `Case`), of which a file holds one
-result each, takes its options from `parser`, and gives cases and a function that measures one to
-`run`.
+A script describes its measurements by cases (a subclass of `Case`), takes options from `parser`,
+and passes the cases and a function that measures one to `run`.
 """
 
 import argparse
@@ -23,7 +22,6 @@ import numpy as np
 from benchmarks.measure import record
 from benchmarks.measure.model_shapes import SHAPES
 from jaxspec import LLM, RequestMetrics, SamplingParams
-from jaxspec.pallas import dispatch
 
 RATES = (0.80, 0.60, 0.45)  # of the first draft, of the first two, of all three
 PAGE_SIZE = 16
@@ -33,7 +31,7 @@ Figures = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """The model that a result is of, and how it runs."""
+    """The model of a result, and the options that it ran with."""
 
     shape: str
     drafts: int | str  # "auto": the engine chooses in each step, 3 at most
@@ -47,7 +45,7 @@ class Case:
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    """Options for the fields of a `Case`, but for drafts; and for `run`."""
+    """Return a parser with the fields of a `Case` except drafts, and the options of `run`."""
     options = record.parser(doc)
     options.add_argument("--shape", choices=SHAPES, default="qwen3.5-9b")
     options.add_argument("--draft-vocab", type=int, metavar="N", help="default: the model's")
@@ -63,44 +61,61 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 
 def fields_given(kind: type[Case], args: argparse.Namespace) -> Figures:
-    """The fields of a case that the options name."""
+    """Return the fields of a case that are options."""
     names = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in vars(args).items() if name in names}
 
 
 def make_llm(case: Case, folder: Path, **sizes: Any) -> LLM:
-    """An engine for the model in `folder`; `sizes` are of its batches, and where programs go."""
+    """Create an engine for the model in `folder`; `sizes`: other options."""
+    same = "dtype", "state_policy", "state_dtype", "kv_dtype", "max_in_flight"
+    given = {name: getattr(case, name) for name in (*same, "steps_per_dispatch")}
+    options = options_of(case.drafts, draft_vocab=case.draft_vocab, page_size=PAGE_SIZE)
+    return LLM(folder, **options, **given, **sizes)
+
+
+def options_of(
+    drafts: int | str,
+    rates: Sequence[float] = RATES,
+    draft_vocab: int | None = None,
+    **others: Any,
+) -> dict[str, Any]:
+    """Return the options of an `LLM` with random weights, without cached prefixes.
+
+    Args:
+        drafts: Per step; "auto" lets the engine choose.
+        rates: Share of steps that accept the first draft, the first two, ...
+        draft_vocab: Number of ids that are drafted; None means the model's.
+        others: Other options, which replace these.
+    """
     speculation = {
-        "num_speculative_tokens": case.drafts,
-        "draft_vocab": case.draft_vocab,
-        "synthetic_acceptance_rates": RATES if case.drafts == "auto" else RATES[: case.drafts],
+        "num_speculative_tokens": drafts,
+        "draft_vocab": draft_vocab,
+        "synthetic_acceptance_rates": rates_of(drafts, rates),
     }
-    return LLM(
-        folder,
-        load_format="dummy",
-        speculative_config=speculation if case.drafts else None,
-        dtype=case.dtype,
-        state_policy=case.state_policy,
-        state_dtype=case.state_dtype,
-        kv_dtype=case.kv_dtype,
-        max_in_flight=case.max_in_flight,
-        steps_per_dispatch=case.steps_per_dispatch,
-        page_size=PAGE_SIZE,
-        show_progress=False,
-        background_compilation=False,  # nothing else runs while steps are timed
-        enable_prefix_caching=False,  # the same prompts come again and again
-        **sizes,
-    )
+    return {
+        "load_format": "dummy",
+        "speculative_config": speculation if drafts else None,
+        "show_progress": False,
+        "background_compilation": False,  # nothing else runs while steps are timed
+        "enable_prefix_caching": False,  # the same prompts are sent again
+        **others,
+    }
+
+
+def rates_of(drafts: int | str, rates: Sequence[float] = RATES) -> list[float]:
+    """Return as many rates as there are drafts."""
+    return list(rates if drafts == "auto" else rates[:drafts])
 
 
 def num_pages(lengths: Iterable[int]) -> int:
-    """Pages for requests of so many tokens each, so that none waits for another's."""
+    """Return the number of pages for requests of these lengths, with the null page."""
     return 1 + sum(-(-length // PAGE_SIZE) for length in lengths)
 
 
 @contextlib.contextmanager
 def model_folder(shape: str) -> Iterator[Path]:
-    """A folder that a model with random weights is made from, while the block runs."""
+    """Yield a folder with the config.json of a shape."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(SHAPES[shape].config()))
@@ -108,13 +123,13 @@ def model_folder(shape: str) -> Iterator[Path]:
 
 
 def random_prompts(shape: str, count: int, length: int) -> Prompts:
-    """The same each time."""
+    """Return `count` prompts of random ids, the same in each call."""
     ids = np.random.default_rng(0).integers(0, SHAPES[shape].vocab, (count, length))
     return [{"prompt_token_ids": row} for row in ids.tolist()]
 
 
 def started(make: Callable[[], LLM], kind: Any = "greedy") -> tuple[LLM, Figures]:
-    """An engine with all its programs of a kind, and the seconds that took."""
+    """Return an engine with all programs of a kind, and its load and compile times."""
     llm, load = timed(make)
     _, compiled = timed(lambda: llm.warm_up(kind))
     by_program = llm.metrics()["compile_seconds"]
@@ -142,19 +157,19 @@ def complete(llm: LLM, prompts: Prompts, tokens: int) -> Completion:
 
 
 def greedy(tokens: int) -> SamplingParams:
-    """For exactly so many tokens."""
+    """Return greedy parameters for exactly `tokens` tokens."""
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """What a call returns, and its seconds."""
+    """Return the result of a call, and its seconds."""
     begin = time.perf_counter()
     result = call()
     return result, time.perf_counter() - begin
 
 
 def spread(name: str, values: Sequence[float]) -> Figures:
-    """The median, the least and the most of the repeats."""
+    """Return the median, minimum and maximum of the repeats."""
     return {
         name: statistics.median(values),
         f"{name}_least": min(values),
@@ -167,9 +182,8 @@ def run(
     measure: Callable[[Any, Path, argparse.Namespace], Figures],
     args: argparse.Namespace,
 ) -> list[Figures]:
-    """Measure, print and write case after case; one that does not fit is said to. All results."""
+    """Measure each case, print and write its result; a case that does not fit has an `error`."""
     results = []
-    commit = record.machine()["commit"]
     with model_folder(args.shape) as folder:
         for case in cases:
             try:
@@ -180,25 +194,5 @@ def run(
                     raise
                 figures = {"error": "out of memory"}
             gc.collect()  # the weights, before others are drawn
-            figures["commit"] = commit
-            about = dataclasses.asdict(case)
-            results.append(keep(args.json, about, figures, dispatch.implementations()))
+            results.append(record.keep(args.json, case, figures))
     return results
-
-
-def keep(file: Path | None, about: Figures, figures: Figures, implementations: Figures) -> Figures:
-    """Print a result, and write it into `file`, which keeps those of other cases."""
-    result = rounded({**about, **figures})
-    print(json.dumps(result), flush=True)
-    known = json.loads(file.read_text()) if file and file.exists() else {}
-    others = [x for x in known.get("results", []) if {k: x.get(k) for k in about} != about]
-    chosen = known.get("implementations", {}) | implementations
-    record.write(file, {"implementations": chosen, "results": [*others, result]})
-    return result
-
-
-def rounded(value: Any) -> Any:
-    """Figures to five digits, which is more than repeats agree on."""
-    if isinstance(value, dict):
-        return {name: rounded(part) for name, part in value.items()}
-    return float(f"{value:.5g}") if isinstance(value, float) else value

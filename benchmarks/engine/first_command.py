@@ -25,7 +25,7 @@ COMMAND = [sys.executable, "-m", "jaxspec", PROMPT]
 
 
 def run(cache: str) -> dict[str, Any]:
-    """One start of the command, compiled programs kept under `cache`."""
+    """Run the command once, with compiled programs under `cache`."""
     environment = {**os.environ, "XDG_CACHE_HOME": cache}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # would be taken instead
     begin = time.perf_counter()
@@ -49,7 +49,7 @@ def run(cache: str) -> dict[str, Any]:
 
 
 def middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of `runs`, how far the seconds spread, and the last line of figures."""
+    """Return the medians of `runs`, the spread of the seconds, and the last summary."""
     seconds = [one["seconds"] for one in runs]
     keys = ("first_character_seconds", "seconds", "peak_memory_mb")
     return {
@@ -73,7 +73,7 @@ def main() -> None:
             warm.append(run(cache))
         print(f"cold {cold[-1]['seconds']} s, warm {warm[-1]['seconds']} s", flush=True)
     figures = {"repeats": args.repeats, "cold": middle(cold), "warm": middle(warm)}
-    print(tables.first_command(figures))
+    print(tables.shown(figures, "first command"))
     record.write(args.json, figures)
 
 

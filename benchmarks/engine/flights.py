@@ -27,13 +27,12 @@ RECORDERS = ("off", "full")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case(dummy_llm.Case):
-    """What a result is of."""
+    """Fields that identify a result."""
 
     rows: int
 
 
 def measured(case: Case, model: Path, repeats: int) -> dict[str, Any]:
-    """The figures of one case."""
     sizes = {
         "max_num_seqs": case.rows,
         "max_model_len": PROMPT + TOKENS + 32,
@@ -69,7 +68,7 @@ def measured(case: Case, model: Path, repeats: int) -> dict[str, Any]:
 
 
 def spread(seconds: list[float]) -> list[float]:
-    """The least, the median and the most, in milliseconds a token of each row."""
+    """Return the minimum, median and maximum in milliseconds per token."""
     values = min(seconds), statistics.median(seconds), max(seconds)
     return [round(1000 * value / TOKENS, 3) for value in values]
 

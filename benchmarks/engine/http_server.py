@@ -1,9 +1,9 @@
-"""A server that tells what its host does: `jaxspec serve`, but for what it compiles at the start.
+"""A server that measures its host: `jaxspec serve` with programs for greedy requests alone.
 
-`main` takes a model's folder and the options of an `AsyncLLM` and of the server in JSON. "begin"
-and "end" on the standard input bound what is measured, and "end" is answered with a line of JSON.
-Behind "begin" may stand for how many milliseconds a thread keeps Python's lock from then on, in
-place of what the server chose. The server ends with that input.
+The arguments of `main` are a model's folder and, as JSON, the options of an `AsyncLLM` and of the
+server. The lines "begin" and "end" on the standard input bound a measurement, which "end" prints as
+a line of JSON. "begin X" sets the milliseconds that a thread may keep Python's lock. The server
+ends with that input.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ TICK = 0.005  # seconds between two looks at the event loop
 
 
 class WatchedLLM(AsyncLLM):
-    """It compiles for greedy requests, and tells what its host does."""
+    """An AsyncLLM that compiles for greedy requests and measures its host."""
 
     async def get_ready(self) -> None:
         began = time.monotonic()
@@ -37,7 +37,7 @@ class WatchedLLM(AsyncLLM):
         threading.Thread(target=self._listen, daemon=True).start()
 
     async def _tick(self) -> None:
-        """Note how late the loop comes to what is due."""
+        """Record the lag of the event loop."""
         while True:
             due = time.monotonic() + TICK
             await asyncio.sleep(TICK)

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.engine.dummy_llm import rounded, timed
+from benchmarks.engine.dummy_llm import timed
 from benchmarks.measure import record
 from benchmarks.measure.model_shapes import SHAPES
 from jaxspec.models import MODELS, load_model, parse_config
@@ -46,7 +46,7 @@ NOISE = np.random.default_rng(0).integers(0, 2**14, 2**25, np.uint16)  # finite 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One to be written."""
+    """A tensor of the checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class Tensor:
 
 
 def make(folder: Path, args: argparse.Namespace) -> Figures:
-    """Write the checkpoint; what it is."""
+    """Write the checkpoint, and return its sizes."""
     layers = deepest(args)
     config = SHAPES[args.shape].config() | {"num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(config))
@@ -77,7 +77,7 @@ def make(folder: Path, args: argparse.Namespace) -> Figures:
 
 
 def deepest(args: argparse.Namespace) -> int:
-    """The most layers that the model has and the gigabytes allow."""
+    """Return the largest number of layers that the model has and `--gigabytes` allows."""
     shape = SHAPES[args.shape]
     sizes = [
         total(tensors_of(shape.config() | {"num_hidden_layers": layers}))
@@ -88,7 +88,7 @@ def deepest(args: argparse.Namespace) -> int:
 
 
 def tensors_of(config: Figures, one_by_one: bool = False) -> list[Tensor]:
-    """A model's tensors in the order of its layers; with the experts of a layer `one_by_one`."""
+    """Return a model's tensors by layer; `one_by_one`: a tensor per expert."""
     module, _, name = MODELS[config["architectures"][0]].partition(":")
     family = getattr(importlib.import_module(module), name)
     model = nnx.eval_shape(lambda: family(parse_config(config), jnp.bfloat16))
@@ -106,7 +106,7 @@ def total(tensors: Iterable[Tensor]) -> int:
 
 
 def in_shards(tensors: list[Tensor], most: float) -> Iterator[list[Tensor]]:
-    """The tensors in files of about `most` bytes."""
+    """Yield the tensors of each file of about `most` bytes."""
     shard: list[Tensor] = []
     for tensor in tensors:
         if shard and total(shard) + tensor.num_bytes > most:
@@ -121,7 +121,6 @@ def file_name(number: int) -> str:
 
 
 def write(path: Path, tensors: list[Tensor]) -> None:
-    """A file of noise."""
     header, place = {}, 0
     for tensor in tensors:
         offsets = [place, place + tensor.num_bytes]
@@ -135,7 +134,7 @@ def write(path: Path, tensors: list[Tensor]) -> None:
 
 
 def dd(folder: Path) -> float:
-    """Seconds in which `dd` reads the shards."""
+    """Return the seconds in which `dd` reads the shards."""
     shards = sorted(folder.glob("*.safetensors"))
     commands = [["dd", f"if={path}", "of=/dev/null", "bs=1M"] for path in shards]
     run = [lambda c=c: subprocess.run(c, check=True, capture_output=True) for c in commands]
@@ -143,7 +142,7 @@ def dd(folder: Path) -> float:
 
 
 def load(folder: Path, dtype: str) -> Figures:
-    """Load it twice, here."""
+    """Load the checkpoint twice in this process."""
     jnp.zeros(1).block_until_ready()  # the device is there
     before = most_held()
     seconds, model = loaded(folder, dtype)
@@ -162,25 +161,25 @@ def load(folder: Path, dtype: str) -> Figures:
 
 
 def loaded(folder: Path, dtype: str) -> tuple[float, nnx.Module]:
-    """The seconds until all weights are on the device, and the model."""
+    """Return the seconds until all weights are on the device, and the model."""
     model, seconds = timed(lambda: jax.block_until_ready(load_model(folder, jnp.dtype(dtype))))
     return seconds, model
 
 
 def most_held() -> int:
-    """Bytes that this process has held at most, on Linux."""
+    """Return the peak memory of this process in bytes, on Linux."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def new_process(arguments: list[str]) -> str:
-    """The last line that this script prints there: one process at a time has the device."""
+    """Return the last line that this script prints in a new process, which then has the device."""
     command = [sys.executable, "-m", "benchmarks.engine.load", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout.splitlines()[-1]
 
 
 def measured(folder: Path, args: argparse.Namespace) -> Figures:
-    """All figures of a checkpoint that is written into `folder`."""
+    """Write a checkpoint into `folder` and measure it."""
     about = json.loads(new_process([*sys.argv[1:], "--make", str(folder)]))
     dd(folder)  # into the page cache
     reads = [dd(folder) for _ in range(args.repeats)]
@@ -220,7 +219,7 @@ def main() -> None:
         print(json.dumps(make(args.make, args) if args.make else load(args.load, args.dtype)))
         return
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        figures = rounded(measured(Path(folder), args))
+        figures = record.rounded(measured(Path(folder), args))
     print(json.dumps(figures, indent=1))
     record.write(args.json, figures)
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.engine import dummy_llm
 from benchmarks.engine.dummy_llm import Figures, complete, num_pages, random_prompts, spread
-from benchmarks.report import prefill_tables
+from benchmarks.report import tables
 from jaxspec import LLM, RequestMetrics
 from jaxspec.engine.engine import StepTimes
 from jaxspec.requests.outputs import Sample
@@ -36,7 +36,7 @@ KINDS = ("first-token", "throughput", "mixed")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case(dummy_llm.Case):
-    """What a result is of."""
+    """Fields that identify a result."""
 
     prompts: int  # at once, or one after another beside rows that decode
     prompt: int  # tokens of each
@@ -46,7 +46,6 @@ class Case(dummy_llm.Case):
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
-    """A case for each kind, number and length of prompts that the options ask for."""
     model = dummy_llm.fields_given(dummy_llm.Case, args)
     longest = max(args.lengths)
     alone = [(n, chunk) for n in args.lengths for chunk in sorted({n, min(n, args.chunk)})[::-1]]
@@ -89,7 +88,7 @@ def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
 
 
 def alone(llm: LLM, case: Case, args: argparse.Namespace) -> Figures:
-    """Seconds of `generate` with one new token for each prompt."""
+    """Time `generate` with one new token per prompt."""
     prompts = random_prompts(case.shape, case.prompts, case.prompt)
     complete(llm, prompts, 1)
     runs = [complete(llm, prompts, 1) for _ in range(args.repeats)]
@@ -104,7 +103,7 @@ def alone(llm: LLM, case: Case, args: argparse.Namespace) -> Figures:
 
 
 def steady_tokens(case: Case, args: argparse.Namespace) -> int:
-    """The most that a row can get in `mixed`, and some behind it: no row may end."""
+    """Return more tokens than a row can get in `mixed`, because no row may end."""
     chunks = case.prompts * -(-case.prompt // case.chunk)
     own_chunks = case.rows * -(-case.context // case.chunk)  # of the rows that start later
     in_flight = 2 * (1 + case.max_in_flight)
@@ -113,7 +112,7 @@ def steady_tokens(case: Case, args: argparse.Namespace) -> int:
 
 
 def mixed(llm: LLM, case: Case, args: argparse.Namespace) -> Figures:
-    """How fast prompts are read and rows decode in the same steps."""
+    """Time steps that prefill prompts and decode rows."""
     params = dummy_llm.greedy(steady_tokens(case, args))
     own = random_prompts(case.shape, case.rows, case.context)
     decoding = [sample for (sample,) in llm.prepare(own, [params] * case.rows)]
@@ -146,13 +145,12 @@ def mixed(llm: LLM, case: Case, args: argparse.Namespace) -> Figures:
 
 
 def read(llm: LLM, samples: Sequence[Sample]) -> None:
-    """Let prompts in, and step until each has its one token."""
     for _ in llm.session.run(samples):
         pass
 
 
 def waits(steps: Sequence[StepTimes]) -> dict[bool, list[float]]:
-    """Seconds between collected steps, by whether the latter had a chunk of a prompt."""
+    """Return seconds between collected steps: with a chunk of a prompt (True), and without."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for before, step in itertools.pairwise(steps):
         has_chunk = step.num_prompt_tokens > 0
@@ -161,7 +159,7 @@ def waits(steps: Sequence[StepTimes]) -> dict[bool, list[float]]:
 
 
 def decoding_figures(rounds: Sequence[Sequence[float]], tokens_per_step: float) -> Figures:
-    """The figures of rows that wait so many seconds a step for `tokens_per_step` tokens in all."""
+    """Summarize seconds between steps of rounds; all rows get `tokens_per_step` tokens."""
     seconds = [wait for one in rounds for wait in one]
     speeds = [tokens_per_step / statistics.mean(one) for one in rounds]
     return {
@@ -173,7 +171,6 @@ def decoding_figures(rounds: Sequence[Sequence[float]], tokens_per_step: float) 
 
 
 def measure(case: Case, folder: Path, args: argparse.Namespace) -> Figures:
-    """All figures of one case."""
     llm, setting_up = dummy_llm.started(lambda: make_llm(case, folder, args))
     figures = mixed(llm, case, args) if case.rows else alone(llm, case, args)
     return {**figures, **setting_up, "memory_bytes": llm.metrics()["memory_bytes"]}
@@ -193,11 +190,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64, help="without a prompt, before they come")
     args = parser.parse_args()
     figures = {"results": dummy_llm.run(cases_of(args), measure, args)}
-    print(
-        prefill_tables.prompts_alone(figures),
-        prefill_tables.prompts_beside_rows(figures),
-        sep="\n\n",
-    )
+    print(tables.shown(figures, "long prompts", "mixed steps"))
 
 
 if __name__ == "__main__":

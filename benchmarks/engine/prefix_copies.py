@@ -1,9 +1,9 @@
-"""What the programs between steps cost: a state that is kept, and a row that begins on it.
+"""Times of the programs between steps: caching a state, and restoring one.
 
-Each program is enqueued many times behind itself, and the time of many less that of a few, over
-those between, is its own: the device's, or the host's where that is longer. Beside it stands the
-time of its kernels and copies by a profile, which is the device's alone. Every call has another
-row, checkpoint and page than the one before, so that little is found in the L2 cache.
+Each program is enqueued many times. The time of many calls less that of a few, over the calls
+between, is the device's time, or the host's if that is longer; a profile adds the time of kernels
+and copies on the device. Each call has another row, cached state and page than the one before, so
+that the L2 cache holds little of them.
 """
 
 import statistics
@@ -48,7 +48,7 @@ def measure(llm: LLM, shape: str, copy: float) -> dict[str, Figures]:
 
 
 def _decoding(llm: LLM, shape: str) -> list[Sample]:
-    """A row in every slot, in the middle of its output; nothing is in flight."""
+    """Start a row in every slot, with no step in flight."""
     rows = llm.shapes.max_num_seqs
     prompts = dummy_llm.random_prompts(shape, rows, 2 * llm.shapes.page_size)
     groups = llm.prepare(prompts, [dummy_llm.greedy(3 * llm.shapes.page_size)] * rows)
@@ -65,7 +65,7 @@ def _num_plans(llm: LLM) -> int:
 
 
 def _plan(llm: LLM, program: Program, samples: Sequence[Sample], index: int) -> StepPlan:
-    """A plan with a state, if the engine keeps any, and a page."""
+    """Plan the copy of a page, and of a state if the engine caches states."""
     request = samples[index % len(samples)].request
     checkpoint = 1 + index if llm.shapes.num_checkpoints else 0
     last = llm.shapes.num_pages - 1
@@ -81,7 +81,7 @@ def _plan(llm: LLM, program: Program, samples: Sequence[Sample], index: int) -> 
 
 
 def _bytes_moved(llm: LLM, program: Program) -> float:
-    """The least: a state and a page, read and written, and the ring that an export folds in."""
+    """Return the bytes of a state and a page, read and written, and of an export's ring."""
     held, shapes = llm.metrics()["memory_bytes"], llm.shapes
     page = sum(held.get(name, 0) for name, each in MEMORY_LABELS.items() if each.per[0] == "pages")
     state = held.get("checkpoints", 0) / (1 + shapes.num_checkpoints)
@@ -104,7 +104,7 @@ def _timed(llm: LLM, plans: Sequence[StepPlan], moved: float, copy: float) -> Fi
 
 
 def _repeated(llm: LLM, plans: Sequence[StepPlan]) -> Callable[[int], float]:
-    """A function that dispatches so many plans in turn, waits for the last and says the seconds."""
+    """Return a function of a count, which dispatches that many plans and returns their seconds."""
     runner = llm._runner
     # On the device beforehand: a transfer would make a deep queue wait for the host's staging.
     packed = [StepPlan(each.program, jax.device_put(np.array(each.packed))) for each in plans]

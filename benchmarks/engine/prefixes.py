@@ -1,56 +1,51 @@
-"""What kept prefixes give, and what they cost where none is found.
+"""Gain of the prefix cache, and its cost without hits.
 
     python -m benchmarks.engine.prefixes --shape qwen3.5-9b [--parts first-token] [--json FILE]
 
-Prompts of random ids and a model with random weights, whose drafts stand at given rates. The parts
-make engines of their own, so each can be run by itself:
+Prompts have random ids, and the model random weights and drafts that are accepted at given rates.
+Each part creates its own engines, so it can be run alone:
 
-* first-token: milliseconds to the first token of a prompt that is alone on the engine. A round is
-  a cold prompt; the same again; one that parts from it behind so many shared tokens, and leaves a
-  recurrent state there; one that finds these; and others with shorter and longer ends. A hit that
-  finds less than it should is an error.
-* agents: conversations that grow and share their system prompt (`prefix_agents.py`), so many at a
-  time, with kept prefixes. Beside them stands an engine without, which gets a sample of the same
-  requests with made-up answers: nothing is shared there, so any of them is worth any other. By
-  default 64 requests have 65,536 tokens on average, of which 90% came earlier, and at most 73,436
-  with their output. All texts together have 0.45 million: 16 GB of the 9B's keys and values, which
-  an H200 holds beside 130 states, so that nothing has to go.
-* decode: milliseconds a token with kept prefixes that nobody finds, over those without. Both
-  engines are there at once and take turns. A token's time is as in `decode.py`, where what ends of
-  outputs cost drops out; the ratio of whole runs has it.
-* copies: microseconds of the programs that keep a state and begin on one (`prefix_copies.py`).
-* host: milliseconds to the first token of a prompt whose beginning was found on the device, and of
-  one whose beginning had to make room and was found in the host's memory.
+* first-token: milliseconds to the first token of single prompts. A round is a cold prompt; the same
+  again; one with the same --shared tokens, after which the engine caches a recurrent state; one
+  that finds these; and others with shorter and longer ends. A hit with too few cached tokens is an
+  error.
+* agents: conversations that grow and share their system prompt (`prefix_agents.py`), --at-once at a
+  time, with a prefix cache. An engine without one serves a sample of the same requests with random
+  outputs; they share nothing there, so a few represent all. By default 64 requests have 65,536
+  tokens on average, 90% of them shared, and at most 73,436 with their output. All texts have 0.45
+  million tokens: 16 GB of the 9B's keys and values, which fit an H200 beside 130 states without
+  eviction.
+* decode: milliseconds per token with a prefix cache without hits, over those without one. Both
+  engines run in turn. A token's time is that of `decode.py`, which excludes the cost of the ends of
+  outputs; the ratio of whole runs includes it.
+* copies: microseconds of the programs that cache a state and restore one (`prefix_copies.py`).
+* host: milliseconds to the first token after a hit on the device, and after a hit in host memory,
+  of a prefix that was evicted.
 
-What runs first in a part is not timed. Figures are the median, the least and the most of the
-repeats; of agents, those of the repeat in the middle. A line is printed for each case, and a FILE
-keeps other cases.
+The first run of a part is not timed. Results are the median, minimum and maximum of the repeats; of
+agents, the median repeat. A line is printed per case, and FILE keeps the results of other cases.
 """
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import dummy_llm, prefix_copies
+from benchmarks.engine import prefix_copies
 from benchmarks.engine.decode import copy_bandwidth
 from benchmarks.engine.dummy_llm import RATES
 from benchmarks.engine.prefix_agents import agents
-from benchmarks.engine.prefix_decoding import decode
-from benchmarks.engine.prefix_engines import Results, small_engine
-from benchmarks.engine.prefix_hits import first_token, host
+from benchmarks.engine.prefix_parts import Results, decode, first_token, host, small_engine
 from benchmarks.engine.traffic import by_hand
 from benchmarks.measure import record
 from benchmarks.measure.model_shapes import SHAPES
-from benchmarks.report import prefix_tables
-from jaxspec.pallas import dispatch
+from benchmarks.report import tables
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a result is of."""
+    """Fields that identify a result."""
 
     part: str
     name: str
@@ -62,7 +57,7 @@ class Case:
 
 
 def copies(args: argparse.Namespace) -> Results:
-    """The programs between steps, alone."""
+    """Time the programs that copy states and pages between steps."""
     copy = 1e12 * args.copy_tb_per_s if args.copy_tb_per_s else copy_bandwidth()
     with small_engine(args) as llm:
         for name, figures in prefix_copies.measure(llm, args.shape, copy).items():
@@ -86,19 +81,19 @@ def parser() -> argparse.ArgumentParser:
     add("--drafts", type=int, default=3, choices=range(len(RATES) + 1))
     add("--repeats", type=int, default=3)
     add("--prompt", type=int, default=8192, help="tokens of a prompt alone (default 8192)")
-    add("--shared", type=int, default=8000, help="of it, that others begin with (default 8000)")
+    add("--shared", type=int, default=8000, help="of it, shared by others (default 8000)")
     add("--suffixes", type=int, nargs="+", default=[40, 376, 1296], help="tokens of other ends")
     add("--agents", type=int, default=16, help="default 16")
     add("--turns", type=int, default=4, help="of each (default 4)")
-    add("--system", type=int, default=48640, help="tokens that all agents begin with")
-    add("--first", type=int, default=9396, help="tokens of an agent's own behind them")
-    add("--more", type=int, default=4600, help="tokens of a tool between two turns")
+    add("--system", type=int, default=48640, help="tokens of the shared prefix")
+    add("--first", type=int, default=9396, help="tokens of an agent's own first text")
+    add("--more", type=int, default=4600, help="tokens of a tool's output between turns")
     add("--output", type=int, default=400, help="new tokens of a turn (default 400)")
-    add("--at-once", type=int, default=12, help="agents that are served at a time (default 12)")
-    add("--cold-requests", type=int, default=12, help="of an engine without; 0: all (default 12)")
-    add("--rows", type=int, nargs="+", default=[1, 8, 64], help="that decode (default 1 8 64)")
+    add("--at-once", type=int, default=12, help="agents at a time (default 12)")
+    add("--cold-requests", type=int, default=12, help="without a prefix cache; 0: all (default 12)")
+    add("--rows", type=int, nargs="+", default=[1, 8, 64], help="rows that decode (default 1 8 64)")
     add("--lengths", default="512x256", help="of rows that decode (default 512x256)")
-    add("--host-gib", type=float, default=8.0, help="of the host's memory for prefixes (default 8)")
+    add("--host-gib", type=float, default=8.0, help="host memory for prefixes (default 8)")
     add("--options", type=by_hand, nargs="*", default=[], metavar="NAME=VALUE", help="by hand")
     add("--copy-tb-per-s", type=float, help="default: measured first")
     add("--compilation-cache", type=Path, metavar="FOLDER")
@@ -106,19 +101,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def refusal(args: argparse.Namespace) -> str | None:
-    """Why the options don't go together, if they don't."""
+    """Return why the options are invalid; None if they are valid."""
     if not 0 < args.shared < args.prompt:
         return f"--shared must be above 0 and less than --prompt, got {args.shared}."
     if min(args.repeats, args.at_once, *args.rows) < 1:
         return "--repeats, --at-once and --rows must be positive."
     if not 0 <= args.cold_requests <= args.agents * args.turns:
         return f"--cold-requests must be at most --agents times --turns, got {args.cold_requests}."
-    if args.json and args.json.exists():
-        known = json.loads(args.json.read_text())
-        device = record.machine()["device"]
-        if "results" not in known or known.get("device", device) != device:
-            return f"{args.json} holds no results of this script on {device}; name another file."
-    return None
+    return record.refusal(args.json)
 
 
 def main() -> None:
@@ -126,7 +116,7 @@ def main() -> None:
     args = options.parse_args()
     if why := refusal(args):
         options.error(why)
-    results, commit = [], record.machine()["commit"]
+    results = []
     for part in args.parts:
         for name, sizes, figures in PARTS[part](args):
             case = Case(
@@ -138,10 +128,9 @@ def main() -> None:
                 options=dict(args.options),
                 sizes=sizes,
             )
-            about = json.loads(json.dumps(dataclasses.asdict(case)))  # with lists, as a file has
-            figures |= {"repeats": args.repeats, "commit": commit}
-            results.append(dummy_llm.keep(args.json, about, figures, dispatch.implementations()))
-    print(*prefix_tables.all_of({"results": results}), sep="\n\n")
+            results.append(record.keep(args.json, case, figures | {"repeats": args.repeats}))
+    names = "prefixes found", "agents", "prefixes not found", "copies of states"
+    print(tables.shown({"results": results}, *names))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import dummy_llm
+from benchmarks.engine import dummy_llm, load_generator
+from benchmarks.engine.load_generator import AsyncLLMClient
 from benchmarks.measure import record
 from benchmarks.measure.model_shapes import SHAPES
 from jaxspec import AsyncLLM, SamplingParams
@@ -42,7 +43,7 @@ PROMPT = 512
 
 
 class Gaps:
-    """Times between the pieces of streams."""
+    """Seconds between the outputs of streams."""
 
     def __init__(self) -> None:
         self.largest, self.seconds = 0.0, list[float]()
@@ -102,51 +103,44 @@ async def measured(llm: AsyncLLM, shape: str, rows: int, seconds: float) -> dict
     return results
 
 
-async def timed(llm: AsyncLLM, shape: str, rows: int) -> dict[str, float]:
-    """Milliseconds per token and request of batches of each kind."""
-    prompts = dummy_llm.random_prompts(shape, rows, PROMPT)
+def timed(llm: AsyncLLM, runner: asyncio.Runner, shape: str, rows: int) -> dict[str, float]:
+    """Return milliseconds per token of batches of each kind."""
+    prompts = [each["prompt_token_ids"] for each in dummy_llm.random_prompts(shape, rows, PROMPT)]
 
-    async def batch(params: dict[str, Any], tokens: int) -> float:
+    def batch(params: dict[str, Any], tokens: int) -> float:
         given = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=1, **params)
-        begun = time.perf_counter()
-
-        async def read(prompt: Any) -> None:
-            async for _ in llm.generate(prompt, given):
-                pass
-
-        await asyncio.gather(*map(read, prompts))
-        return time.perf_counter() - begun
+        client = AsyncLLMClient(llm, runner, [(prompt, given) for prompt in prompts])
+        return load_generator.run(client, rows).seconds
 
     figures = {}
     for name in TIMED:
         params = KINDS[name]
-        await batch(params, 8)
-        longs = [await batch(params, 257) - await batch(params, 1) for _ in range(3)]
+        batch(params, 8)
+        longs = [batch(params, 257) - batch(params, 1) for _ in range(3)]
         figures[name] = 1000 * statistics.median(longs) / 256
         print(name, round(figures[name], 3), flush=True)
     return figures
 
 
-async def run(args: Any, folder: Path, cache: str) -> dict[str, Any]:
+async def make_llm(folder: Path, **options: Any) -> AsyncLLM:
+    defaults = {"background_compilation": True, "enable_prefix_caching": None}
+    return AsyncLLM(folder, **dummy_llm.options_of(3, max_model_len=4096, **defaults, **options))
+
+
+def run(args: Any, folder: Path, cache: str) -> dict[str, Any]:
     begun = time.perf_counter()
-    speculation = {"num_speculative_tokens": 3, "synthetic_acceptance_rates": dummy_llm.RATES}
-    llm = AsyncLLM(
-        folder,
-        load_format="dummy",
-        max_num_seqs=args.rows,
-        max_model_len=4096,
-        speculative_config=speculation,
-        compilation_cache=cache,
-        show_progress=False,
-    )
-    async with llm:
-        loaded = time.perf_counter() - begun
-        results = await measured(llm, args.shape, args.rows, args.seconds)
-        results = {"load_seconds": loaded, **results}
-        results["ready_seconds"] = loaded + results["compile_seconds"]
-        if args.timed:
-            results["ms_per_token"] = await timed(llm, args.shape, args.rows)
-        return results
+    with asyncio.Runner() as runner:
+        llm = runner.run(make_llm(folder, max_num_seqs=args.rows, compilation_cache=cache))
+        try:
+            loaded = time.perf_counter() - begun
+            results = runner.run(measured(llm, args.shape, args.rows, args.seconds))
+            results = {"load_seconds": loaded, **results}
+            results["ready_seconds"] = loaded + results["compile_seconds"]
+            if args.timed:
+                results["ms_per_token"] = timed(llm, runner, args.shape, args.rows)
+            return results
+        finally:
+            runner.run(llm.close())
 
 
 def main() -> None:
@@ -162,7 +156,7 @@ def main() -> None:
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty,
         dummy_llm.model_folder(args.shape) as folder,
     ):
-        results = asyncio.run(run(args, folder, args.cache or empty))
+        results = run(args, folder, args.cache or empty)
         about = {"shape": args.shape, "rows": args.rows, "start": start}
         print({name: value for name, value in results.items() if name != "kinds"})
         record.write(args.json, {"results": [about | results]})

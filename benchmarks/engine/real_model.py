@@ -26,7 +26,7 @@ import jax
 from benchmarks.engine.acceptance import figures
 from benchmarks.engine.cpu_decoding import Jaxspec, Transformers
 from benchmarks.measure import real_model, record
-from benchmarks.report import real_model_tables
+from benchmarks.report import tables
 from jaxspec import LLM, SamplingParams
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 4}
@@ -35,7 +35,6 @@ _Case = Jaxspec | Transformers
 
 
 def make_llm(path: Path, drafts: dict[str, Any] | None) -> LLM:
-    """One program for its steps, and one for prompts of up to 256 tokens."""
     sizes = {"max_num_seqs": 1, "decode_buckets": [1], "prefill_buckets": [256]}
     options = {**sizes, "max_model_len": 512, "dtype": "float32", "show_progress": False}
     options["background_compilation"] = False
@@ -45,7 +44,7 @@ def make_llm(path: Path, drafts: dict[str, Any] | None) -> LLM:
 def decoding(
     cases: Sequence[_Case], prompts: Sequence[list[int]], tokens: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """Tokens a second of each case, and for how many prompts its ids are those of the first."""
+    """Return each case's tokens per second, and the number of prompts with the first case's ids."""
     firsts: dict[tuple[int, int], list[float]] = {}
     wholes: dict[tuple[int, int], list[float]] = {}
     ids: dict[tuple[int, int], list[int]] = {}
@@ -77,7 +76,7 @@ def decoding(
 
 
 def acceptance(llm: LLM) -> list[dict[str, Any]]:
-    """What drafts gave, by what was asked for, and on all prompts."""
+    """Return the acceptance of drafts by kind of prompt, and of all prompts."""
     params = SamplingParams(temperature=0.0, max_tokens=MOST_TOKENS)
     by_kind = {
         kind: [output.metrics for one in several for output in llm.chat(one, params)]
@@ -124,8 +123,7 @@ def main() -> None:
         "most_tokens": MOST_TOKENS,
         "acceptance": acceptance(drafting),
     }
-    print(real_model_tables.decoding(results), end="\n\n")
-    print(real_model_tables.acceptance(results))
+    print(tables.shown(results, "real model", "n-gram drafts of a real model"))
     record.write(args.json, results)
 
 

@@ -1,44 +1,45 @@
-"""What a server costs: the same requests through `LLM` in process and through HTTP.
+"""The cost of a server: the same requests by `LLM` in this process and over HTTP.
 
     python -m benchmarks.engine.serving --shape qwen3.5-9b [--parts throughput] [--json FILE]
 
-Requests are those of `traffic.py`: random ids, a fixed number of greedy tokens, and a model with
-random weights whose drafts stand at given rates. A tokenizer is made up for it. The server, what
-asks it and `LLM` are three processes of one machine. Each answer is streamed.
+Requests are those of `traffic.py`: random ids and a fixed number of greedy tokens, for a model with
+random weights, whose drafts are accepted at given rates, and a tokenizer of words. The server is a
+process of its own; this process has the `LLM` and the clients. Each answer is streamed.
 
-* throughput: so many requests are there at a time, and where one ends the next one comes ("all":
-  at once). `LLM` and the server take turns, and have an engine each on the same device. `of_llm` is
-  the server's tokens a second over `LLM`'s, by the runs in the middle.
-* first-token: one request at a time. From the call to the first piece, and from the first byte
-  sent to the first piece received; medians, in turns of ten.
-* streams: a server alone, with more rows. Seconds of each stage of a step on the host, "between"
-  those of one step and the next one; how late the event loop is; and processors that are busy.
-  With --switch-ms once more for each time that a thread may keep Python's lock for, and with
-  --api-processes for each such number. The event loop and the processors are then those of the
-  engine's process.
+* throughput: a closed load. `LLM` and the server run in turn, each with an engine on the same
+  device. `of_llm` is the server's tokens per second over `LLM`'s, of the median runs.
+* first-token: one request at a time, from the call to the first output, and from sending to the
+  first output received; medians, in turns of ten.
+* streams: a server alone, with more rows. Times of each stage of a step on the host ("between":
+  from one step to the next), the lag of the event loop, and busy processors. --switch-ms repeats it
+  for each time that a thread may keep Python's lock, --api-processes for each number; the event
+  loop and the processors are then those of the engine's process.
 
-A device's memory must be enough for two engines: XLA_PYTHON_CLIENT_MEM_FRACTION=0.45 gives each its
-share of it. A line is printed for each case, and a FILE keeps other cases.
+Two engines share the device's memory: XLA_PYTHON_CLIENT_MEM_FRACTION=0.45 gives each its part. A
+line is printed per case, and FILE keeps the results of other cases.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import itertools
-import json
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import dummy_llm, traffic, workload
-from benchmarks.engine.dummy_llm import RATES, Figures
-from benchmarks.engine.http_processes import Generator, Server, write_tokenizer
-from benchmarks.engine.serving_runs import Run, by_http, by_llm, figures_of, percentiles, streamed
-from benchmarks.measure import record
+import numpy as np
+
+from benchmarks.engine import dummy_llm, load_generator, traffic, workload
+from benchmarks.engine.dummy_llm import Figures, rates_of
+from benchmarks.engine.http_client import HTTPClient, WatchedServer, body
+from benchmarks.engine.load_generator import Request, Served, one_token_each, run, serve
+from benchmarks.measure import host_times, record
+from benchmarks.measure.host_times import HostWatch
 from benchmarks.measure.model_shapes import SHAPES
+from benchmarks.measure.words import write_words
 from jaxspec import LLM
-from jaxspec.pallas import dispatch
 
 PARTS = "throughput", "first-token", "streams"
 FIRSTS_A_TURN = 10
@@ -47,7 +48,7 @@ SHORT = 16  # requests of a run that is not timed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a result is of."""
+    """Fields that identify a result."""
 
     part: str
     shape: str
@@ -64,80 +65,151 @@ class Case:
 
 
 @dataclasses.dataclass
-class Engines:
-    """An LLM here, a server, and what asks it."""
+class Run:
+    """One run of all requests, with the times of the engine's host."""
 
-    llm: LLM
-    server: Server
-    generator: Generator
+    served: Served
+    cpu: dict[str, float]  # seconds of processors, by process and thread
+    stages: host_times.Seconds
+    lags: list[float] = dataclasses.field(default_factory=list)  # of the event loop, seconds
+
+    @property
+    def speed(self) -> float:
+        return self.served.tokens / self.served.seconds
 
 
-def throughput(case: Case, engines: Engines, repeats: int) -> Figures:
-    """Both ways in turns, after a short run of each."""
-    work = work_of(case)
-    some = slice(0, SHORT)
-    short = traffic.Work(work.prompts[some], work.tokens[some]).one_token_each()
-    by_llm(engines.llm, short, case.at_once)
-    by_http(engines.server, engines.generator, short, case.at_once)
+def by_llm(llm: LLM, requests: Sequence[Request], at_once: int) -> Run:
+    watch = HostWatch(llm.session.engine)
+    watch.begin()
+    served = serve(llm, requests, at_once=at_once)
+    host = watch.end()
+    return Run(served, {"llm": host["cpu"]["all"]}, host["stages"])
+
+
+def by_http(
+    server: WatchedServer, requests: Sequence[Request], at_once: int, switch_ms: float | None = None
+) -> Run:
+    """Run the requests through HTTP.
+
+    Raises:
+        RuntimeError: a request was not served whole.
+    """
+    with HTTPClient(server.port, list(map(body, requests)), at_once) as client:
+        server.begin(switch_ms)
+        before = host_times.cpu_seconds()["MainThread"]
+        served = run(client, len(requests), at_once=at_once)
+        generator = host_times.cpu_seconds()["MainThread"] - before
+        host = server.end()
+    asked = sum(request.tokens for request in requests)
+    if served.tokens != asked or host["num_running"] or host["num_waiting"]:
+        raise RuntimeError(f"Not all was served: {served.tokens} of {asked} tokens.")
+    threads = host["cpu"]
+    cpu = {
+        "server": threads["all"],
+        "event_loop": threads["MainThread"],
+        "engine": threads["jaxspec-engine"],
+        "generator": generator,
+    }
+    return Run(served, cpu, host["stages"], host["lags"])
+
+
+def first_piece(llm: LLM, request: Request) -> float:
+    """Return the seconds to the first piece of a stream, which is read to its end."""
+    begin = time.monotonic()
+    pieces = llm.stream({"prompt_token_ids": request.prompt}, request.params)
+    next(pieces)
+    seconds = time.monotonic() - begin
+    for _ in pieces:
+        pass
+    return seconds
+
+
+def figures_of(runs: Sequence[Run]) -> Figures:
+    """Return speeds and processors of the median run; waits and stages of all runs."""
+    by_speed = sorted(runs, key=lambda run: run.speed)
+    middle = by_speed[len(runs) // 2]
+    lags = [x for run in runs for x in run.lags]
+    return {
+        "output_tokens_per_second": middle.speed,
+        "output_tokens_per_second_least": by_speed[0].speed,
+        "output_tokens_per_second_most": by_speed[-1].speed,
+        **percentiles("ttft", [x for run in runs for x in run.served.ttft]),
+        **percentiles("gap", [x for run in runs for x in run.served.gaps]),
+        **percentiles("loop_lag", lags),
+        **host_times.figures(run.stages for run in runs),
+        "processors": {name: cpu / middle.served.seconds for name, cpu in middle.cpu.items()},
+        "portions": len(middle.served.ttft) + len(middle.served.gaps),
+        "dispatches": sum(len(run.stages["plan"]) for run in runs),
+    }
+
+
+def percentiles(name: str, seconds: Sequence[float]) -> Figures:
+    if not seconds:
+        return {}
+    middle, late = 1000 * np.percentile(seconds, (50, 99))
+    return {f"{name}_ms_p50": float(middle), f"{name}_ms_p99": float(late)}
+
+
+def throughput(case: Case, llm: LLM, server: WatchedServer, repeats: int) -> Figures:
+    """Run `LLM` and HTTP in turn, after a short run of each."""
+    requests = requests_of(case)
+    short = one_token_each(requests[:SHORT])
+    by_llm(llm, short, case.at_once)
+    by_http(server, short, case.at_once)
     runs: list[tuple[Run, Run]] = []
     for _ in range(repeats):
-        here = by_llm(engines.llm, work, case.at_once)
-        runs.append((here, by_http(engines.server, engines.generator, work, case.at_once)))
-    llm, http = (figures_of(each) for each in zip(*runs, strict=True))
+        here = by_llm(llm, requests, case.at_once)
+        runs.append((here, by_http(server, requests, case.at_once)))
+    in_process, http = (figures_of(each) for each in zip(*runs, strict=True))
     ratios = [there.speed / here.speed for here, there in runs]
     key = "output_tokens_per_second"
     return {
-        "llm": llm,
+        "llm": in_process,
         "http": http,
-        "of_llm": http[key] / llm[key],
+        "of_llm": http[key] / in_process[key],
         "of_llm_least": min(ratios),
         "of_llm_most": max(ratios),
     }
 
 
-def first_token(case: Case, engines: Engines) -> Figures:
-    """Requests one by one, some here, then some there."""
-    work = work_of(case)
+def first_token(case: Case, llm: LLM, server: WatchedServer) -> Figures:
+    """Time the first token of single requests, `FIRSTS_A_TURN` by `LLM`, then as many by HTTP."""
+    requests = requests_of(case)
     both: dict[str, list[float]] = {"llm": [], "http": []}
     for turn in range(-1, case.requests // FIRSTS_A_TURN):
-        some = slice(max(0, turn) * FIRSTS_A_TURN, (max(0, turn) + 1) * FIRSTS_A_TURN)
-        part = traffic.Work(work.prompts[some], work.tokens[some])
-        here = [streamed(engines.llm, *each) for each in zip(*part, strict=True)]
-        there = by_http(engines.server, engines.generator, part, 1).ttft
+        start = max(0, turn) * FIRSTS_A_TURN
+        part = requests[start : start + FIRSTS_A_TURN]
+        here = [first_piece(llm, request) for request in part]
+        there = by_http(server, part, 1).served.ttft
         if turn >= 0:  # before that it gets warm
             both["llm"] += here
             both["http"] += there
-    llm, http = (1000 * statistics.median(seconds) for seconds in both.values())
+    in_process, http = (1000 * statistics.median(seconds) for seconds in both.values())
     return {
         **percentiles("llm", both["llm"]),
         **percentiles("http", both["http"]),
-        "overhead_ms": http - llm,
+        "overhead_ms": http - in_process,
     }
 
 
-def streams(case: Case, server: Server, generator: Generator, repeats: int) -> Figures:
-    """So many streams at a time, of a server alone."""
-    work = work_of(case)
-
-    def run(work: traffic.Work) -> Run:
-        return by_http(server, generator, work, case.at_once, case.switch_ms)
-
-    run(work.one_token_each())
-    return figures_of([run(work) for _ in range(repeats)])
+def streams(case: Case, server: WatchedServer, repeats: int) -> Figures:
+    """Run `case.at_once` streams on a server without an `LLM` beside it."""
+    requests = requests_of(case)
+    load = case.at_once, case.switch_ms
+    by_http(server, one_token_each(requests), *load)
+    return figures_of([by_http(server, requests, *load) for _ in range(repeats)])
 
 
-def work_of(case: Case) -> traffic.Work:
-    requests = workload.lengths(case.lengths, case.requests)
-    ids = workload.prompts(requests, SHAPES[case.shape].vocab)
-    return traffic.Work(
-        [{"prompt_token_ids": each} for each in ids], [tokens for _, tokens in requests]
-    )
+def requests_of(case: Case) -> list[Request]:
+    lengths = workload.lengths(case.lengths, case.requests)
+    return load_generator.requests_of(lengths, SHAPES[case.shape].vocab)
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
-    """In the order of `--parts`, but for `streams`, which come last."""
+    """Return the cases in the order of `--parts`."""
     same = ("shape", "drafts", "draft_vocab")
-    about = {name: getattr(args, name) for name in same} | {"rates": traffic.rates_of(args)}
+    about = {name: getattr(args, name) for name in same}
+    about |= {"rates": rates_of(args.drafts, args.rates)}
     small = about | {"rows": args.rows, "options": dict(args.options)}
     large = about | {"rows": args.stream_rows, "options": dict(args.stream_options)}
     (lengths,) = args.lengths
@@ -161,78 +233,67 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
 
 @contextlib.contextmanager
 def model(args: argparse.Namespace) -> Iterator[Path]:
-    """A folder with a configuration and a tokenizer."""
+    """Yield a folder with a configuration and a tokenizer."""
     with dummy_llm.model_folder(args.shape) as folder:
-        write_tokenizer(folder, SHAPES[args.shape].vocab)
+        write_words(folder, SHAPES[args.shape].vocab)
         yield folder
 
 
 def options_of(args: argparse.Namespace, rows: int, options: Figures) -> Figures:
-    """An engine's; prefixes are not kept, for requests come again."""
     given = argparse.Namespace(**{**vars(args), "rows": rows})
     given.lengths = [*args.lengths, args.first_lengths, args.stream_lengths]
-    return traffic.llm_options(given, {"enable_prefix_caching": False, **options})
+    return traffic.llm_options(given, options)
 
 
 def measured(cases: Sequence[Case], args: argparse.Namespace) -> Iterator[tuple[Case, Figures]]:
-    """The figures of each case, as they come."""
+    """Yield each case with its measurements; streams come last."""
     alone = [case for case in cases if case.part == "streams"]
     beside = [case for case in cases if case.part != "streams"]
-    with model(args) as folder, Generator() as generator:
+    with model(args) as folder:
         if beside:
-            yield from _beside(beside, args, folder, generator)
+            yield from _beside(beside, args, folder)
         options = options_of(args, args.stream_rows, dict(args.stream_options))
-        for count, cases in itertools.groupby(alone, lambda case: case.api_processes):
-            with Server(folder, options, api_processes=count) as server:
-                for case in cases:
-                    yield case, streams(case, server, generator, args.repeats)
+        for count, group in itertools.groupby(alone, lambda case: case.api_processes):
+            with WatchedServer(folder, options, api_processes=count) as server:
+                for case in group:
+                    yield case, streams(case, server, args.repeats)
 
 
 def _beside(
-    cases: Sequence[Case], args: argparse.Namespace, folder: Path, generator: Generator
+    cases: Sequence[Case], args: argparse.Namespace, folder: Path
 ) -> Iterator[tuple[Case, Figures]]:
     options = options_of(args, args.rows, dict(args.options))
     # The server finds in the cache what was compiled here.
     llm, setting_up = dummy_llm.started(lambda: LLM(folder, **options))
     del setting_up["compile_seconds_by_program"]
-    with llm, Server(folder, options) as server:
-        engines = Engines(llm, server, generator)
+    with llm, WatchedServer(folder, options) as server:
         for case in cases:
             if case.part == "throughput":
-                yield case, setting_up | throughput(case, engines, args.repeats)
+                yield case, setting_up | throughput(case, llm, server, args.repeats)
             else:
-                yield case, setting_up | first_token(case, engines)
+                yield case, setting_up | first_token(case, llm, server)
 
 
 def parser() -> argparse.ArgumentParser:
-    options = record.parser(__doc__)
+    options = traffic.model_parser(__doc__, 3)
     add = options.add_argument
-    add("--shape", choices=SHAPES, default="qwen3.5-9b")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    add("--rows", type=int, default=64, help="that run at once (default 64)")
-    add("--max-model-len", type=int, default=4096, help="at least (default 4096)")
-    add("--drafts", type=traffic.drafts, default=3, metavar="K", help="0 to 3 (default), or auto")
-    add("--draft-vocab", type=int, metavar="N", help="default: the model's")
-    add("--rates", type=float, nargs="+", default=list(RATES), help="at which drafts stand")
     add("--lengths", nargs=1, default=["trace"], help="trace (default), or as 8192x1024")
     add("--requests", type=int, help="default: as many as --lengths has")
     add("--at-once", type=traffic.closed, nargs="+", default=[64, traffic.ALL], metavar="N")
-    add("--first-lengths", default="512x8", help="of requests that come alone (default 512x8)")
+    add("--first-lengths", default="512x8", help="of single requests (default 512x8)")
     add("--firsts", type=int, default=50, help="how many of them, in tens (default 50)")
-    add("--streams", type=int, nargs="+", default=[64, 256], metavar="N", help="that are open")
-    add("--stream-rows", type=int, default=256, help="of their server (default 256)")
-    add("--switch-ms", type=float, nargs="*", default=[], metavar="X", help="of threads, too")
+    add("--streams", type=int, nargs="+", default=[64, 256], metavar="N", help="open at a time")
+    add("--stream-rows", type=int, default=256, help="rows of their server (default 256)")
+    add("--switch-ms", type=float, nargs="*", default=[], metavar="X", help="also with these times")
     add("--api-processes", type=int, nargs="+", default=[1], metavar="N", help="of that server")
     add("--stream-lengths", default="128x512", help="of their requests (default 128x512)")
-    add("--options", type=traffic.by_hand, nargs="*", default=[], metavar="NAME=VALUE")
     add("--stream-options", type=traffic.by_hand, nargs="*", default=[], metavar="NAME=VALUE")
-    add("--repeats", type=int, default=3)
-    add("--compilation-cache", type=Path, metavar="FOLDER")
     return options
 
 
 def refusal(args: argparse.Namespace) -> str | None:
-    """Why the options don't go together, if they don't."""
+    """Return why the options are invalid; None if they are valid."""
     at_once = [each for each in args.at_once if each != traffic.ALL]
     counts = args.streams + args.api_processes + at_once
     if min(args.rows, args.stream_rows, args.repeats, *counts) < 1:
@@ -258,9 +319,7 @@ def main() -> None:
     if why := refusal(args):
         options.error(why)
     for case, figures in measured(cases_of(args), args):
-        about = json.loads(json.dumps(dataclasses.asdict(case)))  # with lists, as a file has them
-        figures["commit"] = record.machine()["commit"]
-        dummy_llm.keep(args.json, about, figures, dispatch.implementations())
+        record.keep(args.json, case, figures)
 
 
 if __name__ == "__main__":

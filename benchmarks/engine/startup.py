@@ -33,7 +33,7 @@ import jax
 from benchmarks.engine import dummy_llm, traffic
 from benchmarks.engine.dummy_llm import Figures, timed
 from benchmarks.measure import record
-from benchmarks.report import prefill_tables
+from benchmarks.report import tables
 from jaxspec import LLM
 from jaxspec.pallas import dispatch
 from jaxspec.requests.sampling_features import SAMPLERS
@@ -52,7 +52,7 @@ AUTOTUNER = "xla_gpu_per_fusion_autotune_cache_dir"  # JAX's name for its folder
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case(dummy_llm.Case):
-    """What a result is of."""
+    """Fields that identify a result."""
 
     steps_per_dispatch: int | None  # None: the default
     start: str = STARTS[0]
@@ -64,7 +64,7 @@ class Case(dummy_llm.Case):
 
 
 def started(case: Case, folder: Path) -> Figures:
-    """What a new process with the same options says of its start, with programs in `folder`."""
+    """Measure the start of a new process with the same options and the programs in `folder`."""
     programs = [*folder.glob("*-cache"), *folder.glob("jaxspec-programs/*")]
     if case.start == "cold" and programs:
         raise SystemExit(f"A cold start needs an empty folder, and {folder} has programs.")
@@ -81,14 +81,14 @@ def started(case: Case, folder: Path) -> Figures:
 
 
 def new_process(arguments: list[str]) -> str:
-    """The last line that this script prints there."""
+    """Return the last line that this script prints in a new process."""
     command = [sys.executable, "-m", "benchmarks.engine.startup", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout.splitlines()[-1]
 
 
 def first_token(case: Case, args: argparse.Namespace) -> Figures:
-    """Start here and now; the process began at `args.begun` (`time.monotonic`)."""
+    """Time a start in this process, which began at `args.begun` (`time.monotonic`)."""
     parts = {"import": time.monotonic() - args.begun}
     with jax_says() as said, dummy_llm.model_folder(case.shape) as folder:
         _, parts["device"] = timed(jax.devices)
@@ -106,7 +106,6 @@ def first_token(case: Case, args: argparse.Namespace) -> Figures:
 
 
 def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
-    """An engine with the default buckets, and as many steps a dispatch as are asked for, if any."""
     return dummy_llm.make_llm(
         dataclasses.replace(case, steps_per_dispatch=case.steps_per_dispatch or "auto"),
         folder,
@@ -119,7 +118,7 @@ def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
 
 @contextlib.contextmanager
 def jax_says() -> Iterator[Figures]:
-    """Seconds that JAX traced and lowered inside, programs it asked for and those it had."""
+    """Yield JAX's seconds of tracing and lowering and counts of programs, updated in the block."""
     said: Figures = dict.fromkeys([*DURATIONS.values(), *COUNTS.values()], 0)
 
     def add(event: str, duration_secs: float, **_: object) -> None:
@@ -158,13 +157,11 @@ def main() -> None:
     cases = [Case(**fixed, start=name) for name in args.starts]
     with tempfile.TemporaryDirectory() as folder:
         measured = [started(case, args.compilation_cache or Path(folder)) for case in cases]
-    results = []
-    commit = record.machine()["commit"]  # not earlier: this takes the device
+    results = []  # not earlier: this takes the device
     for case, figures in zip(cases, measured, strict=True):
         chosen = figures.pop("implementations")
-        about = dataclasses.asdict(case)
-        results.append(dummy_llm.keep(args.json, about, figures | {"commit": commit}, chosen))
-    print(prefill_tables.start_up({"results": results}))
+        results.append(record.keep(args.json, case, figures, chosen))
+    print(tables.shown({"results": results}, "start-up"))
 
 
 if __name__ == "__main__":

@@ -1,47 +1,46 @@
-"""How fast requests are served as they come, with no option but the number of rows.
+"""Tokens per second and waits of requests as users send them, by `LLM` with default options.
 
     python -m benchmarks.engine.traffic --shape qwen3.5-9b [--lengths trace 8192x1024] [--json FILE]
 
-Requests with random ids and a fixed number of tokens (`workload.py`) go to a model with random
-weights, whose drafts stand at given rates. Tokens are greedy, or sampled as `SAMPLING` says.
-Requests come in one of two ways:
+Requests have random ids and a fixed number of new tokens (`workload.py`), and the model random
+weights and drafts that are accepted at given rates. Tokens are greedy, or sampled (`SAMPLING`).
+A load (`load_generator.py`) is
 
-* closed: so many are there at a time, and where one ends the next one comes ("all": at once).
-* open: they arrive at random (Poisson), at a share of the requests a second that "all" were served.
+* closed: a number of requests at a time; where one ends the next one is sent ("all": at once); or
+* open: random arrivals (Poisson), at a share of the requests per second of "all".
 
-Seconds go from the first arrival to the last token. A request's time to its first token counts from
-its arrival, and its time per token goes from the first token to the last; a gap is what a row waits
-between two portions. Where all requests are equal and run at once, `ms_per_token` is the time of
-all less that for one token of each, over the tokens between. Figures are those of the repeat in
-the middle.
+Seconds are from the first arrival to the last token. Times to the first token are from the arrival,
+and times per token from the first token to the last; a gap is the time between two portions of a
+row. If all requests are equal and run at once, `ms_per_token` is the time of all tokens less that
+of one token each, over the tokens between. Results are of the median repeat.
 
-One more run is traced, and tells the share of the time by kind of step, and what was computed:
+One more run is traced. It gives the share of the time by kind of step, and of rows and prompt
+tokens
 
-* computed: what programs had room for; planned: what they were given.
-* real rows: those whose requests had not ended. The host learns late that one has, and plans rows
-  for it meanwhile.
-* floor: the seconds of the same steps with real prompt tokens and planned rows alone, each by
-  `floor.py`; and its share of the seconds that the traced run took.
+* computed: the sizes of the programs; planned: the part that was used;
+* real: rows of requests that had not ended; the host reads an end late and plans rows until then;
+* floor: the seconds of the same steps with real prompt tokens and planned rows alone, by
+  `floor.py`; `of_floor` is its share of the traced run.
 
-A process makes one engine. A line is printed for each case, and a FILE keeps other cases.
+A process creates one engine. A line is printed per case, and FILE keeps the results of other cases.
 """
 
 import argparse
 import ast
 import collections
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from benchmarks.engine import dummy_llm, workload
+from benchmarks.engine import dummy_llm, load_generator, workload
 from benchmarks.engine.decode import copy_bandwidth
-from benchmarks.engine.dummy_llm import RATES, Figures
+from benchmarks.engine.dummy_llm import RATES, Figures, rates_of
+from benchmarks.engine.load_generator import Request, Served, one_token_each
 from benchmarks.measure import floor, record
 from benchmarks.measure.model_shapes import SHAPES
 from jaxspec import LLM, RequestMetrics, SamplingParams
@@ -50,8 +49,6 @@ from jaxspec.models import dtype_of, parse_config
 from jaxspec.pallas import dispatch
 from jaxspec.plan.plan import Program
 from jaxspec.plan.step_shapes import StateConfig
-from jaxspec.requests.outputs import Sample
-from jaxspec.requests.request import Finish
 
 ALL = "all"
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -62,7 +59,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a result is of."""
+    """Fields that identify a result."""
 
     shape: str
     rows: int
@@ -78,128 +75,49 @@ class Case:
 
     @property
     def is_one_batch(self) -> bool:
-        """Whether all requests are equal and run at once."""
+        """True if all requests are equal and run at once."""
         is_at_once = self.requests == self.at_once and self.requests <= self.rows
         return self.lengths != "trace" and is_at_once
 
 
-@dataclasses.dataclass
-class Served:
-    """One run of all requests."""
-
-    begin: float
-    samples: list[Sample]
-    gaps: list[float]  # seconds between two portions of a row
-
-    @property
-    def metrics(self) -> list[RequestMetrics]:
-        return [sample.request.metrics for sample in self.samples]
-
-    @property
-    def seconds(self) -> float:
-        return RequestMetrics.total(self.metrics).last_token_time - self.begin
-
-
-class Work(NamedTuple):
-    """What is asked for."""
-
-    prompts: dummy_llm.Prompts
-    tokens: list[int]
-    sampling: dict[str, Any] = SAMPLING["greedy"]
-
-    def one_token_each(self) -> "Work":
-        return self._replace(tokens=[1] * len(self.tokens))
-
-    def params(self) -> list[SamplingParams]:
-        """For exactly so many tokens."""
-        return [SamplingParams(max_tokens=n, ignore_eos=True, **self.sampling) for n in self.tokens]
-
-
 def make_llm(args: argparse.Namespace, folder: Path, options: dict[str, Any]) -> LLM:
-    """An engine that the options by hand, and no others, tune."""
     return LLM(folder, **llm_options(args, options))
 
 
 def llm_options(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
-    """Those by hand, and what makes the model and its room."""
-    speculation = {
-        "num_speculative_tokens": args.drafts,
-        "draft_vocab": args.draft_vocab,
-        "synthetic_acceptance_rates": rates_of(args),
-    }
+    """Return the options of the model, its sizes, and `options`, which replace them."""
     longest = max(sum(each) for name in args.lengths for each in workload.lengths(name))
-    return {
-        "load_format": "dummy",
-        "background_compilation": False,
-        "speculative_config": speculation if args.drafts else None,
-        "compilation_cache": args.compilation_cache,
-        "show_progress": False,
-        "enable_prefix_caching": False,  # the same work comes again
-        "max_num_seqs": args.rows,
-        "max_model_len": max(longest, args.max_model_len),
-        **options,
-    }
+    return (
+        dummy_llm.options_of(
+            args.drafts,
+            args.rates,
+            args.draft_vocab,
+            compilation_cache=args.compilation_cache,
+            max_num_seqs=args.rows,
+            max_model_len=max(longest, args.max_model_len),
+        )
+        | options
+    )
 
 
-def work_of(case: Case) -> Work:
-    requests = workload.lengths(case.lengths, case.requests)
-    ids = workload.prompts(requests, SHAPES[case.shape].vocab)
-    prompts = [{"prompt_token_ids": each} for each in ids]
-    return Work(prompts, [tokens for _, tokens in requests], SAMPLING[case.sampling])
-
-
-def serve(
-    llm: LLM, work: Work, *, at_once: int | None = None, arrivals: Sequence[float] | None = None
-) -> Served:
-    """Send each request when it is due, and step until all have ended.
-
-    `arrivals`: seconds from the first one; None: a request comes when fewer than `at_once` run.
-
-    Raises:
-        RuntimeError: a request ended early.
-    """
-    samples = [sample for (sample,) in llm.prepare(work.prompts, work.params())]
-    session, coming = llm.session, collections.deque(enumerate(samples))
-    last, gaps, running = dict[Sample, float](), list[float](), 0
-    begin = time.monotonic()
-    while coming or session.has_work:
-        while coming:
-            index, sample = coming[0]
-            due = begin + arrivals[index] if arrivals else time.monotonic()
-            if time.monotonic() < due or (at_once is not None and running == at_once):
-                break
-            coming.popleft()
-            sample.request.metrics.arrival_time = due
-            session.add([sample])
-            running += 1
-        if not session.has_work:
-            time.sleep(max(0.0, due - time.monotonic()))
-            continue
-        for sample in session.step():
-            now = time.monotonic()
-            if sample in last:
-                gaps.append(now - last[sample])
-            last[sample] = now
-            running -= bool(sample.request.finish)
-    if any(sample.request.finish != Finish.LENGTH for sample in samples):
-        raise RuntimeError(f"A row ended early: {[sample.request.finish for sample in samples]}.")
-    return Served(begin, samples, gaps)
+def requests_of(case: Case) -> list[Request]:
+    lengths = workload.lengths(case.lengths, case.requests)
+    return load_generator.requests_of(lengths, SHAPES[case.shape].vocab, SAMPLING[case.sampling])
 
 
 def speed(served: Served) -> Figures:
-    """Tokens and requests a second; times to the first token, a token, and between portions."""
+    """Return tokens and requests per second; times to the first token, per token, and of gaps."""
     prompt = sum(len(sample.request.prompt) for sample in served.samples)
-    output = sum(metrics.num_tokens for metrics in served.metrics)
     times = {
-        "ttft": [metrics.ttft for metrics in served.metrics],
-        "tpot": [metrics.tpot for metrics in served.metrics if metrics.tpot is not None],
+        "ttft": served.ttft,
+        "tpot": [each.tpot for each in served.answers.values() if each.tpot is not None],
         "gap": served.gaps,
     }
     return {
         "seconds": served.seconds,
-        "requests_per_second": len(served.samples) / served.seconds,
-        "output_tokens_per_second": output / served.seconds,
-        "total_tokens_per_second": (prompt + output) / served.seconds,
+        "requests_per_second": len(served.answers) / served.seconds,
+        "output_tokens_per_second": served.tokens / served.seconds,
+        "total_tokens_per_second": (prompt + served.tokens) / served.seconds,
         "tokens_per_verify": RequestMetrics.total(served.metrics).mean_acceptance_length,
         **{f"{name}_ms": 1000 * float(np.mean(x)) for name, x in times.items() if x},
         **{f"{name}_ms_p99": 1000 * float(np.percentile(x, 99)) for name, x in times.items() if x},
@@ -207,7 +125,7 @@ def speed(served: Served) -> Figures:
 
 
 def kind_of(step: StepTimes) -> str:
-    """A word for what a dispatch does."""
+    """Return the kind of a dispatch."""
     if not step.num_decodes and not step.num_prompt_tokens:
         return "copies"
     if not step.num_prompt_tokens:
@@ -216,7 +134,7 @@ def kind_of(step: StepTimes) -> str:
 
 
 def shares_of_time(steps: Sequence[StepTimes]) -> dict[str, float]:
-    """What the device did from the first dispatch to the end of the last, by kind of step."""
+    """Return the shares of the device's time by kind of step."""
     begin = free = steps[0].dispatch_start
     seconds = collections.Counter[str]()
     for step in steps:
@@ -228,7 +146,7 @@ def shares_of_time(steps: Sequence[StepTimes]) -> dict[str, float]:
 
 
 def amounts(served: Served, steps: Sequence[StepTimes]) -> Figures:
-    """Rows and prompt tokens: what programs had room for, what they were given, what was needed."""
+    """Return the rows and prompt tokens computed, planned and needed."""
     # A verify gives one token more than drafts that stand; the first token is the prompt's.
     computed = [step for step in steps if isinstance(step.program, Program)]
     real = sum(each.num_tokens - 1 - each.num_accepted_tokens for each in served.metrics)
@@ -243,11 +161,13 @@ def amounts(served: Served, steps: Sequence[StepTimes]) -> Figures:
     }
 
 
-def floor_seconds(case: Case, work: Work, steps: Iterable[StepTimes], copy: float) -> float:
-    """The least that the same steps take without padding, at the mean length of a row."""
+def floor_seconds(
+    case: Case, requests: Sequence[Request], steps: Iterable[StepTimes], copy: float
+) -> float:
+    """Return the floor of the same steps without padding, at the mean length of a row."""
     config = parse_config(SHAPES[case.shape].config())
-    pairs = zip(work.prompts, work.tokens, strict=True)
-    lengths = [len(prompt["prompt_token_ids"]) + count / 2 for prompt, count in pairs]
+    tokens = [request.tokens for request in requests]
+    lengths = [len(request.prompt) + request.tokens / 2 for request in requests]
     option, kernels = case.options.get, dispatch.kernels_here()[1] is None
     states = StateConfig.resolve(
         option("state_policy", "auto"), option("state_dtype", "float32"), has_kernels=kernels
@@ -260,7 +180,7 @@ def floor_seconds(case: Case, work: Work, steps: Iterable[StepTimes], copy: floa
         moved = floor.step_bytes(
             config,
             rows=rows,
-            context=round(np.average(lengths, weights=work.tokens)),
+            context=round(np.average(lengths, weights=tokens)),
             drafts=step.program.num_drafts,
             draft_vocab=case.draft_vocab,
             emitted=1 + sum(case.rates[: step.program.num_drafts]),
@@ -276,31 +196,31 @@ def floor_seconds(case: Case, work: Work, steps: Iterable[StepTimes], copy: floa
 
 
 def measure(llm: LLM, case: Case, repeats: int, copy: float, served_all: float) -> Figures:
-    """All figures of one case; `served_all`: requests a second when all are there at once."""
-    work = work_of(case)
+    """Measure one case; `served_all`: requests per second of the load with all at once."""
+    requests = requests_of(case)
     rate = case.share and case.share * served_all
     arrivals = workload.poisson(case.requests, rate) if rate else None
 
-    def run(work: Work) -> Served:
-        return serve(llm, work, at_once=case.at_once, arrivals=arrivals)
+    def run(requests: Sequence[Request]) -> Served:
+        return load_generator.serve(llm, requests, at_once=case.at_once, arrivals=arrivals)
 
-    serve(llm, work.one_token_each(), at_once=case.requests)  # finds all warm
-    runs = sorted((run(work) for _ in range(repeats)), key=lambda served: served.seconds)
+    load_generator.serve(llm, one_token_each(requests))  # compiles what is left
+    runs = sorted((run(requests) for _ in range(repeats)), key=lambda served: served.seconds)
     figures = speed(runs[len(runs) // 2])
     for name, served in (("least", runs[-1]), ("most", runs[0])):
         key = "output_tokens_per_second"
         figures[f"{key}_{name}"] = speed(served)[key]
     if rate:
         figures["arrivals_per_second"] = rate
-    if case.is_one_batch and work.tokens[0] > 1:
-        firsts = [run(work.one_token_each()).seconds for _ in range(repeats)]
+    if case.is_one_batch and requests[0].tokens > 1:
+        firsts = [run(one_token_each(requests)).seconds for _ in range(repeats)]
         first = sorted(firsts)[repeats // 2]
-        figures["ms_per_token"] = 1000 * (figures["seconds"] - first) / (work.tokens[0] - 1)
+        figures["ms_per_token"] = 1000 * (figures["seconds"] - first) / (requests[0].tokens - 1)
     preemptions = llm.metrics()["num_preemptions"]
     with llm.trace() as steps:
-        traced = run(work)
+        traced = run(requests)
     figures["preemptions"] = llm.metrics()["num_preemptions"] - preemptions
-    least = floor_seconds(case, work, steps, copy)
+    least = floor_seconds(case, requests, steps, copy)
     return {
         **figures,
         "shares_of_time": shares_of_time(steps),
@@ -313,10 +233,10 @@ def measure(llm: LLM, case: Case, repeats: int, copy: float, served_all: float) 
 
 
 def cases_of(args: argparse.Namespace, options: dict[str, Any]) -> list[Case]:
-    """For each lengths the closed loads, with all at once first, then the open ones."""
+    """Return the loads of each `--lengths`: all at once, other closed loads, open loads."""
     same = ("shape", "rows", "drafts", "draft_vocab", "sampling")
     model = {name: getattr(args, name) for name in same}
-    model |= {"rates": rates_of(args), "options": options}
+    model |= {"rates": rates_of(args.drafts, args.rates), "options": options}
     cases = []
     for name in args.lengths:
         count = args.requests or (len(workload.lengths(name)) if name == "trace" else args.rows)
@@ -332,7 +252,7 @@ def cases_of(args: argparse.Namespace, options: dict[str, Any]) -> list[Case]:
 
 
 def by_hand(word: str) -> tuple[str, Any]:
-    """An option of the LLM from "name=value"."""
+    """Parse an option of the LLM, "name=value"."""
     name, _, value = word.partition("=")
     try:
         return name, ast.literal_eval(value)
@@ -348,38 +268,41 @@ def drafts(word: str) -> int | str:
     return int(word)
 
 
-def rates_of(args: argparse.Namespace) -> list[float]:
-    """At which drafts stand, for as many as there are."""
-    return args.rates if args.drafts == "auto" else args.rates[: args.drafts]
-
-
 def closed(word: str) -> int | str:
     return ALL if word == ALL else int(word)
 
 
-def parser() -> argparse.ArgumentParser:
-    options = record.parser(__doc__)
+def model_parser(doc: str, default_drafts: int | str) -> argparse.ArgumentParser:
+    """Return a parser with the options of `llm_options` and of results."""
+    options = record.parser(doc)
     add = options.add_argument
     add("--shape", choices=SHAPES, default="qwen3.5-9b")
-    add("--rows", type=int, default=64, help="that run at once (default 64)")
+    add("--rows", type=int, default=64, help="requests that run at once (default 64)")
     add("--max-model-len", type=int, default=4096, help="at least (default 4096)")
-    add("--drafts", type=drafts, default="auto", metavar="K", help="0 to 3, or auto (default)")
-    add("--draft-vocab", type=int, metavar="N", help="default: the model's")
-    add("--rates", type=float, nargs="+", default=list(RATES), help="at which drafts stand")
-    add("--sampling", choices=SAMPLING, default="greedy")
-    add("--lengths", nargs="+", default=["trace"], help="trace, or as 8192x1024")
-    add("--requests", type=int, help="default: the trace's, as many as rows, or 2 a place")
-    add("--at-once", type=closed, nargs="*", default=[ALL], metavar="N", help="default: all")
-    add("--shares", type=float, nargs="*", default=[], metavar="X", help='of the speed of "all"')
-    add("--options", type=by_hand, nargs="*", default=[], metavar="NAME=VALUE", help="by hand")
+    of_drafts = f"0 to 3, or auto (default {default_drafts})"
+    add("--drafts", type=drafts, default=default_drafts, metavar="K", help=of_drafts)
+    add("--draft-vocab", type=int, metavar="N", help="ids that are drafted (default: the model's)")
+    add("--rates", type=float, nargs="+", default=list(RATES), help="at which drafts are accepted")
+    add("--options", type=by_hand, nargs="*", default=[], metavar="NAME=VALUE", help="of the LLM")
     add("--repeats", type=int, default=3)
-    add("--copy-tb-per-s", type=float, help="default: measured first")
     add("--compilation-cache", type=Path, metavar="FOLDER")
     return options
 
 
+def parser() -> argparse.ArgumentParser:
+    options = model_parser(__doc__, "auto")
+    add = options.add_argument
+    add("--sampling", choices=SAMPLING, default="greedy")
+    add("--lengths", nargs="+", default=["trace"], help="trace, or as 8192x1024")
+    add("--requests", type=int, help="default: all of the trace, --rows, or 2 per --at-once")
+    add("--at-once", type=closed, nargs="*", default=[ALL], metavar="N", help="default: all")
+    add("--shares", type=float, nargs="*", default=[], metavar="X", help='of the speed of "all"')
+    add("--copy-tb-per-s", type=float, help="default: measured first")
+    return options
+
+
 def refusal(args: argparse.Namespace) -> str | None:
-    """Why the options don't go together, if they don't."""
+    """Return why the options are invalid; None if they are valid."""
     if args.shares and ALL not in args.at_once:
         return f"--shares are of the speed with --at-once {ALL}, which is left out."
     at_once = [count for count in args.at_once if count != ALL]
@@ -406,7 +329,6 @@ def main() -> None:
         options.error(why)
     tuned = dict(args.options)
     copy = 1e12 * args.copy_tb_per_s if args.copy_tb_per_s else copy_bandwidth()
-    machine = record.machine()
     with dummy_llm.model_folder(args.shape) as folder:
         kind = SamplingParams(**SAMPLING[args.sampling])
         llm, setting_up = dummy_llm.started(lambda: make_llm(args, folder, tuned), kind)
@@ -416,9 +338,7 @@ def main() -> None:
         figures = measure(llm, case, args.repeats, copy, served_all)
         if case.at_once == case.requests:
             served_all = figures["requests_per_second"]
-        about = json.loads(json.dumps(dataclasses.asdict(case)))  # with lists, as a file has them
-        figures |= {**setting_up, "commit": machine["commit"], "date": machine["date"]}
-        dummy_llm.keep(args.json, about, figures, dispatch.implementations())
+        record.keep(args.json, case, {**figures, **setting_up, "date": time.strftime("%F")})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Requests as users send them: their lengths, ids and arrivals. NumPy alone, for every engine.
+"""Lengths, ids and arrivals of requests. It needs NumPy alone, so that other engines can use it.
 
-Lengths are named. "trace" is 256 requests of unequal lengths (`trace_lengths.json`, in order of
-arrival), and "8192x1024" so many prompt tokens and so many new ones for each request. Ids are
-random, and drafts accept as many of them as the benchmark says.
+Lengths have names: "trace" is 256 requests of unequal lengths (`trace_lengths.json`, in order of
+arrival), "8192x1024" prompt tokens and new tokens of each request. Ids are random.
 """
 
 import json
@@ -14,10 +13,10 @@ TRACE = Path(__file__).with_name("trace_lengths.json")
 
 
 def lengths(name: str, count: int | None = None) -> list[tuple[int, int]]:
-    """The first `count` requests as (prompt tokens, new tokens); None: the trace, or one.
+    """Return the prompt tokens and new tokens of `count` requests; None: the whole trace, or one.
 
     Raises:
-        ValueError: `name` is no lengths, or the trace is shorter.
+        ValueError: `name` has another form, or the trace is shorter.
     """
     if name == "trace":
         known = [(prompt, tokens) for prompt, tokens in json.loads(TRACE.read_text())["lengths"]]
@@ -32,13 +31,13 @@ def lengths(name: str, count: int | None = None) -> list[tuple[int, int]]:
 
 
 def prompts(requests: list[tuple[int, int]], vocab: int) -> list[list[int]]:
-    """Random ids for each request, the same each time."""
+    """Return random ids for each request, the same in each call."""
     rng = np.random.default_rng(0)
     return [rng.integers(0, vocab, prompt).tolist() for prompt, _ in requests]
 
 
 def poisson(count: int, per_second: float) -> list[float]:
-    """Seconds at which `count` requests arrive, independently of each other; the first at once."""
+    """Return arrival times (seconds) of `count` requests, a Poisson process; the first is 0."""
     between = np.random.default_rng(1).exponential(1 / per_second, count)
     between[0] = 0
     return np.cumsum(between).tolist()

@@ -17,13 +17,11 @@ gets the memory that JAX leaves, by default a quarter; XLA_PYTHON_CLIENT_MEM_FRA
 more.
 """
 
-import argparse
 import json
 import math
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -155,17 +153,15 @@ def measure(case: Case, with_reference: bool = True, with_public: bool = True) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = record.parser(__doc__)
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--no-reference", dest="reference", action="store_false")
     parser.add_argument("--no-public", dest="public", action="store_false")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
         raise SystemExit("The kernels run on a GPU, and this machine has none that JAX sees.")
     about = {**record.machine(), "runtime": jax.devices()[0].client.platform_version}
-    known = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
-    results = known.get("results", [])
+    implementations = record.read(args.json).get("implementations", {})
     copy = 0.0
     for op in args.ops:
         measured, copy = [], max(copy, copy_bandwidth())
@@ -176,8 +172,8 @@ def main() -> None:
             result["commit"] = about["commit"]
             measured.append(result)
             print(json.dumps(result), flush=True)
-        results = [x for x in results if x["op"] != op] + measured
-        about["implementations"] = known.get("implementations", {}) | dispatch.implementations()
+        about["implementations"] = implementations | dispatch.implementations()
+        results = record.completed(args.json, measured, lambda each: each["op"])
         record.write(args.json, {**about, "results": results})
 
 

@@ -15,14 +15,14 @@ Seconds = dict[str, list[float]]
 
 
 class HostWatch:
-    """Notes what an engine's host does between `begin` and `end`; any thread may call."""
+    """Measures an engine's host between `begin` and `end`, which any thread may call."""
 
     def __init__(self, engine: Engine):
-        """Watch `engine`, which keeps no other trace meanwhile."""
+        """Watch `engine`, which can have no other trace meanwhile."""
         self._engine = engine
 
     def begin(self) -> None:
-        """Forget what was noted."""
+        """Start a measurement."""
         self._cpu = cpu_seconds()
         self._engine.trace = self._steps = list[StepTimes]()
 

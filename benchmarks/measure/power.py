@@ -16,7 +16,7 @@ EVERY_MS = 50
 
 
 class Sample(NamedTuple):
-    """What `nvidia-smi` said at a time."""
+    """Output of `nvidia-smi` at a time."""
 
     time: float  # of `time.monotonic`
     sm_clock_mhz: float

@@ -102,6 +102,7 @@ class LLMEngine:
             notice = "bar"
         self._compiler = Compiler(
             runner,
+            loaded.limits,
             in_turn=functools.partial(_in_usable_turn, self.session),
             guard=self.session.guarded,
             publish=scheduler.programs.add,

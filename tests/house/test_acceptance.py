@@ -5,7 +5,6 @@ import importlib
 import json
 import sys
 import types
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from jaxspec import RequestMetrics, RequestOutput, SamplingParams
 from jaxspec.requests.logprobs import Logprob
 from jaxspec.requests.outputs import CompletionOutput
 
-tables = importlib.import_module("benchmarks.report.acceptance_tables")
+tables = importlib.import_module("benchmarks.report.tables")
 features = importlib.import_module("benchmarks.acceptance.features")
 job = importlib.import_module("benchmarks.acceptance.job")
 command = importlib.import_module("benchmarks.acceptance.__main__")
@@ -73,7 +72,7 @@ def test_a_part_that_fails_or_has_no_time_is_listed_and_ends_no_other(
     accept(monkeypatch, file, ["--only", "tiny", "--parts", "exact", "--seconds", "0"])
     written = json.loads(file.read_text())
     assert [row["model"] for row in written["results"] if "error" in row] == ["tiny", "qwen3-8b"]
-    failures = tables.failures(written)
+    failures = tables.TABLES["not accepted"](written)
     assert "| tiny | exact | all | skipped: no time |" in failures
     assert "| qwen3-8b | features | all | xxxxxxxxx |" in failures
 
@@ -188,21 +187,17 @@ def rows_of(model, names):
 
 
 def test_the_tables_have_a_line_for_each_feature_and_model():
-    assert [*tables.all_of({"results": []})] == [tables.NOTHING] * 4
+    assert not tables.shown({"results": []}, "accepted models", "not accepted")
     names = [feature.name for feature in features.FULL_TABLE]
     short = [feature.name for feature in features.SHORT_TABLE]
     rows = rows_of("whole", names) + rows_of("thin", short)
     rows.append({"model": "whole", "part": "serving", "feature": "HTTP", "clients": 64})
     figures = {"results": rows}
-    found = tables.features(figures).splitlines()
+    found = tables.TABLES["accepted features"](figures).splitlines()
     assert len(found) == 2 + len(names) and "thin" not in found[0]
     assert found[3] == "| published defaults | 3.00 | 1.50 | 20 | 10 | 15 |"
-    line = tables.models(figures).splitlines()[-1]
+    line = tables.TABLES["accepted models"](figures).splitlines()[-1]
     assert line == "| thin | 32 | 2.00 | 3.00 | 4.00 | 5.00 | – | 20 | 15 | 0 |"
-    assert tables.others(figures).splitlines()[-1] == "| whole | serving | HTTP | 64 clients |"
-    assert tables.failures(figures) == "Nothing."
-
-
-def test_the_file_is_that_of_the_documents():
-    report = importlib.import_module("benchmarks.report.tables")
-    assert (Path(report.RESULTS) / report.ACCEPTED).exists()
+    parts = tables.TABLES["accepted parts"](figures)
+    assert parts.splitlines()[-1] == "| whole | serving | HTTP | 64 clients |"
+    assert tables.TABLES["not accepted"](figures) == "Nothing."

@@ -543,7 +543,7 @@ def test_load_compares_with_dd_and_bounds_the_hosts_memory(monkeypatch, tmp_path
 def test_a_real_model_s_quickest_runs_count_and_drafts_are_told_by_kind(monkeypatch):
     """Two prompts, three times: a slow run changes nothing."""
     real_model = importlib.import_module("benchmarks.engine.real_model")
-    tables = importlib.import_module("benchmarks.report.real_model_tables")
+    tables = importlib.import_module("benchmarks.report.tables")
     clock = [0.0]
     monkeypatch.setattr(real_model.time, "perf_counter", lambda: clock[0])
 
@@ -563,7 +563,7 @@ def test_a_real_model_s_quickest_runs_count_and_drafts_are_told_by_kind(monkeypa
     found = real_model.decoding(cases, [[1], [2]], tokens=5, repeats=3)
     assert [case["tokens_per_second"] for case in found] == [2.0, 4.0]
     assert [case["same_ids"] for case in found] == [2, 2]
-    table = tables.decoding({"decoding": found, "prompts": 2})
+    table = tables.TABLES["real model"]({"decoding": found, "prompts": 2})
     assert "| transformers, 1 thread | 2.0 | 2 of 2 |" in table
     assert "| jaxspec, no drafts | 4.0 | 2 of 2 |" in table
 

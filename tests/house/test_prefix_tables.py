@@ -6,7 +6,6 @@ import json
 import pytest
 
 tables = importlib.import_module("benchmarks.report.tables")
-prefix_tables = importlib.import_module("benchmarks.report.prefix_tables")
 
 ABOUT = {"shape": "qwen3.5-9b", "commit": "abcdef0"}
 
@@ -56,7 +55,7 @@ LINES = {
 
 @pytest.mark.parametrize("name", LINES)
 def test_a_part_has_its_table_and_says_so_until_it_is_measured(name, tmp_path):
-    place, file = f"<!-- table: {name} -->\n<!-- end -->\n", tmp_path / tables.TABLES[name][1]
+    place, file = f"<!-- table: {name} -->\n<!-- end -->\n", tmp_path / tables.TABLES[name].files[0]
     file.write_text(json.dumps({"results": []}))
     assert tables.filled(place, tmp_path).splitlines()[1:-1] == ["Not measured yet."]
     file.write_text(json.dumps({"results": [HIT, BACK, WITH, WITHOUT, DECODE, EXPORT]}))
@@ -66,5 +65,5 @@ def test_a_part_has_its_table_and_says_so_until_it_is_measured(name, tmp_path):
 
 
 def test_only_what_was_measured_is_printed():
-    (made,) = prefix_tables.all_of({"results": [EXPORT]})
+    made = tables.shown({"results": [EXPORT]}, *LINES)
     assert made.splitlines()[2:] == LINES["copies of states"]

@@ -8,12 +8,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from stepped_llm import SteppedLLM
 
-from jaxspec.requests.request import Finish, Request, RequestMetrics
+from jaxspec.requests.request import Finish, RequestMetrics
 
 prefixes = importlib.import_module("benchmarks.engine.prefixes")
 agents = importlib.import_module("benchmarks.engine.prefix_agents")
-hits = importlib.import_module("benchmarks.engine.prefix_hits")
+hits = importlib.import_module("benchmarks.engine.prefix_parts")
 
 SIZES = agents.Sizes(agents=3, turns=3, system=20, first=5, more=4, output=2)
 Turn = agents.Turn
@@ -64,53 +65,23 @@ def test_answers_that_are_made_up_leave_all_requests_ready():
     assert not everyone.is_ready(last)
 
 
-class FakeSample:
-    def __init__(self, request):
-        self.request = request
-
-
-class FakeLLM:
-    """Gives each request a token a step, which says when it came."""
-
-    def __init__(self, end=Finish.LENGTH):
-        self.session, self.end = self, end
-        self.there, self.num_there, self.steps = [], [], 0
-
-    def prepare(self, prompts, params):
-        pairs = zip(prompts, params, strict=True)
-        return [[FakeSample(Request(tuple(p["prompt_token_ids"]), each, 0))] for p, each in pairs]
-
-    def add(self, samples):
-        self.there += samples
-
-    def step(self):
-        self.num_there.append(len(self.there))
-        self.steps += 1
-        for sample in self.there:
-            request = sample.request
-            request.tokens.append(20_000 + self.steps)
-            request.metrics.record_tokens(1, request.metrics.arrival_time + self.steps)
-            if request.num_output == request.params.max_tokens:
-                request.finish = self.end
-        given, self.there = self.there, [each for each in self.there if not each.request.finish]
-        return given
-
-
 def test_so_many_agents_are_served_at_a_time_and_go_on_from_their_answers():
     """Three agents, two places, two tokens each: the third speaks first where a place is free."""
-    llm, everyone = FakeLLM(), agents.Agents(SIZES, 1000)
-    served = agents.serve(llm, everyone, everyone.turns, at_once=2)
+    llm, everyone = SteppedLLM(), agents.Agents(SIZES, 1000)
+    turns = everyone.turns
+    served = agents.AgentsClient(llm, everyone, turns).run(len(turns), at_once=2)
     assert llm.num_there == [2] * 8 + [1] * 2
-    assert list(served.samples)[:4] == [Turn(0, 0), Turn(1, 0), Turn(2, 0), Turn(0, 1)]
-    assert set(served.samples) == set(everyone.turns)
-    for turn, sample in served.samples.items():
+    samples = dict(zip((turns[index] for index in served.answers), served.samples, strict=True))
+    assert list(samples)[:4] == [Turn(0, 0), Turn(1, 0), Turn(2, 0), Turn(0, 1)]
+    assert set(samples) == set(turns)
+    for turn, sample in samples.items():
         if turn.turn:
-            before = served.samples[Turn(turn.agent, turn.turn - 1)].request
+            before = samples[Turn(turn.agent, turn.turn - 1)].request
             assert list(sample.request.prompt[: len(before.tokens)]) == before.tokens
     assert agents.speed(served)["requests"] == 9
-    for sample in served.samples.values():
+    for sample in served.samples:
         sample.request.num_cached_tokens = 10
-    figures = agents.found(served, everyone)
+    figures = agents.found(served, everyone, turns)
     shared = 2 * 20 + 3 * (27 + 33)
     assert figures["shared_tokens"] == shared
     assert (figures["cached_tokens"], figures["of_shared"]) == (90, 90 / shared)
@@ -119,7 +90,9 @@ def test_so_many_agents_are_served_at_a_time_and_go_on_from_their_answers():
 def test_an_agent_that_is_cut_short_is_no_measurement():
     everyone = agents.Agents(SIZES, 1000)
     with pytest.raises(RuntimeError, match="ended early"):
-        agents.serve(FakeLLM(Finish.ABORT), everyone, everyone.turns, at_once=2)
+        agents.AgentsClient(SteppedLLM(end=Finish.ABORT), everyone, everyone.turns).run(
+            9, at_once=2
+        )
 
 
 def test_a_hit_that_finds_too_little_is_no_measurement():

@@ -42,11 +42,11 @@ def test_readme_is_for_newcomers():
 
 
 def test_the_picture_beside_the_peer_has_a_pair_of_bars_for_each_case(tables, tmp_path):
-    peer = tables.against_peer
+    pictures = importlib.import_module("benchmarks.report.pictures")
     figures = [
         json.loads((tables.RESULTS / f"{x}_h200.json").read_text()) for x in ("decode", "peer")
     ]
-    peer.picture(*figures, tmp_path / "bars.svg")
+    pictures.against_vllm(*figures, tmp_path / "bars.svg")
     drawn = (tmp_path / "bars.svg").read_text()
     assert drawn.count("<!-- 64 rows") == 2 and "vLLM" in drawn
 
@@ -69,7 +69,7 @@ def test_a_table_is_made_anew_and_a_wrong_place_is_refused(tables, tmp_path):
 def test_a_public_kernel_stands_beside_ours(tables):
     ours = {"op": "gdn_step", "dtype": "float32", "rows": 64, "width": 4, "us": 10, "of_copy": 0.9}
     beside = ours | {"reference_us": 50.0, "public_us": 19.94, "public": "package 1.0 function"}
-    _, _, alone, both = tables.kernels({"results": [ours, beside]}).splitlines()
+    _, _, alone, both = tables.TABLES["kernels"]({"results": [ours, beside]}).splitlines()
     assert alone == "| `gdn_step`, float32, 64 x 4 | 10.0 | – | – | 90% |"
     assert both == "| `gdn_step`, float32, 64 x 4 | 10.0 | 50.0 | 19.9 | 90% |"
 

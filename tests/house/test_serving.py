@@ -1,7 +1,5 @@
 """The benchmark of a server: what it asks, how it times answers, and what its figures mean."""
 
-import asyncio
-import contextlib
 import importlib
 import json
 import sys
@@ -14,100 +12,18 @@ from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.text.tokenizer import Tokenizer
 
 serving = importlib.import_module("benchmarks.engine.serving")
-runs = importlib.import_module("benchmarks.engine.serving_runs")
-http_load = importlib.import_module("benchmarks.engine.http_load")
+load_generator = importlib.import_module("benchmarks.engine.load_generator")
 host_times = importlib.import_module("benchmarks.measure.host_times")
-processes = importlib.import_module("benchmarks.engine.http_processes")
-tables = importlib.import_module("benchmarks.report.serving_tables")
-
-HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-END = b"0\r\n\r\n"
-
-
-def chunk(content):
-    data = b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
-    return b"%x\r\n%b\r\n" % (len(data), data)
-
-
-def text(finish=None):
-    return chunk({"choices": [{"index": 0, "text": " ab", "finish_reason": finish}]})
-
-
-USAGE = chunk({"choices": [], "usage": {"completion_tokens": 5}})
+words = importlib.import_module("benchmarks.measure.words")
+tables = importlib.import_module("benchmarks.report.tables")
 
 
 def test_every_id_of_the_made_up_tokenizer_has_a_text_of_its_own(tmp_path):
-    processes.write_tokenizer(tmp_path, 800)
+    words.write_words(tmp_path, 800)
     tokenizer = Tokenizer(tmp_path)
     texts = [tokenizer.decode([token]) for token in range(800)]
     assert len(set(texts)) == 800 and all(text[0] == " " and text[1:].isalpha() for text in texts)
     assert tokenizer.decode([3, 700, 3]) == texts[3] + texts[700] + texts[3]
-
-
-def test_portions_are_chunks_with_text():
-    """Neither the head nor the usage is one; two chunks that come together are one portion."""
-    parts = [(1.0, HEAD), (2.0, text()), (4.0, text() + text("length")), (5.0, USAGE + END)]
-    assert http_load.Answer(0.5, parts).read() == ([2.0, 4.0], 5)
-
-
-@pytest.mark.parametrize("last", [text("stop") + USAGE, text("length")])
-def test_an_answer_that_is_not_whole_is_no_measurement(last):
-    with pytest.raises(RuntimeError, match="ended early"):
-        http_load.Answer(0.0, [(1.0, HEAD), (2.0, last + END)]).read()
-
-
-def asked_of(answer, requests, at_once):
-    """What the load makes of a server that answers every request with the same pieces."""
-    seen, tasks = [], []
-
-    async def serve(reader, writer):
-        tasks.append(asyncio.current_task())
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                length = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
-                seen.append(json.loads(await reader.readexactly(length)))
-                for piece in answer:
-                    writer.write(piece)
-                    await writer.drain()
-                    await asyncio.sleep(0.002)
-                if not b"".join(answer).endswith(END):
-                    break
-        writer.close()
-        await writer.wait_closed()
-
-    async def run():
-        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            bodies = [{"prompt": [number]} for number in range(requests)]
-            try:
-                return await asyncio.wait_for(http_load.ask_all(port, bodies, at_once), 30)
-            finally:
-                await asyncio.wait(tasks)
-
-    return asyncio.run(run()), seen
-
-
-def test_all_requests_are_asked_and_timed():
-    """The end of an answer comes in two pieces, and connections are kept."""
-    pieces = [HEAD + text(), text("length"), USAGE + END[:2], END[2:]]
-    got, seen = asked_of(pieces, requests=5, at_once=2)
-    assert sorted(body["prompt"] for body in seen) == [[number] for number in range(5)]
-    assert got["tokens"] == 25 and len(got["ttft"]) == len(got["gaps"]) == 5
-    assert min(got["ttft"]) > 0 and sum(got["gaps"]) / 2 < got["seconds"] and got["cpu_seconds"] > 0
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ([b"HTTP/1.1 503 Service Unavailable\r\n\r\n" + END], "refuses: .*503"),
-        ([HEAD, text()], "connection ended"),
-    ],
-)
-def test_an_answer_that_is_none_ends_the_load(answer, message):
-    with pytest.raises(ExceptionGroup) as raised:
-        asked_of(answer, requests=1, at_once=1)
-    assert raised.group_contains(RuntimeError, match=message)
 
 
 def step(*times):
@@ -137,11 +53,14 @@ def test_processors_are_counted_by_thread():
 
 def test_figures_are_those_of_the_run_in_the_middle():
     stages = {name: [0.001] for name in host_times.STAGES}
-    three = [
-        runs.Run(seconds, 120, [0.1], [0.01, 0.02], {"llm": 2.0}, stages)
-        for seconds in (4.0, 2.0, 3.0)
-    ]
-    figures = runs.figures_of(three)
+    three = []
+    for seconds in (4.0, 2.0, 3.0):
+        answer = load_generator.Answer(
+            seconds - 0.13, [seconds - 0.03, seconds - 0.02, seconds], 120
+        )
+        served = load_generator.Served(0.0, {0: answer})
+        three.append(serving.Run(served, {"llm": 2.0}, stages))
+    figures = serving.figures_of(three)
     key = "output_tokens_per_second"
     assert [figures[key], figures[f"{key}_least"], figures[f"{key}_most"]] == [40, 30, 60]
     assert figures["processors"] == {"llm": pytest.approx(2 / 3)}
@@ -193,15 +112,10 @@ def test_what_could_not_be_measured_is_refused_at_once(words, message, monkeypat
     assert message in capsys.readouterr().err
 
 
-def test_a_child_that_ends_is_told_of():
-    with processes.Process("http_load") as child, pytest.raises(RuntimeError, match="ended with 1"):
-        child.ask("no JSON")
-
-
 def test_tables_say_where_nothing_was_measured():
     empty = {"device": "an abacus", "results": []}
-    for table in (tables.beside_llm, tables.first_token, tables.streams):
-        assert table(empty) == "Not measured yet."
+    for table in ("serving", "serving: first token", "serving: streams"):
+        assert tables.TABLES[table](empty) == "Not measured yet."
 
 
 @pytest.mark.soak
@@ -238,7 +152,7 @@ def test_a_server_of_a_tiny_model_is_measured(monkeypatch, tmp_path):
     )
     assert many["portions"] >= 2 * 16 and many["loop_lag_ms_p99"] > 0
     assert [each["api_processes"] for each in by_two] == [2, 2]
-    assert "`--api-processes 2`" in tables.streams({"results": by_two})
-    assert "| TINY, 12x8, 4 at a time |" in tables.beside_llm(figures)
-    assert "| TINY, 12x4, 1 at a time |" in tables.first_token(figures)
-    assert "| TINY, 12x8, 8 at a time |" in tables.streams(figures)
+    assert "`--api-processes 2`" in tables.shown({"results": by_two}, "serving: streams")
+    assert "| TINY, 12x8, 4 at a time |" in tables.shown(figures, "serving")
+    assert "| TINY, 12x4, 1 at a time |" in tables.shown(figures, "serving: first token")
+    assert "| TINY, 12x8, 8 at a time |" in tables.shown(figures, "serving: streams")

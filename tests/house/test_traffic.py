@@ -1,55 +1,20 @@
-"""The benchmark of traffic: what requests are, when they are sent, and what its figures mean."""
+"""The benchmark of traffic: its cases, and what its figures mean."""
 
 import importlib
 import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
+from stepped_llm import SteppedLLM
 
 from jaxspec.engine.engine import StepTimes
 from jaxspec.plan.plan import MOVES, Program
-from jaxspec.requests.request import Finish, Request
 from jaxspec.requests.sampling_features import GREEDY
 
 ROOT = Path(__file__).parents[2]
 traffic = importlib.import_module("benchmarks.engine.traffic")
-workload = importlib.import_module("benchmarks.engine.workload")
-
-
-def test_the_trace_is_the_one_that_other_engines_served():
-    requests = workload.lengths("trace")
-    assert len(requests) == 256 and requests[:2] == [(289, 224), (1429, 479)]
-    assert sum(prompt for prompt, _ in requests) == 154_950
-    assert workload.lengths("trace", 3) == requests[:3]
-    assert workload.lengths("1024x32", 2) == [(1024, 32)] * 2
-
-
-@pytest.mark.parametrize("name", ["traces", "1024", "0x32", "8x-1", "x"])
-def test_lengths_that_mean_nothing_are_refused(name):
-    with pytest.raises(ValueError, match='as "8192x1024", got'):
-        workload.lengths(name)
-
-
-def test_a_longer_trace_than_there_is_is_refused():
-    with pytest.raises(ValueError, match="has 256 requests, and 257 were asked for"):
-        workload.lengths("trace", 257)
-
-
-def test_requests_are_the_same_each_time():
-    first, again = (workload.prompts([(3, 1), (5, 1)], 100) for _ in range(2))
-    assert first == again and [len(ids) for ids in first] == [3, 5]
-    assert {id for ids in first for id in ids} <= set(range(100))
-
-
-def test_arrivals_are_poisson():
-    """The gaps are exponential: their mean is that asked for, and as large as their deviation."""
-    arrivals = workload.poisson(4000, 50.0)
-    assert arrivals[0] == 0 and arrivals == workload.poisson(4000, 50.0)
-    gaps = np.diff(arrivals)
-    assert gaps.mean() == pytest.approx(1 / 50, rel=0.05)
-    assert gaps.std() == pytest.approx(1 / 50, rel=0.1)
+load_generator = importlib.import_module("benchmarks.engine.load_generator")
 
 
 def step(program, decodes, prompt, start, end):
@@ -128,87 +93,14 @@ def test_a_file_of_another_device_is_refused(tmp_path):
     assert "holds results of an abacus; name another file" in traffic.refusal(args)
 
 
-class FakeSample:
-    def __init__(self, request):
-        self.request = request
-
-
-class FakeLLM:
-    """Gives each request one token a step of a second, to as many requests as there are rows."""
-
-    def __init__(self, monkeypatch, rows, most=None):
-        self.now, self.rows, self.most = 100.0, rows, most
-        self.session = self
-        self.there, self.num_there = [], []
-        monkeypatch.setattr(traffic.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(traffic.time, "sleep", self.sleep)
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-    def prepare(self, prompts, params):
-        requests = [
-            Request(tuple(prompt["prompt_token_ids"]), each, 0)
-            for prompt, each in zip(prompts, params, strict=True)
-        ]
-        return [[FakeSample(request)] for request in requests]
-
-    def add(self, samples):
-        self.there += samples
-
-    @property
-    def has_work(self):
-        return bool(self.there)
-
-    def step(self):
-        self.num_there.append(len(self.there))
-        self.now += 1
-        moved = self.there[: self.rows]
-        for sample in moved:
-            request = sample.request
-            request.tokens.append(7)
-            request.metrics.record_tokens(1, self.now)
-            if request.num_output == min(request.params.max_tokens, self.most or 99):
-                request.finish = Finish.ABORT if self.most else Finish.LENGTH
-                self.there = [other for other in self.there if other is not sample]
-        return moved
-
-
-def work(*tokens):
-    return traffic.Work([{"prompt_token_ids": [1] * 10} for _ in tokens], list(tokens))
-
-
-def test_a_closed_loop_has_so_many_requests_at_a_time(monkeypatch):
-    """Two places and one row: 3 tokens, then 2, then 1. The third comes when the first ends."""
-    llm = FakeLLM(monkeypatch, rows=1)
-    served = traffic.serve(llm, work(3, 2, 1), at_once=2)
-    assert llm.num_there == [2, 2, 2, 2, 2, 1]
-    assert [metrics.ttft for metrics in served.metrics] == [1, 4, 3]
-    assert served.seconds == 6 and sorted(served.gaps) == [1, 1, 1]
-    figures = traffic.speed(served)
-    assert figures["output_tokens_per_second"] == 1 and figures["total_tokens_per_second"] == 6
-    assert figures["requests_per_second"] == 0.5
-    assert (figures["tpot_ms"], figures["gap_ms_p99"]) == (1000, 1000)
-    assert figures["ttft_ms"] == pytest.approx(8000 / 3)
-
-
-def test_time_to_the_first_token_counts_from_when_a_request_was_due(monkeypatch):
-    """The second comes within a step and waits for its end; the third finds nobody there."""
-    llm = FakeLLM(monkeypatch, rows=2)
-    served = traffic.serve(llm, work(1, 1, 1), arrivals=[0, 0.25, 5])
-    assert [metrics.ttft for metrics in served.metrics] == [1, 1.75, 1]
-    assert served.seconds == 6 and served.gaps == []
-    assert "tpot_ms" not in traffic.speed(served)
-
-
-def test_a_request_that_ends_early_is_no_measurement(monkeypatch):
-    with pytest.raises(RuntimeError, match="ended early"):
-        traffic.serve(FakeLLM(monkeypatch, rows=1, most=2), work(3), at_once=1)
-
-
 def test_amounts_tell_room_from_plans_and_plans_from_need(monkeypatch):
     """A prompt of 10 in a program of 64; then 2 rows of 4, twice 8 steps, for 3 verifies."""
-    served = traffic.serve(FakeLLM(monkeypatch, rows=1), work(6), at_once=1)
+    llm = SteppedLLM(rows=1)
+    llm.set_clock(monkeypatch, load_generator)
+    served = load_generator.serve(llm, [load_generator.Request([1] * 10, 6)])
+    figures = traffic.speed(served)
+    assert (figures["output_tokens_per_second"], figures["tpot_ms"]) == (1, 1000)
+    assert figures["total_tokens_per_second"] == 16 / 6 and figures["ttft_ms"] == 1000
     served.metrics[0].accepted_per_position = [2]  # so that 3 verifies gave 5 tokens
     decode = step(Program(4, 0, GREEDY, num_steps=8), 2, 0, 1.0, 2.0)
     steps = [step(Program(1, 64, GREEDY), 0, 10, 0.0, 1.0), decode, decode]

@@ -7,11 +7,10 @@ import re
 import pytest
 
 tables = importlib.import_module("benchmarks.report.tables")
-against_peer = importlib.import_module("benchmarks.report.against_peer")
-picture = importlib.import_module("benchmarks.report.traffic_picture")
-traffic = importlib.import_module("benchmarks.report.traffic_tables")
+pictures = importlib.import_module("benchmarks.report.pictures")
+loads = importlib.import_module("benchmarks.report.load_tables")
 
-FILES = sorted(tables.RESULTS.glob(tables.TRAFFIC))
+FILES = sorted(tables.RESULTS.glob(loads.TRAFFIC))
 CASE = {
     "shape": "qwen3.5-9b",
     "rows": 64,
@@ -58,7 +57,7 @@ def test_a_line_says_what_users_see_of_a_load_and_on_which_card():
     one_token = {
         k: v for k, v in at_a_time(1, rows=128).items() if not k.startswith(("tpot", "gap"))
     }
-    _, _, *lines = traffic.served(file(EQUAL, CASE, ARRIVING, one_token)).splitlines()
+    _, _, *lines = tables.TABLES["traffic"](file(EQUAL, CASE, ARRIVING, one_token)).splitlines()
     assert lines == [
         "| 9B, trace, 1 at a time | `max_num_seqs=128` | H100 | 5,000 | 19,000 | 4,000 (8,000) "
         "| – | – | – | abcdef0 |",
@@ -73,7 +72,7 @@ def test_a_line_says_what_users_see_of_a_load_and_on_which_card():
 
 def test_a_line_says_where_the_time_of_a_load_goes():
     by_hand = CASE | {"options": {"state_dtype": "float16"}, "draft_vocab": 32768}
-    _, _, line = traffic.spent(file(by_hand)).splitlines()
+    _, _, line = tables.TABLES["time of traffic"](file(by_hand)).splitlines()
     assert line == (
         "| 9B, trace, all 256 at once | `draft_vocab=32768`, `state_dtype='float16'` | H100 "
         "| 10% | 0% | 60% | 30% | 90% | 75% | 50% (3.00 TB/s) | abcdef0 |"
@@ -81,15 +80,15 @@ def test_a_line_says_where_the_time_of_a_load_goes():
 
 
 def test_what_is_unusual_of_drafts_is_part_of_the_work():
-    assert traffic.work_of(CASE | {"drafts": 0, "rates": []}) == "9B, 0 drafts, trace"
+    assert loads.work_of(CASE | {"drafts": 0, "rates": []}) == "9B, 0 drafts, trace"
     other = CASE | {"rates": [0.7, 0.48, 0.34]}
-    assert traffic.work_of(other) == "9B, drafts accepted at 70%/48%/34%, trace"
-    assert traffic.work_of(CASE | {"sampling": "Qwen"}) == "9B, Qwen, trace"
+    assert loads.work_of(other) == "9B, drafts accepted at 70%/48%/34%, trace"
+    assert loads.work_of(CASE | {"sampling": "Qwen"}) == "9B, Qwen, trace"
 
 
 def test_the_same_load_on_two_cards_stands_side_by_side():
     cards = file(EQUAL, CASE), file(CASE, EQUAL, device="NVIDIA H200")
-    found = [(card, case["lengths"]) for card, case in traffic.by_load(cards)]
+    found = [(card, case["lengths"]) for card, case in loads.by_load(cards)]
     lengths = "trace", "trace", "512x256", "512x256"
     assert found == list(zip(("H100", "H200") * 2, lengths, strict=True))
 
@@ -106,21 +105,21 @@ def test_a_table_takes_the_file_of_each_card(tmp_path):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_file_holds_results_of_the_card_that_it_is_named_after(path):
     """A file names one device, that of its last result; so a second card needs its own."""
-    assert path.stem == f"traffic_{traffic.card_of(json.loads(path.read_text())).lower()}"
+    assert path.stem == f"traffic_{loads.card_of(json.loads(path.read_text())).lower()}"
 
 
 @pytest.fixture
 def peer():
-    return json.loads((tables.RESULTS / tables.PEER_TRAFFIC).read_text())
+    return json.loads((tables.RESULTS / loads.PEER_TRAFFIC).read_text())
 
 
 @pytest.fixture
 def beside(peer):
     """The last two lines of README's table, beside these results of jaxspec."""
-    decode, speeds = (json.loads((tables.RESULTS / name).read_text()) for name in tables.PEER)
+    decode, speeds = (json.loads((tables.RESULTS / name).read_text()) for name in loads.PEER)
 
     def lines(*cards):
-        made = against_peer.table(decode, speeds, peer, *cards).splitlines()[-2:]
+        made = tables.TABLES["against vLLM"](decode, speeds, peer, *cards).splitlines()[-2:]
         return [line.strip("| ").split(" | ")[2:] for line in made]
 
     return lines
@@ -147,9 +146,9 @@ def test_a_curve_has_a_point_for_each_number_of_requests_that_finds_places():
     wide, narrow = (at_a_time(64, rows=rows, tpot_ms=rows / 10.0) for rows in (128, 64))
     by_hand = at_a_time(4, options={"steps_per_dispatch": 8})
     results = [wide, narrow, at_a_time(128), at_a_time(2, tpot_ms=3.0), by_hand, CASE, ARRIVING]
-    curves = picture.curves([file(*results)])
+    curves = pictures.curves([file(*results)])
     assert curves == {"9B, trace, H100": [(3.0, 5000.4, ""), (6.4, 5000.4, "64")]}
-    assert picture.batches([file(*results)]) == {"9B, trace, H100": [(8.0, 5000.4, "all 256")]}
+    assert pictures.batches([file(*results)]) == {"9B, trace, H100": [(8.0, 5000.4, "all 256")]}
 
 
 @pytest.mark.parametrize("results", [[], [ARRIVING], [CASE, at_a_time(8), EQUAL]])
@@ -157,7 +156,7 @@ def test_the_picture_is_drawn_of_few_results_too_and_the_same_each_time(results,
     drawn = []
     for name in ("one.svg", "two.svg"):
         cards = [file(*results), file(*results, device="NVIDIA H200")]
-        picture.picture(cards, peer, tmp_path / name)
+        pictures.traffic(cards, peer, tmp_path / name)
         drawn.append((tmp_path / name).read_text())
     assert drawn[0] == drawn[1] and "<!-- vLLM, trace, all at once, H200 -->" in drawn[0]
     names = set(re.findall(r"<!-- (9B, .*) -->", drawn[0]))
