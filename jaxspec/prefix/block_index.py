@@ -49,7 +49,6 @@ class BlockIndex:
                 self._lengths.setdefault(key.before, Counter())[len(key.tokens)] += 1
 
     def remove(self, block: Block) -> None:
-        """Remove a block."""
         self.num_bytes -= self.blocks.pop(block)
         self.version = next(_versions)
         for key in block.keys:

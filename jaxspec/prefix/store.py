@@ -43,7 +43,6 @@ class PrefixMetrics:
         self.num_without_state += max(0, num_matched - num_cached)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all counts by name."""
         return {**vars(self), "skipped": dict(self.skipped)}
 
 
