@@ -53,11 +53,7 @@ class Eagle3Config:
 
     @staticmethod
     def read(fields: Fields, config: ModelConfig, *, norm_before_residual: bool) -> "Eagle3Config":
-        """Read the head's fields; `norm_before_residual` is the default if config.json has none.
-
-        Raises:
-            ValueError: A field is malformed or not implemented.
-        """
+        """Read the head's fields; `norm_before_residual` is the default if config.json has none."""
         nested = fields.block("eagle_config")
         nested.refuse_all_but({"use_aux_hidden_state": (True,)})
         name = "eagle_aux_hidden_state_layer_ids"

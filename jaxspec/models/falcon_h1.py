@@ -8,10 +8,9 @@ from jaxspec.models.base import Model
 from jaxspec.models.config import PARALLEL, ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import FLAG, MAX_LAYERS, SIZE, Kind, number, whole
-from jaxspec.models.layers.mamba2 import Mamba2Config
+from jaxspec.models.layers.mamba2 import Mamba2Config, Mamba2Fields
 from jaxspec.models.layers.parameters import Placement, scaled
 
-# Options that change the output, with the values that the layers implement.
 _OPTIONS = {
     "mamba_proj_bias": (False,),
     "projectors_bias": (False,),
@@ -45,11 +44,7 @@ class FalconMultipliers:
 
     @classmethod
     def read(cls, fields: Fields) -> "FalconMultipliers":
-        """Read the fields of config.json; a missing field is 1.
-
-        Raises:
-            ValueError: A field is malformed.
-        """
+        """Read the fields of config.json; a missing field is 1."""
         names = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_out")
         single = {name: _factor(fields, f"{name}_multiplier") for name in names}
         gate, down = _factors(fields, "mlp_multipliers", 2)
@@ -102,16 +97,7 @@ class FalconH1(Model):
 
 
 def _mamba2(fields: Fields) -> Mamba2Config:
-    sizes = Mamba2Config.read(
-        fields,
-        heads="mamba_n_heads",
-        head_dim="mamba_d_head",
-        groups="mamba_n_groups",
-        state_dim="mamba_d_state",
-        conv_kernel="mamba_d_conv",
-        conv_bias="mamba_conv_bias",
-        norm_by_group=True,
-    )
+    sizes = Mamba2Config.read(fields, Mamba2Fields(), norm_by_group=True)
     features = fields.find("mamba_d_ssm", SIZE)
     if features not in (None, sizes.heads.features):
         raise ValueError(

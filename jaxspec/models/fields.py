@@ -52,7 +52,8 @@ class Fields(Block):
     """The entries of a config.json in any published spelling; errors name the field.
 
     The `text_config` of a vision-language config takes precedence, and the top level provides what
-    it lacks.
+    it lacks. Methods, and the readers of families and layers, raise ValueError for fields that are
+    missing, malformed or not implemented.
     """
 
     def __init__(
@@ -87,9 +88,6 @@ class Fields(Block):
         """Return the mixer of each layer from Qwen's fields: a list, or attention at an interval.
 
         All layers are attention if there is no field for recurrent layers.
-
-        Raises:
-            ValueError: A field is missing or malformed, or a layer has no known mixer.
         """
         count = self.need("num_hidden_layers", _LAYERS)
         interval = self.find("full_attention_interval", _LAYERS) or 4
@@ -112,11 +110,7 @@ class Fields(Block):
         return kinds
 
     def attention_layer_types(self) -> tuple[str, ...]:
-        """Return `layer_types` of a family with attention in every layer.
-
-        Raises:
-            ValueError: As `layer_types`, or there are recurrent layers.
-        """
+        """Return `layer_types` of a family with attention in every layer; others are refused."""
         kinds = self.layer_types()
         if others := kinds.count(LINEAR_ATTENTION):
             raise ValueError(
@@ -129,9 +123,6 @@ class Fields(Block):
         """Return the feed-forward type of each layer from Qwen's fields.
 
         Every `decoder_sparse_step`-th layer has experts, unless it is in `mlp_only_layers`.
-
-        Raises:
-            ValueError: A field is missing or malformed.
         """
         step = self.find("decoder_sparse_step", _LAYERS) or 1
         dense = self.find("mlp_only_layers", _LAYER_INDICES) or []

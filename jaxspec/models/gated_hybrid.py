@@ -11,9 +11,8 @@ from jaxspec.models.config import DENSE, LINEAR_ATTENTION, SPARSE, ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import whole
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNetConfig
-from jaxspec.models.layers.mtp_head import PREFIX, MTPHead
+from jaxspec.models.layers.mtp_head import MTPHead, has_draft_head
 
-# Options that change the output, with the values that the layers implement.
 _OPTIONS = {
     "output_gate_type": ("swish", "silu"),
     "attn_output_gate": (True,),
@@ -39,11 +38,7 @@ class GatedHybrid(Model):
         tensors, and others have the tensors without it.
         """
         super().__init__(config, dtype, tensors)
-        if tensors is None:
-            has_head = config.num_draft_layers > 0
-        else:
-            has_head = any(name.startswith(PREFIX) for name in tensors)
-        if has_head:
+        if has_draft_head(config, tensors):
             self.draft_head = MTPHead(config, self.trunk.layers, dtype)
 
     @staticmethod

@@ -11,12 +11,11 @@ from jaxspec.models.base import Model
 from jaxspec.models.config import DENSE, FULL_ATTENTION, MAMBA2, SPARSE, ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import MAX_LAYERS, SIZE, number, whole, words
-from jaxspec.models.layers.mamba2 import Mamba2Config
+from jaxspec.models.layers.mamba2 import Mamba2Config, Mamba2Fields
 from jaxspec.models.layers.moe import MAX_EXPERTS, MoEConfig, shared_width
 from jaxspec.models.layers.parameters import Placement, scaled
 from jaxspec.pallas.moe.route import Routing
 
-# Options that change the output, with the values that the layers implement.
 _OPTIONS = {
     "mamba_proj_bias": (False,),
     "normalization_function": ("rmsnorm",),
@@ -57,9 +56,6 @@ class GraniteMultipliers:
         """Read the fields of config.json, for heads of `head_dim` channels.
 
         Granite's factor of attention scores replaces `1 / sqrt(head_dim)`.
-
-        Raises:
-            ValueError: A field is missing or malformed.
         """
         return cls(
             embedding=float(fields.need("embedding_multiplier", _FACTOR)),
@@ -100,7 +96,7 @@ class Granite(Model):
         )
         parts: tuple[Any, ...] = (GraniteMultipliers.read(fields, config.head_dim),)
         if MAMBA2 in mixers:
-            parts += (_mamba2(fields),)
+            parts += (Mamba2Config.read(fields, Mamba2Fields(), norm_by_group=False),)
         if num_experts:
             parts += (_experts(fields, num_experts),)
         return dataclasses.replace(config, normed_heads=False, parts=parts)
@@ -135,19 +131,6 @@ def _mixers(fields: Fields) -> tuple[str, ...]:
             + (f" and the unknown kinds {shown(unknown)}." if unknown else ".")
         )
     return tuple(_MIXERS[word] for word in listed)
-
-
-def _mamba2(fields: Fields) -> Mamba2Config:
-    return Mamba2Config.read(
-        fields,
-        heads="mamba_n_heads",
-        head_dim="mamba_d_head",
-        groups="mamba_n_groups",
-        state_dim="mamba_d_state",
-        conv_kernel="mamba_d_conv",
-        conv_bias="mamba_conv_bias",
-        norm_by_group=False,
-    )
 
 
 def _experts(fields: Fields, num_experts: int) -> MoEConfig:

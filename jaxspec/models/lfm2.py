@@ -12,7 +12,6 @@ from jaxspec.models.layers.moe import EXPERTS, SCALE, MoEConfig
 from jaxspec.models.layers.short_conv import ShortConvConfig
 from jaxspec.pallas.moe.route import Routing
 
-# Options that change the output, with the values that the layers implement.
 _OPTIONS = {"use_pos_enc": (True,), "block_use_swiglu": (True,)}
 _THETA = 1e6  # used if config.json has none
 _KINDS = {"conv": SHORT_CONV, "full_attention": FULL_ATTENTION}  # words of `layer_types`
@@ -91,11 +90,7 @@ def _common(
 
 
 def _layer_types(fields: Fields) -> tuple[str, ...]:
-    """Return the mixer of each layer: from a list, or from the indices of the attention layers.
-
-    Raises:
-        ValueError: A field is malformed, both are missing, or a layer has no known mixer.
-    """
+    """Return the mixer of each layer: from a list, or the indices of attention layers."""
     count = fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
     listed = fields.find("layer_types", words(MAX_LAYERS))
     if listed is None:

@@ -1,4 +1,4 @@
-"""Llama dense: attention in every layer, no norms of queries and keys, no draft head."""
+"""Llama 2 and 3, dense: attention in every layer, no norms of queries and keys, no draft head."""
 
 import dataclasses
 
@@ -6,15 +6,12 @@ from jaxspec.models.base import Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields
 
-# Options that change the output, with the values that the layers implement.
 _OPTIONS = {"sliding_window": ()}
 _THETA = 10000.0  # missing in Llama 2's config.json
 _DERIVED = ".rotary_emb.inv_freq"  # in older checkpoints; computed from config.json
 
 
 class Llama(Model):
-    """Llama 2 and 3, dense."""
-
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
         fields.refuse_all_but(_OPTIONS)

@@ -7,7 +7,7 @@ from jaxspec.models.base import Model
 from jaxspec.models.config import MAMBA2, NO_FEED_FORWARD, ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import MAX_LAYERS, whole
-from jaxspec.models.layers.mamba2 import Mamba2Config
+from jaxspec.models.layers.mamba2 import Mamba2Config, Mamba2Fields
 
 # Options that change the output, with the values that the layers implement. `norm_before_gate` is
 # not among them: Mamba-Codestral-7B sets it, but transformers ignores it and gates before the norm.
@@ -21,6 +21,14 @@ _NAMES = {
     "model.embeddings.weight": "model.embed_tokens.weight",
     "model.norm_f.weight": "model.norm.weight",
 }
+FIELDS = Mamba2Fields(
+    heads="num_heads",
+    head_dim="head_dim",
+    groups="n_groups",
+    state_dim="state_size",
+    conv_kernel="conv_kernel",
+    conv_bias="use_conv_bias",
+)
 
 
 class Mamba2(Model):
@@ -34,16 +42,7 @@ class Mamba2(Model):
     def parse_config(fields: Fields) -> ModelConfig:
         fields.refuse_all_but(_OPTIONS)
         count = fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
-        sizes = Mamba2Config.read(
-            fields,
-            heads="num_heads",
-            head_dim="head_dim",
-            groups="n_groups",
-            state_dim="state_size",
-            conv_kernel="conv_kernel",
-            conv_bias="use_conv_bias",
-            norm_by_group=True,
-        )
+        sizes = Mamba2Config.read(fields, FIELDS, norm_by_group=True)
         config = fields.common(
             (MAMBA2,) * count,
             (NO_FEED_FORWARD,) * count,

@@ -21,13 +21,12 @@ from jaxspec.models.config import (
 )
 from jaxspec.models.fields import Fields, check_groups
 from jaxspec.models.kinds import FLAG, MAX_LAYERS, SIZE, WORD, whole, words
-from jaxspec.models.layers.mamba2 import Mamba2Config
+from jaxspec.models.layers.mamba2 import Mamba2Config, Mamba2Fields
 from jaxspec.models.layers.moe import EXPERTS, SCALE, MoEConfig, shared_width
-from jaxspec.models.layers.mtp_head import PREFIX, MTPHead
+from jaxspec.models.layers.mtp_head import PREFIX, MTPHead, has_draft_head
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.moe.route import Routing
 
-# Options that change the output, with the values that the layers implement.
 _OPTIONS = {
     "mlp_hidden_act": ("relu2",),
     "mamba_hidden_act": ("silu",),
@@ -52,6 +51,14 @@ _LETTERS = {
     "mlp": "-",
     "moe": "E",
 }
+MAMBA2_FIELDS = Mamba2Fields(
+    heads="mamba_num_heads",
+    head_dim="mamba_head_dim",
+    groups="n_groups",
+    state_dim="ssm_state_size",
+    conv_kernel="conv_kernel",
+    conv_bias="use_conv_bias",
+)
 _HEAD = "*E"  # layers of the supported draft head
 _HEAD_DIM = "head_dim", "attention_head_dim"  # the second in older checkpoints
 _TRUNK_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(norm|mixer)\.(.+)")
@@ -80,11 +87,7 @@ class NemotronH(Model):
             ValueError: There is a head, but config.json has no sizes for it.
         """
         super().__init__(config, dtype, tensors)
-        if tensors is None:
-            has_head = config.num_draft_layers > 0
-        else:
-            has_head = any(name.startswith(PREFIX) for name in tensors)
-        if has_head:
+        if has_draft_head(config, tensors):
             _check_has_sizes_of_head(config)
             self.draft_head = MTPHead(config, self.trunk.layers, dtype)
 
@@ -109,7 +112,9 @@ class NemotronH(Model):
             head_dim=fields.need_either(_HEAD_DIM, SIZE) if "*" in letters else None,
             eps="layer_norm_epsilon",
         )
-        parts: list[Any] = [_mamba2(fields)] if "M" in pattern else []
+        parts: list[Any] = (
+            [Mamba2Config.read(fields, MAMBA2_FIELDS, norm_by_group=True)] if "M" in pattern else []
+        )
         return dataclasses.replace(
             config,
             normed_heads=False,
@@ -160,11 +165,7 @@ def _layers(fields: Fields) -> str:
 
 
 def _pattern(fields: Fields, letters: str, listed: str) -> str | None:
-    """Return the layers' letters from either field; None if both are missing.
-
-    Raises:
-        ValueError: A layer has an unknown type, or the two fields differ.
-    """
+    """Return the layers' letters from either field, which must agree; None if both are missing."""
     spelled, named = fields.find(letters, WORD), fields.find(listed, words(MAX_LAYERS))
     in_letters = None if named is None else [_LETTERS.get(word, word) for word in named]
     if spelled is not None and in_letters not in (None, list(spelled)):
@@ -207,19 +208,6 @@ def _check_has_sizes_of_head(config: ModelConfig) -> None:
         "1, `num_attention_heads`, `num_key_value_heads`, `head_dim`, `n_routed_experts`, "
         "`num_experts_per_tok`, `moe_intermediate_size` and others. Take the config.json that was "
         f"published with the weights, or a checkpoint without tensors of `{PREFIX}`."
-    )
-
-
-def _mamba2(fields: Fields) -> Mamba2Config:
-    return Mamba2Config.read(
-        fields,
-        heads="mamba_num_heads",
-        head_dim="mamba_head_dim",
-        groups="n_groups",
-        state_dim="ssm_state_size",
-        conv_kernel="conv_kernel",
-        conv_bias="use_conv_bias",
-        norm_by_group=True,
     )
 
 

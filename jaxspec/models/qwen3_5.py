@@ -6,8 +6,6 @@ from jaxspec.models.gated_hybrid import GatedHybrid, hybrid_config
 
 
 class Qwen3_5(GatedHybrid):
-    """The text model of a dense Qwen3.5 checkpoint."""
-
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
         return hybrid_config(fields)

@@ -10,8 +10,6 @@ _OPTIONS = {"norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_la
 
 
 class Qwen3_5Moe(GatedHybrid):
-    """The text model of a Qwen3.5 MoE checkpoint."""
-
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
         fields.refuse_all_but(_OPTIONS)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.models import load_model
+from jaxspec.pallas import dispatch
 
 WITH_HEADS = [
     *("qwen3_5", "qwen3_5_tied", "qwen3_5_moe", "qwen3_5_moe_wide", "qwen3_next"),
@@ -22,6 +23,13 @@ IN_BFLOAT16 = [
     *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_vl", "qwen3_next", "nemotron_h", "nemotron_h_wide"),
     *("qwen3_moe", "llama", "llama_draft", "mamba2", "granitemoehybrid", "falcon_h1", "lfm2"),
 ]
+# Ops whose kernels a fixture's sizes allow.
+ON_A_GPU = {
+    "qwen3_5_moe_wide": ("moe_route", "moe_experts"),
+    "nemotron_h_wide": (
+        *("moe_route", "moe_experts", "attention_inputs", "mamba2_inputs", "mamba2_step"),
+    ),
+}
 
 
 @pytest.fixture(scope="module", params=[*WITH_HEADS, *OTHERS])
@@ -31,6 +39,12 @@ def loaded(request, fixture_folder, reference):
 
 def assert_close(actual, expected, tolerance):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
+
+
+def assert_near(logits, expected):
+    """As near as bfloat16 comes."""
+    assert np.abs(logits - expected).mean() <= 0.15
+    assert (logits.argmax(-1) == expected.argmax(-1)).mean() >= 0.9
 
 
 def all_ids(expected):
@@ -98,5 +112,23 @@ def test_a_draft_head_is_there_only_where_the_checkpoint_has_one(fixture_folder)
 def test_bfloat16_weights_stay_near_the_reference(name, fixture_folder, reference, single_request):
     model, expected = load_model(fixture_folder(name), jnp.bfloat16), reference(name)
     _, logits = single_request(model).prefill(all_ids(expected))
-    assert np.abs(logits - expected["logits_full"]).mean() <= 0.15
-    assert (logits.argmax(-1) == expected["logits_full"].argmax(-1)).mean() >= 0.9
+    assert_near(logits, expected["logits_full"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_kernels_stay_near_the_reference(name, fixture_folder, reference, single_request):
+    """In bfloat16, on sizes that they take: a prompt, verification of it, and the draft head."""
+    model = load_model(fixture_folder(name), jnp.bfloat16)
+    expected, dtype = reference(name), jnp.dtype("bfloat16")
+    prompt, greedy, ids = expected["prompt_ids"], expected["greedy_ids"], all_ids(expected)
+    with dispatch.choices() as chosen:
+        hidden, logits = single_request(model, dtype).prefill(ids)
+        assert_near(logits, expected["logits_full"])
+        for count in (1, 4):
+            logits = single_request(model, dtype).decode(prompt, greedy, count)
+            assert_near(logits, expected["logits_decode"])
+        _, logits = single_request(model, dtype).draft(ids[1:], hidden[:-1], 0, prefill=True)
+        assert_near(logits, expected["mtp_logits_tf"])
+    for op in ON_A_GPU[name]:
+        assert {how for each, how, _ in chosen if each == op} == {"kernel"}, op

@@ -18,7 +18,10 @@ _DRAFT_BLOCKS = whole(0, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """An open file, and its metadata entries under the architecture's prefix."""
+    """An open file, and its metadata entries under the architecture's prefix.
+
+    Methods raise ValueError for entries that are missing, malformed or not implemented.
+    """
 
     file: GGUFFile
     sizes: Block
@@ -46,11 +49,7 @@ class Described:
         )
 
     def by_layer(self, name: str, kind: Kind[int]) -> list[int]:
-        """Return the entry's value for each trunk layer; it may be a single value or one per block.
-
-        Raises:
-            ValueError: The entry is missing, or has another length or kind.
-        """
+        """Return the entry's value for each trunk layer; it may be one value or one per block."""
         value = self.sizes.entries.get(name)
         if not isinstance(value, np.ndarray):
             return [self.sizes.need(name, kind)] * self.num_layers
@@ -64,11 +63,7 @@ class Described:
         return listed[: self.num_layers]
 
     def one_of_layers(self, name: str) -> int | None:
-        """Return the one value other than 0 that `by_layer` has; None if all are 0.
-
-        Raises:
-            ValueError: As `by_layer`, or the values differ.
-        """
+        """Return the only value except 0 that `by_layer` has; None if all are 0."""
         sizes = sorted({size for size in self.by_layer(name, whole(0, 2**20)) if size})
         if len(sizes) > 1:
             raise ValueError(
@@ -79,12 +74,7 @@ class Described:
         return sizes[0] if sizes else None
 
     def value_dim(self) -> int:
-        """Return the channels of a recurrent head's values.
-
-        Raises:
-            ValueError: An entry is missing or malformed, or the channels can't be divided by the
-                heads.
-        """
+        """Return the value channels of a recurrent head; unequal shares of all are refused."""
         sizes = self.sizes
         channels, heads = (sizes.need(f"ssm.{x}", SIZE) for x in ("inner_size", "time_step_rank"))
         if channels % heads:
@@ -101,11 +91,7 @@ class Described:
         return given or max(1, self.sizes.need("embedding_length", SIZE) // heads)
 
     def attention(self) -> dict[str, Any]:
-        """Return the fields of attention except the number of key heads, which may differ by block.
-
-        Raises:
-            ValueError: An entry is missing, malformed or not implemented.
-        """
+        """Return attention's fields without the number of key heads, which may vary by block."""
         head_dim = self.head_dim()
         self.sizes.refuse_all_but({"attention.value_length": (head_dim,)})
         return {
@@ -115,11 +101,7 @@ class Described:
         }
 
     def key_heads(self) -> dict[str, Any]:
-        """Return the number of key heads of a model with attention in every layer, as a field.
-
-        Raises:
-            ValueError: It is malformed, or differs between blocks.
-        """
+        """Return the number of key heads of a model with attention in every layer, as a field."""
         name = "attention.head_count_kv"
         if self.sizes.entries.get(name) is None:
             return {"num_key_value_heads": self.sizes.need("attention.head_count", SIZE)}

@@ -6,6 +6,7 @@ from jaxspec.models.gguf.architecture import ATTENTION, Architecture
 from jaxspec.models.gguf.described import Described
 from jaxspec.models.gguf.mamba2 import mamba2_conversions, mamba2_sizes, mamba2_tensors
 from jaxspec.models.kinds import whole
+from jaxspec.models.layers.mamba2 import Mamba2Fields
 
 _BLOCKS = {
     **ATTENTION,
@@ -20,19 +21,10 @@ _BLOCKS = {
 
 
 def _entries(model: Described) -> dict[str, Any]:
-    mamba2 = mamba2_sizes(
-        model,
-        heads="mamba_n_heads",
-        head_dim="mamba_d_head",
-        groups="mamba_n_groups",
-        state_dim="mamba_d_state",
-        conv_kernel="mamba_d_conv",
-        conv_bias="mamba_conv_bias",
-    )
     return {
         **model.attention(),
         **model.key_heads(),
-        **mamba2,
+        **mamba2_sizes(model, Mamba2Fields()),
         "intermediate_size": model.sizes.need("feed_forward_length", whole(1, 2**31 - 1)),
         "mamba_rms_norm": model.has("ssm_norm.weight"),
         "mamba_norm_before_gate": False,  # llama.cpp's only order

@@ -16,6 +16,7 @@ from jaxspec.models.gguf.conversion import Conversion
 from jaxspec.models.gguf.described import Described
 from jaxspec.models.gguf.mamba2 import mamba2_conversions, mamba2_sizes, mamba2_tensors
 from jaxspec.models.kinds import FLAG, SIZE, number
+from jaxspec.models.layers.mamba2 import Mamba2Fields
 
 # On the hub gate_proj and up_proj are one tensor with another name.
 _BLOCKS = {
@@ -79,17 +80,13 @@ def _attending(model: Described) -> dict[str, Any]:
 
 def _hybrid(model: Described) -> dict[str, Any]:
     key_heads, attending = model.mixed_key_heads()
-    mamba2 = mamba2_sizes(
-        model,
-        heads="mamba_n_heads",
-        head_dim="mamba_d_head",
-        groups="mamba_n_groups",
-        state_dim="mamba_d_state",
-        conv_kernel="mamba_d_conv",
-        conv_bias="mamba_conv_bias",
-    )
     kinds = ["attention" if attends else "mamba" for attends in attending]
-    return {**_common(model), **mamba2, **key_heads, "layer_types": kinds}
+    return {
+        **_common(model),
+        **mamba2_sizes(model, Mamba2Fields()),
+        **key_heads,
+        "layer_types": kinds,
+    }
 
 
 def _hybrid_conversions(model: Described) -> Mapping[str, Conversion]:

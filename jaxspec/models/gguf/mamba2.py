@@ -12,6 +12,8 @@ from jaxspec.models.gguf.conversion import (
 )
 from jaxspec.models.gguf.described import Described
 from jaxspec.models.kinds import SIZE
+from jaxspec.models.layers.mamba2 import Mamba2Fields
+from jaxspec.models.mamba2 import FIELDS
 
 _PARTS = {
     "ssm_in": "in_proj",
@@ -30,11 +32,7 @@ def mamba2_tensors(published: str) -> dict[str, str]:
 
 
 def mamba2_conversions(model: Described) -> dict[str, Conversion]:
-    """Return the conversions of a layer's tensors.
-
-    Raises:
-        ValueError: The number of groups is missing or malformed.
-    """
+    """Return the conversions of a layer's tensors."""
     return {
         "ssm_a": Conversion(column, change=LOG_OF_NEGATED),
         "ssm_conv1d.weight": Conversion(convolution),
@@ -43,47 +41,23 @@ def mamba2_conversions(model: Described) -> dict[str, Conversion]:
     }
 
 
-def mamba2_sizes(
-    model: Described,
-    *,
-    heads: str,
-    head_dim: str,
-    groups: str,
-    state_dim: str,
-    conv_kernel: str,
-    conv_bias: str,
-) -> dict[str, Any]:
-    """Return a layer's sizes, under a family's names of the fields.
-
-    Raises:
-        ValueError: An entry is missing or malformed.
-    """
+def mamba2_sizes(model: Described, names: Mamba2Fields) -> dict[str, Any]:
+    """Return a layer's sizes, under a family's names of the fields."""
     sizes = model.sizes
-    return {
-        heads: sizes.need("ssm.time_step_rank", SIZE),
-        head_dim: model.value_dim(),
-        groups: sizes.need("ssm.group_count", SIZE),
-        state_dim: sizes.need("ssm.state_size", SIZE),
-        conv_kernel: sizes.need("ssm.conv_kernel", SIZE),
-        conv_bias: model.has("ssm_conv1d.bias"),
-    }
-
-
-def _entries(model: Described) -> dict[str, Any]:
-    return mamba2_sizes(
-        model,
-        heads="num_heads",
-        head_dim="head_dim",
-        groups="n_groups",
-        state_dim="state_size",
-        conv_kernel="conv_kernel",
-        conv_bias="use_conv_bias",
+    values = (
+        sizes.need("ssm.time_step_rank", SIZE),
+        model.value_dim(),
+        sizes.need("ssm.group_count", SIZE),
+        sizes.need("ssm.state_size", SIZE),
+        sizes.need("ssm.conv_kernel", SIZE),
+        model.has("ssm_conv1d.bias"),
     )
+    return dict(zip(names, values, strict=True))
 
 
 MAMBA2 = Architecture(
     "Mamba2ForCausalLM",
-    _entries,
+    lambda model: mamba2_sizes(model, FIELDS),
     {"attn_norm": "norm", **mamba2_tensors("mixer.")},
     conversions=mamba2_conversions,
     layer="backbone.layers.",

@@ -9,6 +9,7 @@ from jaxspec.models.gguf.conversion import Conversion
 from jaxspec.models.gguf.described import EXPERTS, Described
 from jaxspec.models.gguf.mamba2 import mamba2_conversions, mamba2_sizes, mamba2_tensors
 from jaxspec.models.kinds import FLAG, SIZE, number, whole
+from jaxspec.models.nemotron_h import MAMBA2_FIELDS
 
 _BLOCKS = {
     **mamba2_tensors("mixer."),
@@ -40,19 +41,10 @@ def _entries(model: Described) -> dict[str, Any]:
         _letter(model, *each) for each in zip(range(len(widths)), attending, widths, strict=True)
     )
     dense = {width for letter, width in zip(letters, widths, strict=True) if letter == "-"}
-    mamba2 = mamba2_sizes(
-        model,
-        heads="mamba_num_heads",
-        head_dim="mamba_head_dim",
-        groups="n_groups",
-        state_dim="ssm_state_size",
-        conv_kernel="conv_kernel",
-        conv_bias="use_conv_bias",
-    )
     return {
         **model.attention(),
         **key_heads,
-        **(mamba2 if "M" in letters else {}),
+        **(mamba2_sizes(model, MAMBA2_FIELDS) if "M" in letters else {}),
         **({"intermediate_size": max(dense)} if dense else {}),
         **(_experts(model) if "E" in letters else {}),
         "hybrid_override_pattern": letters,

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxspec.cache import CacheOptions, PagedKV, Pools
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.linear import Linear
-from jaxspec.models.layers.mixer import LayerInputs
+from jaxspec.models.layers.mixer import LayerInputs, Projected
 from jaxspec.models.layers.parameters import Placement, declare
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.attention.inputs import QKNorm, attention_inputs
@@ -64,11 +64,7 @@ class Attention(nnx.Module):
         return (PagedKV(self.pool, 1, heads, head_dim, options.kv_dtype),)
 
     def prepare(
-        self,
-        projected: Float[Array, "tokens columns"],
-        inputs: LayerInputs,
-        pools: Pools,
-        layer: int,
+        self, projected: Projected, inputs: LayerInputs, pools: Pools, layer: int
     ) -> tuple[AttentionTokens, Pools]:
         """Compute queries and gates, and write the keys and values of all tokens to their pages."""
         config, norm = self.config, None

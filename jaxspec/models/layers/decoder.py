@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
 
 from jaxspec.cache import CacheOptions, CacheSpec, Pools
 from jaxspec.models.config import (
@@ -27,7 +26,7 @@ from jaxspec.models.layers.attention import Attention
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNet
 from jaxspec.models.layers.latent_moe import LatentMoE
 from jaxspec.models.layers.mamba2 import Mamba2
-from jaxspec.models.layers.mixer import FeedForward, LayerInputs, Mixer, Stream
+from jaxspec.models.layers.mixer import FeedForward, LayerInputs, Mixer, Projected, Stream
 from jaxspec.models.layers.mlp import GatedMLP, SquaredReluMLP
 from jaxspec.models.layers.moe import MoE
 from jaxspec.models.layers.norm import RMSNorm
@@ -124,7 +123,7 @@ class DecoderLayer(nnx.Module):
     def after_projection(
         self,
         stream: Stream,
-        projected: Float[Array, "tokens columns"],
+        projected: Projected,
         inputs: LayerInputs,
         pools: Pools,
         selection: Selection | None = None,

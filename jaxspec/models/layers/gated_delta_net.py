@@ -13,10 +13,10 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields, check_groups
 from jaxspec.models.kinds import SIZE
 from jaxspec.models.layers.linear import Linear
-from jaxspec.models.layers.mixer import rectangle
+from jaxspec.models.layers.mixer import Projected, rectangle
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import Placement, declare, draw_rates
-from jaxspec.models.layers.recurrent_mixer import Projected, RecurrentMixer
+from jaxspec.models.layers.recurrent_mixer import RecurrentMixer
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay
 from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnRing, GdnTokens, gates
 from jaxspec.pallas.gated_delta.inputs import gdn_inputs, split_qkv
@@ -43,12 +43,7 @@ class GatedDeltaNetConfig:
 
     @classmethod
     def read(cls, fields: Fields, *, by_key_head: bool) -> "GatedDeltaNetConfig":
-        """Read the sizes from Qwen's fields.
-
-        Raises:
-            ValueError: A field is missing or malformed, or value heads can't be divided by key
-                heads.
-        """
+        """Read the sizes from Qwen's fields; key heads must divide the value heads."""
         sizes = cls(
             key_heads=fields.need("linear_num_key_heads", SIZE),
             value_heads=fields.need("linear_num_value_heads", SIZE),

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,10 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields, check_groups
 from jaxspec.models.kinds import FLAG, SIZE, number, whole
 from jaxspec.models.layers.linear import Linear
-from jaxspec.models.layers.mixer import rectangle
+from jaxspec.models.layers.mixer import Projected, rectangle
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import Placement, declare, draw_rates
-from jaxspec.models.layers.recurrent_mixer import Projected, RecurrentMixer
+from jaxspec.models.layers.recurrent_mixer import RecurrentMixer
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu.device import ALIGNED_COLUMNS
 from jaxspec.pallas.mamba2.conv_replay import mamba2_conv_replay
@@ -38,6 +38,17 @@ _TAPS = whole(2, 64)
 _NO_LEAST, _NO_MOST = number(0, 0), number(1e30, math.inf)
 
 
+class Mamba2Fields(NamedTuple):
+    """Names of config.json's fields with a layer's sizes; the defaults are Granite's."""
+
+    heads: str = "mamba_n_heads"
+    head_dim: str = "mamba_d_head"
+    groups: str = "mamba_n_groups"
+    state_dim: str = "mamba_d_state"
+    conv_kernel: str = "mamba_d_conv"
+    conv_bias: str = "mamba_conv_bias"
+
+
 @dataclasses.dataclass(frozen=True)
 class Mamba2Config:
     """Sizes of a Mamba2 layer: a part of a `ModelConfig`."""
@@ -51,18 +62,7 @@ class Mamba2Config:
     multipliers: tuple[float, ...] = (1.0,) * 5
 
     @classmethod
-    def read(
-        cls,
-        fields: Fields,
-        *,
-        heads: str,
-        head_dim: str,
-        groups: str,
-        state_dim: str,
-        conv_kernel: str,
-        conv_bias: str,
-        norm_by_group: bool,
-    ) -> "Mamba2Config":
+    def read(cls, fields: Fields, names: Mamba2Fields, *, norm_by_group: bool) -> "Mamba2Config":
         """Read the sizes from the fields of these names.
 
         `norm_by_group`: norm the features of each group of heads separately, or else all together.
@@ -71,13 +71,13 @@ class Mamba2Config:
             ValueError: A field is missing or malformed, heads can't be divided by groups, or step
                 sizes have limits.
         """
-        sizes = Mamba2Heads(*(fields.need(x, SIZE) for x in (heads, head_dim, groups, state_dim)))
-        check_groups(sizes.heads, sizes.groups, f"{heads}, {groups}")
+        sizes = Mamba2Heads(*(fields.need(name, SIZE) for name in names[:4]))
+        check_groups(sizes.heads, sizes.groups, f"{names.heads}, {names.groups}")
         _refuse_limits(fields)
-        bias = fields.find(conv_bias, FLAG)
+        bias = fields.find(names.conv_bias, FLAG)
         return cls(
             heads=sizes,
-            conv_kernel=fields.need(conv_kernel, _TAPS),
+            conv_kernel=fields.need(names.conv_kernel, _TAPS),
             norm_groups=sizes.groups if norm_by_group else 1,
             conv_bias=bias is None or bias,
         )

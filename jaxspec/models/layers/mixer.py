@@ -22,6 +22,7 @@ from jaxspec.pallas.attention.inputs import Rotation
 from jaxspec.pallas.norm.residual import Pending, Stream
 from jaxspec.regions import DecodeRegion
 
+Projected = Float[Array, "tokens columns"]
 Tokens = TypeVar("Tokens")  # pytree of a mixer; the first axis of each array is tokens
 
 
@@ -66,7 +67,7 @@ class Mixer(Protocol[Tokens]):
 
     def prepare(
         self,
-        projected: Float[Array, "tokens columns"],
+        projected: Projected,
         inputs: LayerInputs,
         pools: Pools,
         layer: int,
@@ -108,9 +109,7 @@ class Mixer(Protocol[Tokens]):
         ...
 
 
-def rectangle(
-    projected: Float[Array, "tokens columns"], rows: DecodeRegion
-) -> Float[Array, "rows width columns"]:
+def rectangle(projected: Projected, rows: DecodeRegion) -> Float[Array, "rows width columns"]:
     """Reshape the rectangle's tokens to rows; an empty rectangle gets a width of 1."""
     (tokens, columns), num_rows = projected.shape, rows.slots.shape[0]
     return projected.reshape(num_rows, tokens // num_rows if num_rows else 1, columns)

@@ -26,7 +26,6 @@ MAX_EXPERTS = 4096
 EXPERTS = whole(1, MAX_EXPERTS)
 SCALE = number(1e-3, 1e3)  # factor of the chosen experts' output
 _MAX_SHARED = 64  # limit of shared width / expert width, which is 1 or 2 in published models
-# Options that change the output, with the values that the layer implements.
 _OPTIONS = {
     "scoring_func": ("softmax",),
     "topk_method": ("greedy",),
@@ -57,11 +56,7 @@ class MoEConfig:
 
     @classmethod
     def read(cls, fields: Fields, *, renormalise: bool, shared: bool) -> "MoEConfig":
-        """Read the sizes from Qwen's fields. `shared`: the family has a gated shared expert.
-
-        Raises:
-            ValueError: A field is missing, malformed or not implemented.
-        """
+        """Read the sizes from Qwen's fields. `shared`: the family has a gated shared expert."""
         fields.refuse_all_but(_OPTIONS)
         # transformers 5 uses the second name for some families.
         num_experts = fields.need_either(("num_experts", "num_local_experts"), EXPERTS)

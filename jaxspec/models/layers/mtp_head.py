@@ -1,6 +1,6 @@
 """MTPHead: the multi-token-prediction draft head of Qwen3-Next, Qwen3.5 and Nemotron-3."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import jax.numpy as jnp
 from flax import nnx
@@ -16,6 +16,13 @@ from jaxspec.models.model_inputs import ModelInputs, Selection
 from jaxspec.pallas.norm.residual import Pending
 
 PREFIX = "mtp."  # prefix of the head's tensors
+
+
+def has_draft_head(config: ModelConfig, tensors: Collection[str] | None) -> bool:
+    """Return whether a checkpoint's tensors have a head; without tensors config.json decides."""
+    if tensors is None:
+        return config.num_draft_layers > 0
+    return any(name.startswith(PREFIX) for name in tensors)
 
 
 class MTPHead(nnx.Module):

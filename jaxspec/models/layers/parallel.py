@@ -12,7 +12,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.attention import Attention, AttentionTokens
 from jaxspec.models.layers.linear import Linear, side_by_side, summed
 from jaxspec.models.layers.mamba2 import Mamba2
-from jaxspec.models.layers.mixer import LayerInputs
+from jaxspec.models.layers.mixer import LayerInputs, Projected
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.norm.residual import Pending
@@ -23,7 +23,7 @@ _Finished = Float[Array, "tokens features"]
 
 @flax.struct.dataclass
 class ParallelTokens:
-    mamba: Float[Array, "tokens columns"]  # projection
+    mamba: Projected
     attention: AttentionTokens
 
 
@@ -50,11 +50,7 @@ class Parallel(nnx.Module):
         return *self.mamba.cache_specs(options), *self.attention.cache_specs(options)
 
     def prepare(
-        self,
-        projected: Float[Array, "tokens columns"],
-        inputs: LayerInputs,
-        pools: Pools,
-        layer: int,
+        self, projected: Projected, inputs: LayerInputs, pools: Pools, layer: int
     ) -> tuple[ParallelTokens, Pools]:
         of_mamba, of_attention = self.in_proj.split(projected)
         of_mamba, pools = self.mamba.prepare(of_mamba, inputs, pools, layer)

@@ -11,12 +11,11 @@ from jaxtyping import Array, Float
 
 from jaxspec.cache import CacheOptions, Conv, PerSlot, Pools, Recurrent, RecurrentPool, Ring
 from jaxspec.models.layers.linear import Linear
-from jaxspec.models.layers.mixer import LayerInputs, flat
+from jaxspec.models.layers.mixer import LayerInputs, Projected, flat
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.norm.gated_norm import Heads
 from jaxspec.regions import DecodeRegion, PrefillRegion
 
-Projected = Float[Array, "tokens columns"]
 Finished = Float[Array, "tokens features"]
 
 

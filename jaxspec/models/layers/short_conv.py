@@ -14,7 +14,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import whole
 from jaxspec.models.layers.linear import Linear
-from jaxspec.models.layers.mixer import LayerInputs
+from jaxspec.models.layers.mixer import LayerInputs, Projected
 from jaxspec.models.layers.parameters import Placement, declare
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.norm.residual import Pending
@@ -33,11 +33,7 @@ class ShortConvConfig:
 
     @classmethod
     def read(cls, fields: Fields) -> "ShortConvConfig":
-        """Read the sizes from LFM2's fields.
-
-        Raises:
-            ValueError: The field is missing or malformed, or there are biases.
-        """
+        """Read the sizes from LFM2's fields; biases are refused."""
         fields.refuse_all_but({"conv_bias": (False,)})
         return cls(fields.need("conv_L_cache", _TAPS))
 
@@ -75,11 +71,7 @@ class ShortConv(nnx.Module):
         return (ShortConvSpec(self.pool, 1, taps, channels, options.dtype),)
 
     def prepare(
-        self,
-        projected: Float[Array, "tokens columns"],
-        inputs: LayerInputs,
-        pools: Pools,
-        layer: int,
+        self, projected: Projected, inputs: LayerInputs, pools: Pools, layer: int
     ) -> tuple[ShortConvTokens, Pools]:
         b, c, v = jnp.split(projected, 3, axis=1)
         return ShortConvTokens(b * v, c), pools
