@@ -12,7 +12,7 @@ from jaxspec.commands.answer import Answer, Look, Turn, by_draft, by_part, dim, 
 from jaxspec.commands.figures import failure, summary
 from jaxspec.requests.request import RequestMetrics
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.text.parsers import parser_for
+from jaxspec.text.parsers import PLAIN, parser_for
 
 
 class Conversation:
@@ -33,7 +33,8 @@ class Conversation:
         control characters of the model.
         """
         self._llm, self._color, self._is_terminal = llm, color, is_terminal
-        self._dialect = parser_for(llm.tokenizer.chat_template if llm.tokenizer else None)
+        words = llm.tokenizer
+        self._dialect = parser_for(words.chat_template, words.has_token) if words else PLAIN
         self._params = params.clone()
         if self._dialect.thinks:
             self._params.skip_special_tokens = False  # reasoning tags may be special tokens
