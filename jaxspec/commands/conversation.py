@@ -16,7 +16,7 @@ from jaxspec.engine.async_stream import AsyncStream
 from jaxspec.requests.outputs import TextDelta
 from jaxspec.requests.request import RequestMetrics
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.text.parsers import Dialect, Piece, parser_for, starts_in_reasoning
+from jaxspec.text.parsers import PLAIN, Dialect, Piece, parser_for, starts_in_reasoning
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.viz.colored_tokens import Piece as ColoredPiece
 from jaxspec.viz.colored_tokens import TokenPieces, ansi, ansi_legend
@@ -155,7 +155,8 @@ class Conversation:
         control characters of the model.
         """
         self._llm, self._color, self._is_terminal = llm, color, is_terminal
-        self._dialect = parser_for(llm.tokenizer.chat_template if llm.tokenizer else None)
+        words = llm.tokenizer
+        self._dialect = parser_for(words.chat_template, words.has_token) if words else PLAIN
         self._params = params.clone()
         if self._dialect.thinks:
             self._params.skip_special_tokens = False  # reasoning tags may be special tokens

@@ -102,6 +102,7 @@ def _download(name: str, progress: bool, weights: bool, revision: str | None) ->
             f"{_RULE}; the hub's {shown(name)} has no config.json. If it holds GGUF files, which "
             "jaxspec does not download, download one and give its path."
         )
+    patterns.append("*/*.jinja")  # the patterns of the download match in subfolders, too
     _check_digests([path for pattern in patterns for path in folder.glob(pattern)])
     return folder
 

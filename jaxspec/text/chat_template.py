@@ -9,7 +9,12 @@ import numpy as np
 
 from jaxspec.checks import boolean, items, shown, text
 from jaxspec.text.chat_boundaries import follow_ups
-from jaxspec.text.conversations import with_plain_contents
+from jaxspec.text.conversations import (
+    is_system,
+    with_one_system_message,
+    with_plain_contents,
+    without_nulls,
+)
 from jaxspec.text.template_process import MAX_CHARACTERS, Rendered, TemplateFailure, TemplateProcess
 from jaxspec.text.tokenizer_files import MAX_TEMPLATE_BYTES, OWN_FILE, read_sources, too_long
 
@@ -78,16 +83,41 @@ class ChatTemplate:
         }
         variables = _Copy().of_each(conversation | _switches(options))
         source = self._source(template, has_tools=bool(variables["tools"]))
-        told = list(map(_alias_reasoning, with_plain_contents(variables["messages"], source)))
+        messages = without_nulls(variables["messages"])
+        messages = list(map(_alias_reasoning, with_plain_contents(messages, source)))
         if continue_final_message:
-            told = _marked(told, add_generation_prompt)
-        variables["messages"] = told
-        turns = follow_ups(told, has_tools=bool(variables["tools"])) if tries_turns else []
-        found = self._run(source, self._special_tokens | variables, turns)
+            messages = _marked(messages, add_generation_prompt)
+        variables = self._special_tokens | variables
+        found = self._run_any(source, variables, messages, tries_turns)
         if not continue_final_message:
             return found
         text = _before_mark(found.text)
         return Rendered(text, tuple(min(kept, len(text)) for kept in found.num_kept))
+
+    def _run_any(
+        self, source: str, variables: dict[str, Any], messages: list[Any], tries_turns: bool
+    ) -> Rendered:
+        """Run the template; if it refuses or omits a system message, join those at the beginning.
+
+        Agents send several, or call them developer messages, and many templates take one.
+        """
+
+        def run(messages: list[Any]) -> Rendered:
+            has_tools = bool(variables["tools"])
+            turns = follow_ups(messages, has_tools=has_tools) if tries_turns else []
+            return self._run(source, variables | {"messages": messages}, turns)
+
+        instructions = [message["content"] for message in messages if is_system(message)]
+        is_one = len(instructions) == 1 and messages[0].get("role") == "system"
+        if not instructions or is_one or not all(isinstance(text, str) for text in instructions):
+            return run(messages)
+        try:
+            found = run(messages)
+        except ValueError:
+            return run(with_one_system_message(messages))
+        if all(text.strip() in found.text for text in instructions):
+            return found
+        return run(with_one_system_message(messages))
 
     def _source(self, template: Any, *, has_tools: bool) -> str:
         if template is not None:
@@ -132,7 +162,7 @@ def _switches(options: Any) -> dict[str, Any]:
 
 
 def _marked(messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[dict[str, Any]]:
-    """Return the messages with `_MARK` appended to the content of the last one."""
+    """Return the messages with `_MARK` and a space appended to the content of the last one."""
     if add_generation_prompt:
         raise ValueError(
             "continue_final_message=True continues the last message, and "
@@ -141,10 +171,10 @@ def _marked(messages: list[dict[str, Any]], add_generation_prompt: bool) -> list
         )
     last = messages[-1] if messages else {}
     content = last.get("content")
-    if isinstance(content, str):
-        return [*messages[:-1], last | {"content": content + _MARK}]
+    if isinstance(content, str) and content:
+        return [*messages[:-1], last | {"content": content + _MARK + " "}]
     if isinstance(content, list) and content:
-        end = {"type": "text", "text": content[-1]["text"] + _MARK}
+        end = {"type": "text", "text": content[-1]["text"] + _MARK + " "}
         return [*messages[:-1], last | {"content": [*content[:-1], end]}]
     raise ValueError(
         "continue_final_message=True needs a last message with a text to continue, got "
@@ -153,13 +183,14 @@ def _marked(messages: list[dict[str, Any]], add_generation_prompt: bool) -> list
 
 
 def _before_mark(text: str) -> str:
-    before, mark, _ = text.rpartition(_MARK)
+    """Return the text before the mark, trimmed if the template trims contents."""
+    before, mark, after = text.rpartition(_MARK)
     if not mark:
         raise ValueError(
             "continue_final_message=True needs a chat template that writes the last message's "
             "content out, and this one does not. Use generate() with the text itself."
         )
-    return before
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _mappings(name: str, values: Any, keys: str) -> list[Any]:

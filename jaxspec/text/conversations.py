@@ -60,6 +60,27 @@ def conversations_of(messages: Any) -> list[Any]:
     return found
 
 
+def without_nulls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages without keys that are None, and with an empty content in place of none.
+
+    Clients write `"content": None` beside tool calls, and templates would write "None".
+    """
+    present = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    return [each if "content" in each else {**each, "content": ""} for each in present]
+
+
+def with_one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with all system and developer messages joined at the beginning."""
+    instructions = [message for message in messages if is_system(message)]
+    texts = [str(message.get("content", "")) for message in instructions]
+    joined = {**instructions[0], "role": "system", "content": "\n\n".join(texts)}
+    return [joined, *(message for message in messages if not is_system(message))]
+
+
+def is_system(message: Mapping[str, Any]) -> bool:
+    return message.get("role") in ("system", "developer")
+
+
 def with_plain_contents(messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
     """Return the messages with contents in the form that the template `source` reads.
 

@@ -225,6 +225,10 @@ class Tokenizer:
         """Source of the checkpoint's chat template, of the one for tools if there are two."""
         return self._chat_template.source
 
+    def has_token(self, text: str) -> bool:
+        """Return whether `text` is one token of the vocabulary."""
+        return self._tokenizer.token_to_id(text) is not None
+
     def is_byte_token(self, token_id: int) -> bool:
         """Return whether the token is a byte token such as `<0xE2>`, SentencePiece's fallback."""
         return _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "") is not None

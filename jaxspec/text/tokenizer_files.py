@@ -17,6 +17,7 @@ from jaxspec.gguf import is_gguf
 MAX_TOKENIZER_BYTES = 2**28
 """Largest size of a tokenizer.json."""
 _MAX_REASON_CHARACTERS = 300
+_TOKEN_FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"
 
 
 def _bytes_of_characters() -> dict[str, int]:
@@ -66,7 +67,9 @@ def read(source: Path) -> Contents:
     """
     if not is_gguf(source):
         config = settings(source / "tokenizer_config.json")
-        return Contents(load(source), config, special_tokens(source, config))
+        tokenizer, special = load(source), special_tokens(source, config)
+        add_tokens(tokenizer, source, config, special)
+        return Contents(tokenizer, config, special)
     from jaxspec.gguf.tokenizer import read_tokenizer  # needed only for GGUF files
 
     try:
@@ -104,6 +107,78 @@ def load(folder: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(path))
     except BaseException as error:
         raise_for(error, f"{path} must be one that `tokenizers` reads, and is not")
+
+
+def add_tokens(
+    tokenizer: tokenizers.Tokenizer,
+    folder: Path,
+    config: Mapping[str, Any],
+    special_tokens: Mapping[str, str],
+) -> None:
+    """Add the tokens that only other files than tokenizer.json name, as transformers does.
+
+    These are `added_tokens_decoder` in `config` (the contents of tokenizer_config.json) and
+    added_tokens.json, with their ids, and further special tokens of `config`, without. The
+    `special_tokens` such as bos_token are never split; one that the vocabulary lacks is not added.
+
+    Raises:
+        ValueError: a token is malformed, or has another id in the tokenizer or none that is free.
+    """
+    found: dict[str, tuple[int | None, Any]] = {
+        **_ids_in(folder / "added_tokens.json"),
+        **_declared(folder, config),
+    }
+    further = config.get("additional_special_tokens"), config.get("extra_special_tokens")
+    for value in further:
+        for token in value.values() if isinstance(value, Mapping) else value or ():
+            text = token.get("content") if isinstance(token, Mapping) else token
+            if isinstance(text, str) and text and _is_unicode(text):
+                found.setdefault(text, (None, tokenizers.AddedToken(text, special=True)))
+    for text in special_tokens.values():
+        if tokenizer.token_to_id(text) is not None:
+            found.setdefault(text, (None, tokenizers.AddedToken(text, special=True)))
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    missing = [(text, *entry) for text, entry in found.items() if text not in known]
+    missing.sort(key=lambda entry: (entry[1] is None, entry[1] or 0))  # a stable sort
+    for text, token_id, token in missing:
+        tokenizer.add_tokens([token])
+        if token_id not in (None, tokenizer.token_to_id(text)):
+            raise ValueError(
+                f"{folder}: the token {shown(text)} has the id {token_id} in "
+                f"tokenizer_config.json or added_tokens.json, and {tokenizer.token_to_id(text)} "
+                "after those of tokenizer.json. Download all tokenizer files of one version."
+            )
+
+
+def _declared(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
+    """Return the entries of `added_tokens_decoder` by their text, with their ids."""
+    entries = config.get("added_tokens_decoder") or {}
+    found = {}
+    for token_id, entry in entries.items() if isinstance(entries, Mapping) else [("", entries)]:
+        text = entry.get("content") if isinstance(entry, Mapping) else None
+        if not token_id.isdecimal() or not isinstance(text, str) or not _is_unicode(text):
+            raise ValueError(
+                f"{folder / 'tokenizer_config.json'}: added_tokens_decoder must map ids to "
+                f'{{"content": text}}, got {shown(token_id)}: {shown(entry)}. Download it again.'
+            )
+        flags = {name: entry[name] for name in _TOKEN_FLAGS if isinstance(entry.get(name), bool)}
+        if text:
+            found[text] = int(token_id), tokenizers.AddedToken(text, **flags)
+    return found
+
+
+def _ids_in(path: Path) -> dict[str, tuple[int, Any]]:
+    """Return the tokens of added_tokens.json by their text, with their ids."""
+    found = {}
+    for text, token_id in settings(path).items():
+        if type(token_id) is not int or token_id < 0 or not _is_unicode(text):
+            raise ValueError(
+                f"{path} must map texts to ids, got {shown(text)}: {shown(token_id)}. Download it "
+                "again."
+            )
+        if text:
+            found[text] = token_id, tokenizers.AddedToken(text, normalized=False)
+    return found
 
 
 def settings(path: Path) -> dict[str, Any]:
@@ -147,30 +222,39 @@ def _is_unicode(text: str) -> bool:
 
 MAX_TEMPLATE_BYTES = 2**20
 """Largest size of a template, about thirty times that of the largest published ones."""
-OWN_FILE = "chat_template.jinja"
+OWN_FILE, FURTHER_FILES = "chat_template.jinja", "additional_chat_templates"
+_MAX_TEMPLATES = 64
 
 
 def read_sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Return template sources by name, from the first place that has them, as in transformers.
 
-    The places are chat_template.jinja, `settings`, and the older chat_template.json. GGUF files
-    have only settings.
+    The places are chat_template.jinja, `settings`, and the older chat_template.json. Files
+    additional_chat_templates/NAME.jinja add others. GGUF files have only settings.
 
     Raises:
         ValueError: a template has the wrong type or is too long, or a file can't be read.
     """
-    is_folder = not is_gguf(folder)
-    own = _read_own(folder / OWN_FILE) if is_folder else None
+    if is_gguf(folder):
+        return _sources_in(folder, settings.get("chat_template"))
+    own = _read_own(folder / OWN_FILE)
     if own is not None:
-        return {"default": own}
-    path, source = folder / "tokenizer_config.json", settings.get("chat_template")
-    path = path if is_folder else folder
-    if source in (None, "", []) and is_folder:
-        path = folder / "chat_template.json"
-        try:
-            source = read_json(path).get("chat_template")
-        except FileNotFoundError:
-            source = None
+        found = {"default": own}
+    else:
+        path, source = folder / "tokenizer_config.json", settings.get("chat_template")
+        if source in (None, "", []):
+            path = folder / "chat_template.json"
+            try:
+                source = read_json(path).get("chat_template")
+            except FileNotFoundError:
+                source = None
+        found = _sources_in(path, source)
+    paths = sorted((folder / FURTHER_FILES).glob("*.jinja"))[:_MAX_TEMPLATES]
+    return found | {path.stem: source for path in paths if (source := _read_own(path)) is not None}
+
+
+def _sources_in(path: Path, source: Any) -> dict[str, str]:
+    """Return the templates by name in the setting `chat_template` of a file."""
     if source in (None, "", []):
         return {}
     found = {}
@@ -189,7 +273,7 @@ def read_sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_own(path: Path) -> str | None:
-    """Read the text of chat_template.jinja; None if there is no such file."""
+    """Read the text of a template; None if there is no such file."""
     try:
         file = open_file(path)
     except FileNotFoundError:

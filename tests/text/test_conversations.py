@@ -9,6 +9,7 @@ from jaxspec.text.tokenizer import Tokenizer
 HI = {"role": "user", "content": "Hi"}
 WALKS = "{% for m in messages %}{% for p in m['content'] %}{{ p.text }};{% endfor %}{% endfor %}"
 WRITES = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>{% endfor %}"
+KEEPS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 PARTS = [{"type": "text", "text": "a"}, "b", {"type": "input_text", "text": "c"}]
 
 
@@ -80,14 +81,52 @@ def test_another_template_is_a_text_or_one_of_the_checkpoint_s_by_name(tokenizer
             tokenizer.render_chat(chat, chat_template=wrong)
 
 
-@pytest.mark.parametrize("content", ["The sum is", "ends in spaces  ", "<user>", PARTS])
+@pytest.mark.parametrize("content", ["The sum is", "trimmed by the template  ", "<user>", PARTS])
 def test_the_last_message_is_continued_where_its_content_ends(content, tokenizer):
     chat = [HI, {"role": "assistant", "content": content}]
     wanted = {"add_generation_prompt": False, "continue_final_message": True}
     text = tokenizer.render_chat(chat, **wanted)
+    content = content if content is PARTS else content.rstrip()
     assert text == "<user>Hi</><assistant>" + (content if content is not PARTS else "a\nb\nc")
     if content is PARTS:
         assert tokenizer.render_chat(chat[1:], chat_template="parts", **wanted) == "a;b;c"
+
+
+def test_spaces_at_the_end_are_continued_if_the_template_keeps_them(tokenizer):
+    chat = [HI, {"role": "assistant", "content": "so  "}]
+    wanted = {"add_generation_prompt": False, "continue_final_message": True}
+    assert tokenizer.render_chat(chat, chat_template=KEEPS, **wanted).endswith("<assistant>so  ")
+
+
+def test_nulls_are_absent_and_no_content_is_empty(tokenizer):
+    call = {"role": "assistant", "content": None, "tool_calls": None, "name": None}
+    written = "{{ messages[1].content }}|{{ messages[1] | tojson }}"
+    found = tokenizer.render_chat([HI, call], chat_template=written)
+    assert found == '|{"role": "assistant", "content": ""}'
+
+
+SYSTEM = {"role": "system", "content": "RULES"}
+REFUSES = (
+    "{% for m in messages %}{% if m.role == 'developer' or m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('no') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+OMITS = (
+    "{% if messages[0].role == 'system' %}<system>{{ messages[0].content }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [REFUSES, OMITS])
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_several_system_messages_are_one_where_the_template_has_one(source, role, tokenizer):
+    second = {"role": role, "content": "PERMISSIONS"}
+    one = "<system>RULES\n\nPERMISSIONS<user>Hi"
+    for chat in ([SYSTEM, second, HI], [SYSTEM, HI, second]):
+        assert tokenizer.render_chat(chat, chat_template=source) == one
+    alone = tokenizer.render_chat([{**SYSTEM, "role": role}, HI], chat_template=source)
+    assert alone == "<system>RULES<user>Hi"
+    walked = tokenizer.render_chat([SYSTEM, HI, second], chat_template=KEEPS)
+    assert walked == f"<system>RULES<user>Hi<{role}>PERMISSIONS"
 
 
 @pytest.mark.parametrize(

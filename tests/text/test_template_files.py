@@ -44,3 +44,13 @@ def test_a_template_of_more_than_so_many_bytes_is_refused(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"ab\xff")
     with pytest.raises(ValueError, match="jinja must be UTF-8 text, and byte 2 is not"):
         Tokenizer(tmp_path)
+
+
+def test_further_templates_have_the_names_of_their_files(tmp_path):
+    further = tmp_path / "additional_chat_templates"
+    further.mkdir()
+    (further / "tool_use.jinja").write_text("{{ tools | length }} tools")
+    tokenizer = Tokenizer(folder_with(tmp_path, tokenizer_config_json={"chat_template": "Hi"}))
+    assert tokenizer.render_chat([]) == "Hi"
+    assert tokenizer.render_chat([], [{}]) == "1 tools"
+    assert tokenizer.chat_template == "{{ tools | length }} tools"

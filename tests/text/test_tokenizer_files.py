@@ -102,3 +102,40 @@ def test_a_tokenizer_of_more_than_so_many_bytes_is_refused(tmp_path):
 def test_a_folder_is_a_path(folder):
     with pytest.raises(ValueError, match="The folder of a tokenizer must be a "):
         Tokenizer(folder)
+
+
+def entry(text, **flags):
+    return {"content": text, "special": True, "lstrip": False, "normalized": False, **flags}
+
+
+def test_tokens_that_only_the_settings_name_are_never_split(tmp_path):
+    size = 1 + max(SPECIAL.values())
+    names = ["<|turn|>", "<|call|>", "<|new|>", "<|last|>"]
+    folder = folder_with(
+        tmp_path,
+        added_tokens_json={names[1]: size + 1},
+        tokenizer_config_json={
+            "added_tokens_decoder": {str(size): entry(names[0])},
+            "additional_special_tokens": [names[2], {"content": names[3]}, names[0]],
+        },
+    )
+    found = Tokenizer(folder)
+    assert found.encode("".join(names)) == [size, size + 1, size + 2, size + 3]
+    assert found.decode([size, size + 1]) == names[1]  # the other one is special
+    assert found.has_token(names[2]) and not found.has_token("<|none|>")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"added_tokens_json": {"<|turn|>": 10**6}},
+        {"added_tokens_json": {"<|turn|>": "a"}},
+        {"tokenizer_config_json": {"added_tokens_decoder": {"1000000": entry("<|turn|>")}}},
+        {"tokenizer_config_json": {"added_tokens_decoder": {"a": entry("<|turn|>")}}},
+        {"tokenizer_config_json": {"added_tokens_decoder": {"1": {"content": 3}}}},
+        {"tokenizer_config_json": {"added_tokens_decoder": [3]}},
+    ],
+)
+def test_an_added_token_with_a_wrong_id_is_named(files, tmp_path):
+    with pytest.raises(ValueError, match="ownload"):
+        Tokenizer(folder_with(tmp_path, **files))

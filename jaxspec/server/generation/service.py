@@ -67,7 +67,7 @@ class Service:
         """
         self.llm, self.options, self.metrics, self.watch = llm, options, metrics, watch
         self.tokenizer = tokenizer_of(llm)
-        self.dialect = parser_for(self.tokenizer.chat_template)
+        self.dialect = parser_for(self.tokenizer.chat_template, self.tokenizer.has_token)
         self.tags_are_special = any(map(self._is_hidden, self.dialect.tags))
         self.names = options.served_model_name or (_name_of(llm.model_name),)
         self.created = int(time.time()) if created is None else created

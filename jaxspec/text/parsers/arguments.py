@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.text.parsers.json_reader import is_json
+from jaxspec.text.parsers.literals import as_json
 
 _KINDS = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 _MAX_PARTS = 100  # most schemas visited per argument, because references may be circular
 _PYTHON = {"true": "true", "false": "false", "none": "null", "null": "null"}
+_BITS = {"0": "false", "1": "true"}
 _NUMBER = frozenset("-0123456789")
 _LONGEST_WORD = 6  # characters of "null" or "None" with a newline at each end
 
@@ -112,8 +114,12 @@ def _escaped(text: str) -> str:
 def _converted(text: str, kinds: frozenset[str]) -> str:
     """Convert a whole text to JSON of one of the types, or to a string if it has none of them."""
     value = text.strip()
-    # Templates and models may write Python's True, False and None.
+    # Templates and models may write Python's True, False and None, and lists and dicts.
     value = _PYTHON.get(value.lower(), value)
+    if "boolean" in kinds and not kinds & {"string", "number", "integer"}:
+        value = _BITS.get(value, value)
+    if value[:1] in ("{", "[") and "string" not in kinds and not is_json(value):
+        value = as_json(value) or value
     if is_json(value) and ("string" not in kinds or _kinds_of_json(value) & kinds):
         return value
     return f'"{_escaped(text)}"'

@@ -49,7 +49,8 @@ class CallReader(Protocol):
     call, and belongs to the surrounding content or reasoning.
     """
 
-    status: Status
+    @property
+    def status(self) -> Status: ...
 
     def read(self, text: str, start: int, *, is_all: bool = False) -> int:
         """Consume the text of the call from index `start`, and return the index of the rest.

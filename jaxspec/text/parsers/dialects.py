@@ -5,24 +5,23 @@ Nemotron Nano 2, Granite 4, LFM2 and Llama 3.1.
 """
 
 import functools
+from collections.abc import Callable
 
 from jaxspec.text.parsers.json_calls import JsonCall
 from jaxspec.text.parsers.list_calls import ListCalls
 from jaxspec.text.parsers.output_parser import PLAIN, THINK, THINK_ENDS, Dialect
-from jaxspec.text.parsers.xml_calls import FUNCTION, XmlCall
+from jaxspec.text.parsers.xml_calls import CALL, CALL_ENDS, FUNCTION, TaggedCall, XmlCall
 
-_CALL, _CALL_ENDS = "<tool_call>", "</tool_call>"
 _THINK_TAGS = (THINK, THINK_ENDS)
 
 XML = Dialect(
     "xml",
-    {tag: functools.partial(XmlCall, tag) for tag in (_CALL, FUNCTION)},
-    tags=(_CALL, _CALL_ENDS),
+    {CALL: TaggedCall, FUNCTION: functools.partial(XmlCall, FUNCTION)},
+    tags=(CALL, CALL_ENDS),
+    call=(CALL, CALL_ENDS),
 )
 """Qwen3.5, Qwen3-Coder, Nemotron 3."""
-HERMES = Dialect(
-    "hermes", {_CALL: functools.partial(JsonCall, _CALL_ENDS)}, tags=(_CALL, _CALL_ENDS)
-)
+HERMES = Dialect("hermes", {CALL: TaggedCall}, tags=(CALL, CALL_ENDS), call=(CALL, CALL_ENDS))
 """Hermes, Qwen3, Granite 4 and many others."""
 LLAMA = Dialect("llama", {tag: functools.partial(JsonCall, "") for tag in ("", "<|python_tag|>")})
 """Llama 3.1 and 3.2."""
@@ -43,17 +42,24 @@ _BY_SIGN = {
     "<|tool_call_start|>": LFM2,
     "<|tool_list_start|>": LFM2,  # these templates copy earlier calls without writing call tags
     FUNCTION: XML,
-    _CALL: HERMES,
+    CALL: HERMES,
     "<|python_tag|>": LLAMA,
     '"parameters": dictionary of argument name': LLAMA,
 }
 
 
-def parser_for(chat_template: str | None) -> Dialect:
+_BY_TOKEN = {"<TOOLCALL>": NEMOTRON_NANO_2, "<|tool_call_start|>": LFM2, CALL: XML}
+
+
+def parser_for(
+    chat_template: str | None, has_token: Callable[[str], bool] = lambda text: False
+) -> Dialect:
     """Return the dialect of a model; call it to create the parser of a text.
 
     Args:
         chat_template: Source of the template; None for models without one, such as base models.
+        has_token: Returns whether the vocabulary has a token. It decides for templates that list
+            tools without an example of a call, such as LFM2.5's.
 
     Returns:
         The dialect, or `PLAIN` if none is recognized; it also parses reasoning if the template has
@@ -62,6 +68,9 @@ def parser_for(chat_template: str | None) -> Dialect:
     source = chat_template or ""
     signs = (sign for sign in _BY_SIGN if sign in source)
     dialect = _BY_SIGN.get(next(signs, ""), PLAIN)
+    if dialect is PLAIN and "tools" in source:
+        tokens = (token for token in _BY_TOKEN if has_token(token))
+        dialect = _BY_TOKEN.get(next(tokens, ""), PLAIN)
     if THINK_ENDS not in source:
         return dialect
     return dialect._replace(thinks=True, tags=dialect.tags + _THINK_TAGS)

@@ -45,6 +45,8 @@ class Dialect(NamedTuple):
     thinks: bool = False
     tags: tuple[str, ...] = ()
     """Tags that the decoded text must include, even if they are special tokens."""
+    call: tuple[str, str] | None = None
+    """Tags around a call, if another JSON call may follow it and a closing tag may be doubled."""
 
     def __call__(
         self, *, starts_in_reasoning: bool, tools: Sequence[Mapping[str, Any]] = ()
@@ -75,12 +77,13 @@ class OutputParser:
 
     The joined pieces do not depend on how the text is split, and parsing takes linear time. All
     characters are returned except tags, the newlines next to them, and whitespace before a first
-    tag. No text raises an error.
+    tag; a call between two words leaves a newline. No text raises an error.
 
-    Calls are parsed only if the request has tools. Text that begins like a call but is not one is
-    content, or reasoning inside the reasoning. If a call fails or ends after its name was returned,
-    its arguments stay incomplete JSON, so that no client runs it by mistake. A call inside the
-    reasoning must name one of the tools, and ends the reasoning.
+    Calls are parsed only if the request has tools. After a call another JSON call may follow
+    without a tag, and a second closing tag is dropped. Text that begins like a call but is not one
+    is content, or reasoning inside the reasoning. If a call fails or ends after its name was
+    returned, its arguments stay incomplete JSON, so that no client runs it by mistake. A call
+    inside the reasoning must name one of the tools, and ends the reasoning.
 
     Attributes:
         num_tool_calls: Number of complete calls.
@@ -103,6 +106,10 @@ class OutputParser:
         """
         self._tools = Tools(tools)
         self._readers = dialect.readers if self._tools else {}
+        self._call_tags = dialect.call
+        self._is_after_call = False  # a call has ended, and no text followed
+        self._last = ""  # last character of the content
+        self._is_joint = False  # a call followed that character
         self._thinks = dialect.thinks or starts_in_reasoning
         self._in = _In.REASONING_BEGINS if starts_in_reasoning else _In.CONTENT_BEGINS
         self._kind: Kind = "reasoning" if starts_in_reasoning else "content"
@@ -159,20 +166,25 @@ class OutputParser:
         if space := _BLANK.match(text, start):
             self._blank.append(space.group())
             start = space.end()
-        is_tag_part = THINK.startswith(text[start : start + len(THINK)]) and (
-            len(text) - start < len(THINK)
-        )
-        if not is_all and (start == len(text) or (self._may_open and is_tag_part)):
+        closing = self._call_tags[1] if self._call_tags and self._is_after_call else ""
+        tags = [tag for tag in (THINK if self._may_open else "", closing) if tag]
+        rest = text[start : start + max(map(len, tags), default=0)]
+        is_tag_part = any(rest != tag and tag.startswith(rest) for tag in tags)
+        if not is_all and (start == len(text) or is_tag_part):
             return start
+        if closing and text.startswith(closing, start):
+            return start + len(closing)
         opens, self._may_open = self._may_open and text.startswith(THINK, start), False
         blank = "".join(self._blank)
         self._blank.clear()
         if opens:
             self._begin(_In.REASONING)
             return start + len(THINK)
-        if self._in is _In.CONTENT_BEGINS and "" in self._readers and text.startswith("{", start):
-            self._begin_call("", blank)
+        tag = self._call_tags[0] if closing and self._call_tags else ""
+        if self._in is _In.CONTENT_BEGINS and tag in self._readers and text.startswith("{", start):
+            self._begin_call(tag, blank)
             return start
+        self._is_after_call = False
         self._in = _In.REASONING if self._in is _In.REASONING_BEGINS else _In.CONTENT
         self._emit(blank)
         return start
@@ -212,6 +224,7 @@ class OutputParser:
             self._hear(event)
         if self._reader.status is Status.DONE:
             self._leave_call(_In.CONTENT_BEGINS)
+            self._is_after_call = self._is_joint = True
         elif self._reader.status is Status.FAILED:
             self._give_back()
         elif is_all:
@@ -257,6 +270,11 @@ class OutputParser:
             self._trims = not text
         body = text.rstrip("\n")
         if body:
-            self._pieces.append(Piece(self._kind, "\n" * self._num_newlines + body))
+            between = "\n" * self._num_newlines
+            if self._kind == "content":
+                is_joint = self._is_joint and not between and not (self._last + body[0]).count(" ")
+                between = "\n" if is_joint and self._last else between
+                self._last, self._is_joint = body[-1], False
+            self._pieces.append(Piece(self._kind, between + body))
             self._num_newlines = 0
         self._num_newlines += len(text) - len(body)

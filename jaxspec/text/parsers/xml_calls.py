@@ -11,23 +11,30 @@ Qwen3.5, Qwen3-Coder and Nemotron 3 write
     </tool_call>
 """
 
+import difflib
 import enum
 import json
 import re
 
 from jaxspec.text.parsers.arguments import ArgumentWriter, kinds_of
-from jaxspec.text.parsers.calls import Event, Tools, may_name
+from jaxspec.text.parsers.calls import CallReader, Event, Tools, may_name
+from jaxspec.text.parsers.json_calls import JsonCall
 from jaxspec.text.parsers.json_reader import Status
+from jaxspec.text.parsers.list_calls import ListCalls
 from jaxspec.text.parsers.markers import Markers
 
 FUNCTION = "<function="
-_PARAMETER, _VALUE_ENDS = "<parameter=", "</parameter>"
-_FUNCTION_ENDS, _CALL_ENDS = "</function>", "</tool_call>"
-_ENDS = Markers((_VALUE_ENDS, _FUNCTION_ENDS))
+CALL, CALL_ENDS = "<tool_call>", "</tool_call>"
+_PARAMETER, _VALUE_ENDS, _FUNCTION_ENDS = "<parameter=", "</parameter>", "</function>"
+_IN_VALUE = Markers(("</par", _FUNCTION_ENDS, _PARAMETER))
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NAME = re.compile(r"([^<>\n]{1,256})>")
 _NAME_PART = re.compile(r"[^<>\n]{0,256}")
+_CLOSING = re.compile(r"</([\w.:=-]{0,64})(>?)")
+_SPELLINGS = {"parameter": (_VALUE_ENDS, 0.7), "function": (_FUNCTION_ENDS, 0.6)}
+_SPELLINGS["tool_call"] = CALL_ENDS, 0.6  # and how alike a misspelling must be
 _MAX_TAG = len(_PARAMETER) + 257
+_INCOMPLETE = ""
 
 
 class _Next(enum.Enum):
@@ -35,6 +42,7 @@ class _Next(enum.Enum):
     NAME = enum.auto()
     BODY = enum.auto()
     VALUE = enum.auto()
+    MARK = enum.auto()  # a tag in a value
     VALUE_ENDED = enum.auto()  # a closing tag, which may be part of the value
     AFTER = enum.auto()
 
@@ -43,7 +51,19 @@ class XmlCall:
     """Reader of one call, which streams each argument.
 
     Arguments may contain any tags: an argument ends only at `</parameter>` followed by a tag of the
-    call or, if `</parameter>` is missing, at `</function>` followed by `</tool_call>`.
+    call or, if `</parameter>` is missing, at `</function>` followed by `</tool_call>`. Closing tags
+    may be doubled or misspelt. Where `</parameter>` seems to be missing before the next argument,
+    text is held back until the text after that one's `</parameter>` decides:
+
+        <parameter=a>     <parameter=a>
+        1                 see
+        <parameter=b>     <parameter=b>
+        2                 2
+        </parameter>      </parameter>
+        </function>       in the manual
+                          </parameter>
+
+    are two arguments, and one whose text has tags.
     """
 
     def __init__(self, opening: str, tools: Tools, is_strict: bool) -> None:
@@ -59,8 +79,11 @@ class XmlCall:
         self._next = _Next.NAME if opening == FUNCTION else _Next.FUNCTION
         self._events: list[Event] = []
         self._name = ""
-        self._is_begun = False
+        self._keys: set[str] = set()
         self._writer = ArgumentWriter(frozenset())
+        self._is_line_start = False  # the value ends with a newline
+        self._num_open = 0  # `<parameter=` in the value, less `</parameter>`
+        self._maybe: list[tuple[str, list[str]]] = []  # arguments that may be text of the value
         self._ending: list[str] = []  # text that may end the value or belong to it
 
     def take(self) -> list[Event]:
@@ -72,6 +95,8 @@ class XmlCall:
             before, step = start, self._next
             if step is _Next.VALUE:
                 start = self._read_value(text, start)
+            elif step is _Next.MARK:
+                start = self._read_mark(text, start, is_all)
             elif step is _Next.NAME:
                 start = self._read_name(text, start, is_all)
             else:
@@ -102,87 +127,198 @@ class XmlCall:
         return start
 
     def _read_value(self, text: str, start: int) -> int:
-        place, tag = _ENDS.find(text, start)
-        self._write(self._writer.push(text[start:place]))
-        if tag:
-            self._ending, self._next = [tag], _Next.VALUE_ENDED
-        return place + len(tag)
+        place, mark = _IN_VALUE.find(text, start)
+        self._append(text[start:place])
+        if mark:
+            self._next = _Next.MARK
+        return place
+
+    def _read_mark(self, text: str, start: int, is_all: bool) -> int:
+        """Read the tag at `start`, which is in the value or ends it."""
+        tag, length = _tag(text, start, is_all)
+        if tag == _INCOMPLETE:
+            return start
+        found = text[start : start + length]
+        is_exact = found == tag
+        if tag == _FUNCTION_ENDS or (tag == _VALUE_ENDS and (is_exact or self._is_line_start)):
+            self._ending, self._next = [found], _Next.VALUE_ENDED
+            return start + length
+        self._next = _Next.VALUE
+        if tag is None or not tag.startswith(_PARAMETER):
+            length = 1  # its "<" is text
+        elif self._may_begin(key := tag[len(_PARAMETER) : -1]):
+            self._maybe.append((key, []))
+            return start + length
+        else:
+            self._num_open += 1
+        self._append(text[start : start + length])
+        return start + length
+
+    def _may_begin(self, key: str) -> bool:
+        """Return whether an argument of the tool that has no value yet may begin here."""
+        properties = self._tools.schema(self._name).get("properties")
+        known = properties if isinstance(properties, dict) else {}
+        given = self._keys.union(key for key, _ in self._maybe)
+        return self._is_line_start and not self._num_open and key in known and key not in given
+
+    def _append(self, text: str) -> None:
+        if not text:
+            return
+        self._is_line_start = text.endswith("\n")
+        if self._maybe:
+            self._maybe[-1][1].append(text)
+        else:
+            self._write(self._writer.push(text))
 
     def _read_tag(self, text: str, start: int, is_all: bool) -> int:
         """Read the tag at `start`; returns `start` if it is incomplete."""
         if start == len(text):
             return start
-        tag = _tag(text[start : start + _MAX_TAG], is_all)
-        if tag == "":
+        tag, length = _tag(text, start, is_all)
+        if tag == _INCOMPLETE:
             return start
         if self._next is _Next.FUNCTION and tag == FUNCTION:
             self._next = _Next.NAME
         elif self._next is _Next.BODY and tag:
             self._read_body(tag)
         elif self._next is _Next.VALUE_ENDED:
-            return start + self._read_ended(tag)
-        elif self._next is _Next.AFTER:
+            return start + self._read_ended(tag, text[start : start + length])
+        elif self._next is _Next.AFTER and tag != _FUNCTION_ENDS:
             self.status = Status.DONE
-            return start + (len(_CALL_ENDS) if tag == _CALL_ENDS else 0)
-        else:
+            return start + (length if tag == CALL_ENDS else 0)
+        elif self._next is not _Next.AFTER:
             self.status = Status.FAILED
-        return start if self.status is Status.FAILED else start + len(tag or "")
+        return start if self.status is Status.FAILED else start + length
 
     def _read_body(self, tag: str) -> None:
         """Process a tag after the function's name or after an argument."""
         if tag.startswith(_PARAMETER):
-            key = tag[len(_PARAMETER) : -1]
-            self._write(", " if self._is_begun else self._begin_call())
-            self._write(f"{json.dumps(key, ensure_ascii=False)}: ")
-            self._writer = ArgumentWriter(kinds_of(self._tools.schema(self._name), key))
+            self._begin_argument(tag[len(_PARAMETER) : -1])
             self._next = _Next.VALUE
         elif tag == _FUNCTION_ENDS:
             self._end_call()
-        elif tag == _CALL_ENDS and self._is_begun:
+        elif tag == CALL_ENDS and self._keys:
             self._end_call()
             self.status = Status.DONE
         else:
             self.status = Status.FAILED
 
-    def _read_ended(self, tag: str | None) -> int:
+    def _read_ended(self, tag: str | None, found: str) -> int:
         """Decide by the next tag if the value has ended; return the consumed length."""
-        if self._ending[0] == _VALUE_ENDS and tag is not None and tag != FUNCTION:
-            self._write(self._writer.flush())
+        is_value_end = self._ending[0] != _FUNCTION_ENDS
+        if is_value_end and tag == _VALUE_ENDS:
+            if self._num_open or self._maybe or self._ending[0] != _VALUE_ENDS:
+                self._continue()
+                self._ending, self._next = [found], _Next.VALUE_ENDED
+            else:
+                self._ending.append(found)
+            return len(found)
+        if is_value_end and tag is not None and tag != FUNCTION:
+            self._end_value()
             self._next = _Next.BODY
-        elif tag == _CALL_ENDS:
-            self._write(self._writer.flush())
+        elif not is_value_end and tag == CALL_ENDS:
+            self._end_value()
             self._end_call()
             self.status = Status.DONE
-            return len(tag)
+            return len(found)
         else:
-            self._write(self._writer.push("".join(self._ending)))
-            self._next = _Next.VALUE
+            self._continue()
         return 0
+
+    def _continue(self) -> None:
+        """Take the closing tag, and arguments that seemed to have begun before it, as text."""
+        if self._num_open:
+            self._num_open -= 1
+        maybe, self._maybe = self._maybe, []
+        for key, parts in maybe:
+            self._write(self._writer.push(f"{_PARAMETER}{key}>{''.join(parts)}"))
+        self._append("".join(self._ending))
+        self._next = _Next.VALUE
+
+    def _end_value(self) -> None:
+        self._write(self._writer.flush())
+        maybe, self._maybe = self._maybe, []
+        for key, parts in maybe:
+            self._begin_argument(key)
+            self._write(self._writer.push("".join(parts)) + self._writer.flush())
+
+    def _begin_argument(self, key: str) -> None:
+        self._write(", " if self._keys else self._begin_call())
+        self._write(f"{json.dumps(key, ensure_ascii=False)}: ")
+        self._writer = ArgumentWriter(kinds_of(self._tools.schema(self._name), key))
+        self._keys.add(key)
+        self._num_open, self._is_line_start = 0, False
 
     def _write(self, arguments: str) -> None:
         self._events.append(Event("arguments", arguments))
 
     def _begin_call(self) -> str:
-        self._is_begun = True
         self._events.append(Event("name", self._name))
         return "{"
 
     def _end_call(self) -> None:
-        self._write("}" if self._is_begun else self._begin_call() + "}")
+        self._write("}" if self._keys else self._begin_call() + "}")
         self._events.append(Event("end"))
         self._next = _Next.AFTER
 
 
-def _tag(text: str, is_all: bool) -> str | None:
-    """Return the tag that `text` begins with, "" if it is incomplete, None if there is none."""
-    for tag in (FUNCTION, _FUNCTION_ENDS, _CALL_ENDS):
-        if text.startswith(tag):
-            return tag
-    if text.startswith(_PARAMETER):
-        if match := _NAME.match(text, len(_PARAMETER)):
-            return text[: match.end()]
-        may_come = _NAME_PART.fullmatch(text, len(_PARAMETER))
+class TaggedCall:
+    """Reader of the text after `<tool_call>`: JSON if it begins with a bracket, else tags.
+
+    Models write either form, whatever their chat template shows.
+    """
+
+    def __init__(self, tools: Tools, is_strict: bool) -> None:
+        self._make = tools, is_strict
+        self._reader: CallReader | None = None
+
+    @property
+    def status(self) -> Status:
+        return self._reader.status if self._reader else Status.READING
+
+    def take(self) -> list[Event]:
+        return self._reader.take() if self._reader else []
+
+    def read(self, text: str, start: int, *, is_all: bool = False) -> int:
+        if self._reader is None:
+            space = _SPACE.match(text, start)
+            start = space.end() if space else start
+            if start == len(text):
+                return start
+            if text[start] == "{":
+                self._reader = JsonCall(CALL_ENDS, *self._make)
+            elif text[start] == "[":
+                self._reader = ListCalls(CALL_ENDS, *self._make)
+            else:
+                self._reader = XmlCall(CALL, *self._make)
+        return self._reader.read(text, start, is_all=is_all)
+
+
+def _tag(text: str, start: int, is_all: bool) -> tuple[str | None, int]:
+    """Return the tag at `start` as it is spelt right, and the length of its text.
+
+    The tag is `_INCOMPLETE` if it may go on in later text, and None if there is none.
+    """
+    if match := _CLOSING.match(text, start):
+        word, ends = match.groups()
+        if not ends and match.end() == len(text) and not is_all:
+            return _INCOMPLETE, 0
+        return _closing(word), match.end() - start
+    if text.startswith(FUNCTION, start):
+        return FUNCTION, len(FUNCTION)
+    rest = text[start : start + _MAX_TAG]
+    if rest.startswith(_PARAMETER):
+        if match := _NAME.match(rest, len(_PARAMETER)):
+            return rest[: match.end()], match.end()
+        may_come = _NAME_PART.fullmatch(rest, len(_PARAMETER))
     else:
-        tags = (FUNCTION, _FUNCTION_ENDS, _CALL_ENDS, _PARAMETER)
-        may_come = any(tag.startswith(text) for tag in tags)
-    return "" if may_come and not is_all else None
+        may_come = any(tag.startswith(rest) for tag in (FUNCTION, _PARAMETER, "</"))
+    return (_INCOMPLETE if may_come and not is_all else None), 0
+
+
+def _closing(word: str) -> str | None:
+    """Return the closing tag that `word` is the name of, perhaps misspelt."""
+    for name, (tag, least) in _SPELLINGS.items():
+        if difflib.SequenceMatcher(None, word, name).ratio() >= least:
+            return tag
+    return None

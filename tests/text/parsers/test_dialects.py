@@ -37,6 +37,14 @@ def test_without_a_template_all_is_content():
     assert parser_for(None) == PLAIN
 
 
+def test_the_vocabulary_decides_for_a_template_without_an_example():
+    lists = "List of tools: {{ tools | tojson }}"
+    assert parser_for(lists) == PLAIN
+    assert parser_for(lists, {"<|tool_call_start|>"}.__contains__) == LFM2
+    assert parser_for(lists, {"<tool_call>"}.__contains__) == XML
+    assert parser_for("{{ messages }}", {"<tool_call>"}.__contains__) == PLAIN
+
+
 @pytest.mark.parametrize(
     "prompt, is_open",
     [

@@ -55,6 +55,13 @@ def test_a_call_behind_a_wrong_one_is_found():
     assert told(HERMES, text) == ("", '<tool_call>{"name": }</tool_call>', [("f", {})])
 
 
+def test_several_calls_between_one_pair_of_tags():
+    text = '<tool_call>\n{"name": "f"}\n{"name": "g", "arguments": {"a": 1}}\n</tool_call>'
+    assert told(HERMES, text) == ("", "", [("f", {}), ("g", {"a": 1})])
+    text = '<tool_call>{"name": "f"}{"a": 1}</tool_call>'
+    assert told(HERMES, text) == ("", '{"a": 1}</tool_call>', [("f", {})])
+
+
 def test_without_a_closing_tag_a_call_is_whole_at_its_brace():
     assert told(HERMES, '<tool_call>{"name": "f"}') == ("", "", [("f", {})])
     assert told(HERMES, '<tool_call>{"name": "f"}\nHi') == ("", "Hi", [("f", {})])

@@ -4,7 +4,7 @@ import pytest
 from parsed import told
 
 from jaxspec.text.parsers.dialects import LFM2, NEMOTRON_NANO_2
-from jaxspec.text.parsers.list_calls import MAX_CHARACTERS
+from jaxspec.text.parsers.literals import MAX_CHARACTERS
 
 
 def lfm2(calls):
@@ -20,6 +20,13 @@ def lfm2(calls):
         ('[f(a={"b": {"c": true, "d": null}})]', {"a": {"b": {"c": True, "d": None}}}),
         ('[{"name": "f", "arguments": {"a": "é"}}]', {"a": "é"}),
         ('[f(a="\\d")]', {"a": "\\d"}),
+        ("[f(a='x\ny\r\nz')]", {"a": "x\ny\r\nz"}),
+        ("[f(a='ls \\\n -l', b=\"it's\n\")]", {"a": "ls \\\n -l", "b": "it's\n"}),
+        (
+            "[f(from=1, class='a', max-size=2, a='b(in=1)')]",
+            {"from": 1, "class": "a", "max-size": 2, "a": "b(in=1)"},
+        ),
+        ('[{"name": "f", "arguments": {"a": "x\ny"}}]', {"a": "x\ny"}),
     ],
 )
 def test_a_call(calls, arguments):

@@ -79,7 +79,7 @@ GOLDEN = {
     "lfm2": Case(
         LFM2,
         'A\n<|tool_call_start|>[get_time(), get_time(a=[1, {"b": -2.5}])]<|tool_call_end|>B',
-        content="AB",
+        content="A\nB",
         num_calls=2,
     ),
     "nemotron": Case(NEMOTRON_NANO_2, f"<TOOLCALL>[{TIME}]</TOOLCALL>", num_calls=1),

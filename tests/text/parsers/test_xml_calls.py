@@ -1,9 +1,12 @@
 """Calls in tags: arguments by the tool's schema, any text inside them, and forgotten tags."""
 
-import pytest
-from parsed import told
+import json
 
-from jaxspec.text.parsers.dialects import XML
+import pytest
+from parsed import parse, told
+
+from jaxspec.text.parsers import assemble
+from jaxspec.text.parsers.dialects import HERMES, XML
 
 
 def call(*arguments, name="get_weather"):
@@ -38,7 +41,6 @@ def test_arguments_follow_the_schema():
         "a\n\nb",
         " a ",
         "<parameter=city>",
-        "</parameter>",
         "</parameter>\nmore",
         "</function>",
         "</function>\nx",
@@ -48,6 +50,13 @@ def test_arguments_follow_the_schema():
         "🏔é\u2028",
         "</parameter></parameter>x",
         "</parameter>\n<parameter=>",
+        "<parameter=x>\n1\n</parameter>",
+        "see\n<parameter=days>\n1\n</parameter>\nthere",
+        "see\n<parameter=days>\n1\n</parameter>",
+        "a <parameter=days>",
+        "<div>\n</div>",
+        "<parameters>\n</parameters>",
+        "</paragraph>\n",
     ],
 )
 def test_strings_may_have_any_text(value):
@@ -55,10 +64,57 @@ def test_strings_may_have_any_text(value):
 
 
 def test_what_the_schema_does_not_take_is_a_string():
-    assert arguments_of(call(("days", "three"), ("options", "{'a': 1}"))) == {
+    assert arguments_of(call(("days", "three"), ("options", "{'a': f()}"))) == {
         "days": "three",
-        "options": "{'a': 1}",
+        "options": "{'a': f()}",
     }
+
+
+def test_pythons_spelling_and_a_bit():
+    text = call(
+        ("options", "{'a': [None, True, \"it's\"]}"), ("places", "['a\nb']"), ("celsius", "1")
+    )
+    expected = {"options": {"a": [None, True, "it's"]}, "places": ["a\nb"], "celsius": True}
+    assert arguments_of(text) == expected
+
+
+BOTH = call(("city", "Bern"), ("days", "1"))
+
+
+@pytest.mark.parametrize(
+    "tag, slip",
+    [
+        ("</parameter>", "</parameter>\n</parameter>"),
+        ("</parameter>", "</parameter></parameter>\n</parameter>"),
+        *(
+            ("</parameter>", slip)
+            for slip in ("</param>", "</paramter>", "</parameters>", "</parameter")
+        ),
+        ("</parameter>", "</parameter=city>"),
+        ("</parameter>\n", ""),
+        ("</function>", "</function>\n</function>"),
+        *(("</function>", slip) for slip in ("</func>", "</functions>", "</function")),
+        *(("</tool_call>", slip) for slip in ("</toolcall>", "</tool_calls>", "</tool_call")),
+        ("</tool_call>", "</tool_call>\n</tool_call>"),
+    ],
+)
+def test_closing_tags_that_are_doubled_missing_or_misspelt(tag, slip):
+    text = BOTH.replace(tag, slip)
+    assert text != BOTH
+    for cut in (len(text), 1):
+        parts = [text[i : i + cut] for i in range(0, len(text), cut)]
+        pieces, parser = parse(XML, *parts)
+        message = assemble(pieces, parser.unfinished)
+        (found,) = message.tool_calls
+        assert (message.content, json.loads(found.arguments)) == ("", {"city": "Bern", "days": 1})
+
+
+def test_json_between_the_tags_of_another_form():
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    assert told(XML, text) == told(HERMES, text) == ("", "", [("f", {"a": 1})])
+    listed = '<tool_call>[{"name": "f"}, {"name": "g"}]</tool_call>'
+    assert told(XML, listed) == ("", "", [("f", {}), ("g", {})])
+    assert told(HERMES, BOTH)[2] == [("get_weather", {"city": "Bern", "days": 1})]
 
 
 def test_a_string_or_null():
