@@ -35,7 +35,7 @@ from jaxspec.scheduler.forks import ForkedSamples
 from jaxspec.scheduler.scheduled_step import Entry
 from jaxspec.scheduler.scheduler import Scheduler
 
-real_leave, real_launch, real_preempt = Scheduler._leave, Entry.launch, Scheduler.preempt
+real_leave, real_in_flight, real_preempt = Scheduler._leave, Entry.in_flight, Scheduler.preempt
 real_enter, real_reset = Scheduler._enter, Scheduler.reset
 real_recover, real_end_each = Session._recover, Session._end_each
 real_fork = scheduler_module.fork
@@ -248,7 +248,7 @@ def a_preempted_request_comes_back_before_its_late_results(self, request):
 
 
 def tokens_in_flight_are_not_counted(request, num_steps, bound, *chunk):
-    entry = real_launch(request, num_steps, bound, *chunk)
+    entry = real_in_flight(request, num_steps, bound, *chunk)
     request.in_flight_bound -= bound
     return entry
 
@@ -300,7 +300,7 @@ BUGS = [
     (scheduler_module, "fork", a_fork_copies_the_first_page),
     (PagePool, "share", a_fork_holds_shared_pages_only_once),
     (Scheduler, "preempt", a_preempted_request_comes_back_before_its_late_results),
-    (Entry, "launch", tokens_in_flight_are_not_counted),
+    (Entry, "in_flight", tokens_in_flight_are_not_counted),
     (ForkedSamples, "dismiss", followers_wait_for_a_leader_that_is_gone),
     (Scheduler, "_enter", a_slot_is_given_to_two),
     (Scheduler, "reset", a_slot_is_lost_in_a_recovery),
