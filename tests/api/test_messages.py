@@ -410,8 +410,8 @@ CALLS = [
     ),
     (
         lambda llm: llm.generate({**IDS, "cache_salt": 7}),
-        "cache_salt must be a text of at least one character, got 7. Leave it out if anybody may "
-        "share the prompt.",
+        "cache_salt must be a text of at least one character, got 7. Leave it out if any request "
+        "may share the prompt.",
     ),
     (
         lambda llm: llm.generate({**IDS, "cache_boundaries": [0]}),

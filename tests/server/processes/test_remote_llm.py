@@ -156,8 +156,8 @@ def test_what_nobody_read_to_its_end_is_settled_by_an_abort(served, is_closed, t
         stream = await remote.submit("x = [", SamplingParams(max_tokens=2, stop=["never"]))
         number, output_queue = next(iter(remote._output_queues.items()))
         output_queue.is_closed, heard = is_closed, []
-        tell = remote._channel.tell
-        remote._channel.tell = lambda name, *args: (heard.append(name), tell(name, *args))
+        notify = remote._channel.notify
+        remote._channel.notify = lambda name, *args: (heard.append(name), notify(name, *args))
         async with asyncio.timeout(30):
             while number in remote._output_queues:
                 await asyncio.sleep(0.005)

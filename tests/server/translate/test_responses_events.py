@@ -54,7 +54,7 @@ def test_the_order_of_events():
 
 def test_the_last_event_has_the_whole():
     pieces = [Piece("content", "Hel"), Piece("content", "lo")]
-    whole = events_of(pieces)[-1][1]["response"]
+    whole = events_of(pieces)[-1]["response"]
     told = openai.types.responses.Response.model_validate(whole)
     assert (told.output_text, told.status, told.output[0].status) == (
         "Hello",
