@@ -26,7 +26,6 @@ from benchmarks.engine.load_generator import one_token_each, requests_of, serve
 from benchmarks.measure import record
 from benchmarks.measure.model_shapes import SHAPES
 from jaxspec import LLM, RequestMetrics
-from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.scheduler.adaptive_drafts import AdaptiveDrafts
 
 AUTO = "auto"
@@ -50,7 +49,7 @@ class FixedCount(AdaptiveDrafts):
 
     count: int
 
-    def choose(self, num_rows, num_steps, most, features=GREEDY) -> int:
+    def choose(self, needs, most) -> int:
         return self.count
 
 
@@ -74,7 +73,7 @@ def choosers(
     scheduler, found = llm.session.scheduler, {}
     for word in drafts:
         kind = FixedCount if isinstance(word, int) else AdaptiveDrafts
-        found[word] = kind(scheduler.shapes, scheduler.step_seconds.decode)
+        found[word] = kind(scheduler.shapes, scheduler.step_seconds.decode, scheduler.programs)
         found[word].count = word
     return found
 

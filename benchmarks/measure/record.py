@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -19,6 +20,7 @@ VERSIONS_OF = ("jax", "jaxlib", "torch", "transformers")
 
 def parser(doc: str) -> argparse.ArgumentParser:
     """Return a parser described by the first line of `doc`, with `--json FILE`."""
+    _commit()  # now, because the files may change while the imported code is measured
     options = argparse.ArgumentParser(description=doc.splitlines()[0])
     options.add_argument("--json", type=Path, metavar="FILE", help="write figures and machine here")
     return options
@@ -118,6 +120,7 @@ def _cpu_model() -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
+@functools.cache
 def _commit() -> str | None:
     """Return the commit of the imported jaxspec, which may differ from this file's."""
     package = Path(importlib.util.find_spec("jaxspec").origin).parent
