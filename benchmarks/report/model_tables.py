@@ -1,6 +1,7 @@
 """Tables of the embedded model, of a model of the package index, and of the acceptance run."""
 
 import json
+import textwrap
 from collections.abc import Iterator
 
 from benchmarks.report.table import MISSING, Column, Figures, Table, plural
@@ -186,7 +187,8 @@ def _accepted_speed(row: Figures) -> str:
 def _failure(row: Figures) -> str | None:
     if "skipped" in row:
         return f"skipped: {row['skipped']}"
-    return row["error"].replace("|", "/").replace("\n", " ") if "error" in row else None
+    error = row.get("error", "").replace("|", "/").replace("\n", " ")
+    return textwrap.shorten(error, 160, placeholder=" ...") or None
 
 
 def _acceptance_columns(figures: Figures) -> list[Column]:
