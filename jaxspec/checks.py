@@ -142,3 +142,15 @@ def path(name: str, value: Any) -> str | Path:
             f"system knows, got {shown(value)}."
         )
     return value
+
+
+class PromptTooLongError(ValueError):
+    """A prompt does not fit the model's context; agents recognize the words and shorten it."""
+
+    @classmethod
+    def of(cls, reason: str, max_model_len: int) -> "PromptTooLongError":
+        return cls(
+            f"The prompt is too long: {reason}, and the maximum context length is max_model_len="
+            f"{max_model_len} tokens, at least one of them for the output. Shorten it, set "
+            "truncate_prompt_tokens, or raise max_model_len."
+        )

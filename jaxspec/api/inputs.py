@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.checks import INT64_MAX, integer, shown
+from jaxspec.checks import INT64_MAX, PromptTooLongError, integer, shown
 from jaxspec.plan.table_plan import MAX_BAD_WORD_TOKENS, MAX_BIASES, MAX_STOP_IDS
 from jaxspec.requests.outputs import Sample
 from jaxspec.requests.prompts import (
@@ -427,11 +427,7 @@ class InputProcessor:
     def _check_length(self, name: str, length: int, held: int) -> None:
         """Check a prompt's length; `held` is the call's number of prompt tokens so far."""
         if length >= self._max_model_len:
-            raise ValueError(
-                f"A prompt must leave room for a token within max_model_len={self._max_model_len}, "
-                f"and {name} has {length:,} tokens. Shorten it, set truncate_prompt_tokens, or "
-                "raise max_model_len."
-            )
+            raise PromptTooLongError.of(f"{name} has {length:,} tokens", self._max_model_len)
         if held > MAX_PROMPT_TOKENS:
             raise ValueError(
                 f"One call may have at most {MAX_PROMPT_TOKENS:,} prompt tokens over all samples, "

@@ -8,7 +8,15 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
-from jaxspec.checks import INT64_MAX, are_integers, integer, is_integer, items, shown
+from jaxspec.checks import (
+    INT64_MAX,
+    PromptTooLongError,
+    are_integers,
+    integer,
+    is_integer,
+    items,
+    shown,
+)
 from jaxspec.requests.sampling_params import SamplingParams
 
 MAX_SAMPLES = 2**18
@@ -250,10 +258,7 @@ def read_ids(value: Any, most: int, truncated_to: int | None) -> tuple[int, ...]
         raise ValueError(f"prompt_token_ids must be a list of integers, got {shown(value)}.")
     if len(ids) > limit:
         count = len(value) if isinstance(value, Sized) else f"more than {limit}"
-        raise ValueError(
-            f"A prompt must fit max_model_len={most}, got {count} token ids. Shorten it, set "
-            "truncate_prompt_tokens, or raise max_model_len."
-        )
+        raise PromptTooLongError.of(f"it has {count} token ids", most)
     return tuple(map(int, ids if truncated_to is None else ids[-truncated_to:]))
 
 

@@ -21,6 +21,7 @@ _NEAR = 0.85  # similarity from which a name counts as misspelt, such as "max_to
 _MAX_NAME = 64  # characters of an unknown name that are compared
 _MAX_COMPARED = 32  # unknown names that are compared, at about 1 ms each
 _MAX_UNKNOWN = 100
+_OF_OTHERS = frozenset({"models"})  # fields of other servers that look misspelt: OpenRouter's
 
 
 Json = dict[str, Any]
@@ -54,7 +55,8 @@ class Body(BaseModel):
             )
         for name in itertools.islice(unknown, _MAX_COMPARED):
             near = difflib.get_close_matches(name[:_MAX_NAME], type(self).model_fields, 1, _NEAR)
-            if near:
+            is_other = name in _OF_OTHERS or abs(len(name) - len(near[0])) > 2 if near else True
+            if not is_other:
                 raise ValueError(
                     f"there is no field {shown(name)}; the nearest is {near[0]!r}. Correct it, or "
                     "leave it out"
@@ -88,6 +90,12 @@ _ABSENT = {
     "logits_processors": "nothing of a request is run as code",
     "kv_transfer_params": "the KV cache stays in this process",
     "mm_processor_kwargs": "prompts are text alone",
+    "thinking_token_budget": "reasoning is not limited apart from the answer. Use max_tokens",
+    "return_tokens_as_token_ids": "logprobs have texts. Use return_token_ids",
+    "logprob_token_ids": "logprobs are of the likeliest tokens",
+    "repetition_detection": "requests end at their stops and lengths alone",
+    "return_prompt_text": "answers have the prompt's ids. Use return_token_ids",
+    "stream_interval": "it is an option of the server, --stream-interval",
 }
 
 
@@ -145,6 +153,11 @@ class Sampling(Body):
         for name, why in _ABSENT.items():
             if extra.get(name):
                 raise refused(name, extra[name], f"{why}. Leave it out.")
+        if extra.get("include_reasoning") is False:
+            raise refused("include_reasoning", False, "reasoning is in its own field. Ignore it.")
+        if extra.get("truncation_side") not in (None, "left"):
+            why = "truncate_prompt_tokens keeps the last tokens. Leave it out."
+            raise refused("truncation_side", extra["truncation_side"], why)
         if self.stream_options is not None and not self.stream:
             raise refused(
                 "stream_options", self.stream_options.model_dump(), "it goes with stream=true."
@@ -266,6 +279,9 @@ class CompletionRequest(Sampling):
         super().refuse_absent()
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise refused("best_of", self.best_of, "every sample is answered. Use n.")
+        if (self.model_extra or {}).get("add_special_tokens") is False:
+            why = "texts get the tokens that the tokenizer adds. Send token ids of /tokenize."
+            raise refused("add_special_tokens", False, why)
         if self.suffix:
             raise refused("suffix", self.suffix, "texts are not filled in. Leave it out.")
 
@@ -304,6 +320,7 @@ class ChatCompletionRequest(Sampling):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: Json | None = None
+    documents: Each[Json] | None = None
     return_tokens: bool | None = None
 
     def refuse_absent(self, *, trusts_template: bool = False) -> None:
@@ -327,7 +344,10 @@ class ChatCompletionRequest(Sampling):
             )
         if self.tool_choice == "auto" and not self.tools:
             raise refused("tool_choice", "auto", "there are no tools. Leave it out.")
-        if self.top_logprobs is not None and not self.logprobs:
+        if (self.model_extra or {}).get("add_special_tokens"):
+            why = "the chat template writes special tokens. Leave it out."
+            raise refused("add_special_tokens", True, why)
+        if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", self.top_logprobs, "it goes with logprobs=true.")
         if self.return_tokens and not self.stream:
             raise refused("return_tokens", True, "it goes with stream=true.")
@@ -346,6 +366,8 @@ class ChatCompletionRequest(Sampling):
     def template_options(self) -> dict[str, Any]:
         """Keyword arguments for rendering the chat template."""
         switches = dict(self.chat_template_kwargs or {})
+        if self.documents is not None:
+            switches["documents"] = self.documents
         if self.reasoning_effort is not None:
             switches.setdefault("reasoning_effort", self.reasoning_effort)
             switches.setdefault("enable_thinking", self.reasoning_effort != "none")

@@ -23,6 +23,7 @@ _MAX_DEPTH = 64  # nesting of lists and dicts
 _CONTAINER = 32  # characters counted for each list or dict, besides its contents
 _MAX_INTEGER_BITS = 1024
 _ARGUMENTS = ("messages", "tools", "add_generation_prompt")  # not allowed as template switches
+_TOOL_SWITCHES = frozenset({"strict", "cache_control", "defer_loading"})
 _MARK = "\N{WORD JOINER}[the message goes on here]\N{WORD JOINER}"  # not in any real message
 
 
@@ -82,6 +83,8 @@ class ChatTemplate:
             "add_generation_prompt": boolean("add_generation_prompt", add_generation_prompt),
         }
         variables = _Copy().of_each(conversation | _switches(options))
+        if variables["tools"]:
+            variables["tools"] = [_described(tool) for tool in variables["tools"]]
         source = self._source(template, has_tools=bool(variables["tools"]))
         messages = without_nulls(variables["messages"])
         messages = list(map(_alias_reasoning, with_plain_contents(messages, source)))
@@ -144,6 +147,14 @@ class ChatTemplate:
                 f"{failure}. Check roles, their order and contents against the template, or use "
                 "generate() with the text itself."
             ) from failure
+
+
+def _described(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool without nulls and without switches of servers, which models need not read."""
+    described = {k: v for k, v in tool.items() if v is not None and k not in _TOOL_SWITCHES}
+    if isinstance(function := described.get("function"), dict):
+        described["function"] = _described(function)
+    return described
 
 
 def _switches(options: Any) -> dict[str, Any]:

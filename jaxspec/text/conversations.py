@@ -61,11 +61,15 @@ def conversations_of(messages: Any) -> list[Any]:
 
 
 def without_nulls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages without keys that are None, and with an empty content in place of none.
+    """Return the messages without keys that are None and without empty lists of calls.
 
-    Clients write `"content": None` beside tool calls, and templates would write "None".
+    A message without content gets an empty one. Clients write `"content": None` beside tool calls,
+    and templates would write "None"; they also ask if there is a key `tool_calls`.
     """
-    present = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    present = [
+        {k: v for k, v in message.items() if not (v is None or (k == "tool_calls" and v == []))}
+        for message in messages
+    ]
     return [each if "content" in each else {**each, "content": ""} for each in present]
 
 

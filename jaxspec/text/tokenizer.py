@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tokenizers import Encoding, decoders
 
 from jaxspec import checks
-from jaxspec.checks import are_integers, boolean, shown
+from jaxspec.checks import PromptTooLongError, are_integers, boolean, shown
 from jaxspec.text import tokenizer_files
 from jaxspec.text.chat_boundaries import MAX_PART, AddedTokens
 from jaxspec.text.chat_template import ChatTemplate
@@ -274,11 +274,11 @@ class Tokenizer:
             return  # it may fit with any vocabulary
         most = SHRINKING * max_model_len * self._longest_token
         if size > most:
-            raise ValueError(
-                f"A prompt must fit max_model_len={max_model_len}, and a text of {size:,} bytes "
-                f"can't: the longest of this tokenizer's tokens has {self._longest_token} bytes, "
-                f"so texts of more than {SHRINKING} x {max_model_len} x {self._longest_token} = "
-                f"{most:,} bytes are refused unread. Shorten it, or raise max_model_len."
+            raise PromptTooLongError.of(
+                f"it has {size:,} bytes, and texts of more than {SHRINKING} x {max_model_len} x "
+                f"{self._longest_token} = {most:,} bytes are refused unread (the longest of this "
+                f"tokenizer's tokens has {self._longest_token})",
+                max_model_len,
             )
 
     @functools.cached_property

@@ -123,7 +123,7 @@ def test_no_more_ids_are_read_than_could_fit():
         (range(10**12), "1000000000000"),
         ([1] * 65, "65"),
     ):
-        with pytest.raises(ValueError, match=f"must fit max_model_len=64, got {count} token ids"):
+        with pytest.raises(ValueError, match=f"it has {count} token ids.* max_model_len=64"):
             prompt_of({"prompt_token_ids": ids})
 
 
@@ -147,10 +147,8 @@ def test_a_prompt_without_room_for_a_token_is_named_and_no_sample_is_made(monkey
     for prompts, name in (([long], "the prompt"), ([IDS, "ab", long], "prompt 3 of 3")):
         with pytest.raises(ValueError) as caught:
             processor().process(prompts, [SamplingParams(n=16)] * len(prompts))
-        assert str(caught.value) == (
-            f"A prompt must leave room for a token within max_model_len=64, and {name} has 64 "
-            "tokens. Shorten it, set truncate_prompt_tokens, or raise max_model_len."
-        )
+        assert f"too long: {name} has 64 tokens" in str(caught.value)
+        assert "max_model_len=64" in str(caught.value)
     for wrong in ([1] * 65, "a" * 10**6, "\ud800", 3, {"prompt": 3}, {"prompt_token_ids": [1.5]}):
         with pytest.raises(ValueError, match="^In prompt 2 of 2: "):
             processor().process([IDS, wrong], [SHORT] * 2)
@@ -165,7 +163,7 @@ def test_truncation_keeps_the_last_tokens():
         params = SamplingParams(max_tokens=max_tokens, truncate_prompt_tokens=-1)
         assert prompt_of(text, params) == tuple(text.encode()[-(64 - room) :])
     assert prompt_of("abc", SamplingParams(truncate_prompt_tokens=9)) == tuple(b"abc")
-    with pytest.raises(ValueError, match="leave room for a token within max_model_len=64"):
+    with pytest.raises(ValueError, match="the prompt has 64 tokens.* max_model_len=64"):
         prompt_of(text, SamplingParams(truncate_prompt_tokens=64))
 
 
@@ -201,11 +199,11 @@ def test_what_text_a_sample_makes_follows_its_parameters():
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized():
     started = time.perf_counter()
-    with pytest.raises(ValueError, match="max_model_len=64, and a text of 100,000,000 bytes can't"):
+    with pytest.raises(ValueError, match="too long: it has 100,000,000 bytes"):
         prompt_of("a" * 10**8)
     assert time.perf_counter() - started < 5
     long = [{"role": "user", "content": "a" * 10**6}]
-    with pytest.raises(ValueError, match="max_model_len=64, and a text of 1,000,0.. bytes can't"):
+    with pytest.raises(ValueError, match="too long: it has 1,000,0.. bytes"):
         processor().chats(long, {})
 
 

@@ -92,8 +92,9 @@ COMMAND = [
     ),
     (
         ["x", "def f(x):", "--max-model-len", "2", "--max-tokens", "1"],
-        "A prompt must leave room for a token within max_model_len=2, and prompt 2 of 2 has 4 "
-        "tokens. Shorten it, set truncate_prompt_tokens, or raise max_model_len.",
+        "The prompt is too long: prompt 2 of 2 has 4 tokens, and the maximum context length is "
+        "max_model_len=2 tokens, at least one of them for the output. Shorten it, set "
+        "truncate_prompt_tokens, or raise max_model_len.",
     ),
     (
         ["x", "--max-model-len", "5000"],
@@ -430,7 +431,8 @@ CALLS = [
     ),
     (
         lambda llm: llm.generate({"prompt_token_ids": range(10**9)}),
-        "A prompt must fit max_model_len=64, got 1000000000 token ids. Shorten it, set "
+        "The prompt is too long: it has 1000000000 token ids, and the maximum context length is "
+        "max_model_len=64 tokens, at least one of them for the output. Shorten it, set "
         "truncate_prompt_tokens, or raise max_model_len.",
     ),
     (
@@ -507,8 +509,9 @@ CALLS = [
     ),
     (
         lambda llm: llm.generate([IDS, [1] * 64]),
-        "A prompt must leave room for a token within max_model_len=64, and prompt 2 of 2 has 64 "
-        "tokens. Shorten it, set truncate_prompt_tokens, or raise max_model_len.",
+        "The prompt is too long: prompt 2 of 2 has 64 tokens, and the maximum context length is "
+        "max_model_len=64 tokens, at least one of them for the output. Shorten it, set "
+        "truncate_prompt_tokens, or raise max_model_len.",
     ),
     (
         lambda llm: llm.generate(IDS, SamplingParams(max_tokens=40)),

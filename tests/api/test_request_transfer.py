@@ -227,7 +227,7 @@ def with_array(state, name, change):
         (lambda s: wrong(s, prompt_token_ids=(9999,)), "Token ids must be 0 to 263"),
         (lambda s: wrong(s, token_ids=(9999,)), "token_ids has 9999"),
         (lambda s: wrong(s, token_ids=(3,) * 20), "must not have ended"),
-        (lambda s: wrong(s, prompt_token_ids=(3,) * 96), "must leave room for a token"),
+        (lambda s: wrong(s, prompt_token_ids=(3,) * 96), "The prompt is too long"),
         (
             lambda s: wrong(
                 s, params=dataclasses.replace(s.params, stop_token_ids=[s.token_ids[0]])

@@ -105,6 +105,20 @@ def test_nulls_are_absent_and_no_content_is_empty(tokenizer):
     assert found == '|{"role": "assistant", "content": ""}'
 
 
+def test_switches_of_servers_are_no_part_of_a_tool(tokenizer):
+    function = {"name": "f", "parameters": {"strict": None}}
+    plain = {"type": "function", "function": function}
+    texts = [
+        tokenizer.render_chat([HI], [tool], chat_template="{{ tools | tojson }}")
+        for tool in (
+            plain,
+            {**plain, "function": {**function, "strict": False, "description": None}},
+            {**plain, "strict": True, "cache_control": {"type": "ephemeral"}},
+        )
+    ]
+    assert len(set(texts)) == 1 and '"parameters": {"strict": null}' in texts[0]
+
+
 SYSTEM = {"role": "system", "content": "RULES"}
 REFUSES = (
     "{% for m in messages %}{% if m.role == 'developer' or m.role == 'system' and not loop.first %}"

@@ -63,11 +63,8 @@ def test_a_text_that_cannot_fit_is_refused_unread(tokenizer, monkeypatch):
             tokenizer.encode(text, max_model_len=10)
         assert time.perf_counter() - started < 1
         size = len(text.encode())
-        assert str(caught.value) == (
-            f"A prompt must fit max_model_len=10, and a text of {size:,} bytes can't: the longest "
-            "of this tokenizer's tokens has 12 bytes, so texts of more than 4 x 10 x 12 = 480 "
-            "bytes are refused unread. Shorten it, or raise max_model_len."
-        )
+        for part in (f"too long: it has {size:,} bytes", "4 x 10 x 12 = 480", "max_model_len=10"):
+            assert part in str(caught.value)
 
 
 def test_no_text_that_fits_is_refused(tokenizer, tmp_path):

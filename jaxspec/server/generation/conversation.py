@@ -129,7 +129,7 @@ def prompt_tokens(service: Service, body: ChatCompletionRequest) -> list[int]:
 
 
 def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages without nulls, and with tool call arguments as objects.
+    """Return the messages without nulls and empty lists of calls; arguments are objects.
 
     Raises:
         ValueError: there are no messages, a role is missing or a tool call is malformed.
@@ -148,8 +148,8 @@ def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
     converted = {name: value for name, value in message.items() if value is not None}
     converted["role"] = _ROLES.get(role, role)
     converted.setdefault("content", "")
-    if "tool_calls" in converted:
-        converted["tool_calls"] = _calls(converted["tool_calls"], f"{place}.tool_calls")
+    if calls := converted.pop("tool_calls", None):  # templates ask if the key is there
+        converted["tool_calls"] = _calls(calls, f"{place}.tool_calls")
     return converted
 
 
@@ -164,16 +164,20 @@ def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
                 f"{place}.{number} must be {{'function': {{'name': ..., 'arguments': ...}}}}, got "
                 f"{shown(call)}."
             )
-        arguments = _arguments(function.get("arguments"), f"{place}.{number}.function.arguments")
+        arguments = _arguments(function.get("arguments"))
         found.append(call | {"function": function | {"arguments": arguments}})
     return found
 
 
-def _arguments(value: Any, place: str) -> dict[str, Any]:
+def _arguments(value: Any) -> dict[str, Any]:
+    """Return a call's arguments as an object, whatever a model or a stream cut off has written.
+
+    Agents keep such calls in the history, with the tool's error.
+    """
     try:
-        found = orjson.loads(value or "{}") if value is None or isinstance(value, str) else value
+        found = orjson.loads(value or "{}") if isinstance(value, str) else value
     except orjson.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"{place} must be a JSON object as text, got {shown(value)}.")
-    return found
+        found = value
+    if found is None:
+        return {}
+    return found if isinstance(found, dict) else {"arguments": value}

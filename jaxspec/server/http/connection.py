@@ -6,6 +6,7 @@ import contextlib
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxspec.checks import shown
 from jaxspec.server.http.errors import ApiError
 from jaxspec.server.http.request_ids import LOG, named
 
@@ -46,7 +47,18 @@ class ClientConnection:
             await _while_connected(self._app, scope, receive, send, body)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """Return the body; None after a disconnect. Raises ApiError 413 if it is too long."""
+        """Return the body; None after a disconnect.
+
+        Raises:
+            ApiError: 413, it is too long; 415, it is compressed.
+        """
+        if (coding := Headers(scope=scope).get("content-encoding", "identity")) != "identity":
+            raise ApiError(
+                415,
+                f"content-encoding must be absent or identity, got {shown(coding)}. Send the body "
+                "uncompressed.",
+                headers={"connection": "close", "accept-encoding": "identity"},
+            )
         given = Headers(scope=scope).get("content-length", "0")
         length, parts = int(given) if given.isdecimal() and len(given) < 19 else 0, list[bytes]()
         is_over, more = length > self._max, True

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxspec.checks import shown
+from jaxspec.checks import PromptTooLongError, shown
 from jaxspec.engine.errors import DrainingError, EngineDeadError, QueueFullError, QueueTimeoutError
 from jaxspec.server.translate import FieldError, anthropic
 
@@ -41,7 +41,8 @@ ENGINE_ERRORS: dict[type[Exception], tuple[int, int | None]] = {
 class ApiError(Exception):
     """Error response to a request.
 
-    `param` is the dotted path of the invalid field. `headers` are sent with the response.
+    `param` is the dotted path of the invalid field. `code` is a word of OpenAI's API for the error;
+    None means the status. `headers` are sent with the response.
     """
 
     def __init__(
@@ -50,10 +51,11 @@ class ApiError(Exception):
         message: str,
         *,
         param: str | None = None,
+        code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
         super().__init__(message)
-        self.status, self.message, self.param = status, message, param
+        self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
 
     @staticmethod
@@ -84,6 +86,8 @@ class ApiError(Exception):
         if isinstance(error, ValidationError):
             return ApiError.of(error)
         message = str(error)
+        if isinstance(error, PromptTooLongError):
+            return ApiError(400, message, code="context_length_exceeded")
         first = message.partition(" ")[0]
         if isinstance(error, FieldError) or first in fields:
             return ApiError(400, message, param=first)
@@ -95,7 +99,12 @@ class ApiError(Exception):
         if len(message) > _MAX_MESSAGE:
             message = f"{message[: _MAX_MESSAGE - 3]}..."
         kind = _TYPES.get(self.status, _TYPES[400 if self.status < 500 else 500])
-        error = {"message": message, "type": kind, "param": self.param, "code": self.status}
+        error = {
+            "message": message,
+            "type": kind,
+            "param": self.param,
+            "code": self.code or self.status,
+        }
         return {"error": error}
 
     def response(self, path: str) -> Response:

@@ -3,8 +3,10 @@
 API: https://platform.openai.com/docs/api-reference/responses.
 """
 
+import json
+import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxspec.server.translate.fields import (
@@ -20,6 +22,7 @@ from jaxspec.server.translate.fields import (
     text,
 )
 
+_LOG = logging.getLogger(__name__)
 _TEXTS = ("input_text", "output_text", "text")
 _ROLES = ("user", "assistant", "system", "developer")
 _STATELESS = "needs stored responses, which the server does not keep: it can't be {}. Send the "
@@ -31,11 +34,24 @@ _ABSENT = {
     "top_logprobs": "is no part of these answers; it can't be {}. Use /v1/chat/completions.",
     "context_management": "can't be {}: the server keeps all of the input. Send less of it.",
 }
+_OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+_CALLS = ("function_call", "custom_tool_call", "local_shell_call")
+_ITEMS = ("message", *_CALLS, *_OUTPUTS, "reasoning")
+_RUN_ELSEWHERE = frozenset(
+    {
+        *("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call"),
+        *("tool_search_call", "tool_search_output", "mcp_list_tools", "mcp_call", "compaction"),
+    }
+)
+"""Items about tools that other servers run; the model does not read them."""
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user")
 
 
 def chat_request(body: Mapping[str, Any]) -> Json:
     """Convert a body of /v1/responses to a chat request; `store` is ignored.
+
+    The functions of the request are offered, those of a namespace under a joined name. Tools of
+    other types are not: agents send tools such as `web_search` beside their own to every server.
 
     Fields that chats do not support either, such as a schema of the answer, are converted too and
     refused by the chat.
@@ -56,12 +72,12 @@ def chat_request(body: Mapping[str, Any]) -> Json:
     request = named(body, (*SAMPLING, "parallel_tool_calls")) | {"messages": messages}
     if body.get("max_output_tokens") is not None:
         request["max_completion_tokens"] = body["max_output_tokens"]
-    if body.get("tools"):
-        request["tools"] = [_tool(tool, place) for place, tool in objects(body["tools"], "tools")]
+    if tools := [_tool(*found) for found in _functions(body.get("tools") or (), "tools")]:
+        request["tools"] = tools
     choice = body.get("tool_choice")
     if isinstance(choice, Mapping) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
-    if choice is not None and not (choice == "auto" and not body.get("tools")):
+    if choice is not None and not (choice == "auto" and not tools):
         request["tool_choice"] = choice  # clients send "auto" by default, even without tools
     effort = mapping(body.get("reasoning") or {}, "reasoning").get("effort")
     if effort is not None:
@@ -80,17 +96,40 @@ def _response_format(answer: Mapping[str, Any]) -> Json:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _tool(tool: Mapping[str, Any], place: str) -> Json:
-    if tool.get("type") != "function":
-        raise FieldError(
-            f"{place}.type",
-            "must be 'function', got {}. The server runs no tools: describe your own.",
-            tool.get("type"),
-        )
+def _functions(
+    tools: Any, place: str, namespace: str | None = None
+) -> Iterator[tuple[str, Mapping[str, Any], str | None]]:
+    """Yield the path, the function and the namespace of each function among tools."""
+    for where, tool in objects(tools, place):
+        kind = text(tool.get("type"), f"{where}.type")
+        if kind == "function":
+            yield where, tool, namespace
+        elif kind == "namespace" and namespace is None:
+            inner = text(tool.get("name"), f"{where}.name")
+            yield from _functions(tool.get("tools") or (), f"{where}.tools", inner)
+        else:
+            _LOG.debug("A request has a tool of the type %s, which is not offered.", kind[:64])
+
+
+def _tool(place: str, tool: Mapping[str, Any], namespace: str | None) -> Json:
+    name = _joined_name(text(tool.get("name"), f"{place}.name"), namespace)
     function = named(tool, ("description", "parameters", "strict"))
+    return {"type": "function", "function": {"name": name} | function}
+
+
+def _joined_name(name: str, namespace: str | None) -> str:
+    """Return the name under which a function of a namespace is offered: "mcp__files__read"."""
+    if namespace is None:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("_") else f"{namespace}__{name}"
+
+
+def names_of_calls(body: Mapping[str, Any]) -> dict[str, Json]:
+    """Return the fields `name` and `namespace` of calls, by the name that a model calls."""
     return {
-        "type": "function",
-        "function": {"name": text(tool.get("name"), f"{place}.name")} | function,
+        _joined_name(tool["name"], namespace): {"name": tool["name"], "namespace": namespace}
+        for _, tool, namespace in _functions(body.get("tools") or (), "tools")
+        if namespace is not None
     }
 
 
@@ -100,6 +139,8 @@ def _messages(given: Any) -> list[Json]:
         return [{"role": "user", "content": given}]
     messages = list[Json]()
     for place, item in objects(given, "input"):
+        if item.get("type") in _RUN_ELSEWHERE:
+            continue
         message = _message(item, place)
         last = messages[-1] if messages else {}
         goes_on = message["role"] == last.get("role") == "assistant"
@@ -130,18 +171,16 @@ def _message(item: Mapping[str, Any], place: str) -> Json:
                 f"{place}.role", f"must be one of {', '.join(_ROLES)}, got {{}}.", role
             )
         return {"role": role, "content": content(item.get("content"), f"{place}.content", _TEXTS)}
-    if kind == "function_call":
-        name, arguments = (text(item.get(key), f"{place}.{key}") for key in ("name", "arguments"))
+    if kind in _CALLS:
         call_id = text(item.get("call_id"), f"{place}.call_id")
-        function = {"name": name, "arguments": arguments}
+        function = _called(item, place)
         calls = [{"id": call_id, "type": "function", "function": function}]
         return {"role": "assistant", "content": "", "tool_calls": calls}
-    if kind == "function_call_output":
+    if kind in _OUTPUTS:
         output = content(item.get("output"), f"{place}.output", _TEXTS)
         call_id = text(item.get("call_id"), f"{place}.call_id")
         return {"role": "tool", "tool_call_id": call_id, "content": output}
-    kinds = ("message", "function_call", "function_call_output", "reasoning")
-    one_of(item, place, kinds)
+    one_of(item, place, _ITEMS)
     thoughts = [
         text(one_of(part, where, ("reasoning_text", "summary_text")).get("text"), f"{where}.text")
         for name in ("content", "summary")
@@ -150,9 +189,24 @@ def _message(item: Mapping[str, Any], place: str) -> Json:
     return {"role": "assistant", "content": "", "reasoning_content": "\n".join(thoughts)}
 
 
+def _called(item: Mapping[str, Any], place: str) -> Json:
+    """Convert a call in the history to a chat's, with its arguments as JSON text."""
+    if item["type"] == "local_shell_call":
+        return {"name": "local_shell", "arguments": json.dumps(item.get("action") or {})}
+    namespace = item.get("namespace")
+    if namespace is not None:
+        namespace = text(namespace, f"{place}.namespace")
+    name = _joined_name(text(item.get("name"), f"{place}.name"), namespace)
+    if item["type"] == "custom_tool_call":
+        arguments = json.dumps({"input": text(item.get("input"), f"{place}.input")})
+    else:
+        arguments = text(item.get("arguments"), f"{place}.arguments")
+    return {"name": name, "arguments": arguments}
+
+
 def begin(body: Mapping[str, Any], model: str) -> Json:
     tools = [
-        {"strict": None, "parameters": {}, **tool}
+        {"strict": None, "parameters": {}, **tool} if tool.get("type") == "function" else dict(tool)
         for _, tool in objects(body.get("tools") or (), "tools")
     ]
     parallel = body.get("parallel_tool_calls")
@@ -202,8 +256,10 @@ def response(body: Mapping[str, Any], chat: Mapping[str, Any]) -> Json:
         output.append(reasoning_item(message["reasoning_content"]) | {"status": "completed"})
     if message.get("content"):
         output.append(message_item(message["content"]) | {"status": "completed"})
+    names = names_of_calls(body)
     for call in message.get("tool_calls") or ():
         item = call_item(**call["function"], call_id=call["id"])
+        item |= names.get(item["name"], {})
         output.append(item | {"status": "completed"})
     if output:
         output[-1]["status"] = status

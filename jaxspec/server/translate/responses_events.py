@@ -18,7 +18,7 @@ class ResponseEvents:
 
     def __init__(self, body: Mapping[str, Any], model: str) -> None:
         """`body`: the request, as in `responses.chat_request`; `model`: model name to report."""
-        self._response = responses.begin(body, model)
+        self._response, self._names = responses.begin(body, model), responses.names_of_calls(body)
         self._number = 0  # sequence number of the next event
         self._output: list[Json] = []  # completed items
         self._item: Json | None = None  # item in progress
@@ -66,6 +66,7 @@ class ResponseEvents:
             item, part = responses.message_item(), responses.text_part("")
         else:
             item, part = responses.call_item(piece.text), None
+            item |= self._names.get(piece.text, {})
         self._item, self._texts = {**item, "status": "in_progress"}, []
         events = [self._item_event("output_item.added", item=dict(self._item))]
         if part:

@@ -27,7 +27,7 @@ def test_a_response_is_the_library_s_chat(client, reference):
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": [{"role": "judge", "content": "x"}]}, "input.0.role"),
         ({"text": {"format": {"type": "json_object"}}}, "response_format"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": 3}]}, "tools.0.type"),
     ],
 )
 def test_what_can_t_be_done_is_a_400_that_names_the_field(client, fields, said):

@@ -183,3 +183,10 @@ def test_the_app_may_wait_for_the_client_to_go():
         assert heard in ([], ["http.disconnect"])
 
     asyncio.run(run())
+
+
+def test_a_compressed_body_is_refused_by_name():
+    client = Client(b"x")
+    client.scope["headers"] = [(b"content-encoding", b"gzip")]
+    asyncio.run(answered(client))
+    assert client.status == 415 and b"content-encoding" in client.sent[1]["body"]

@@ -65,3 +65,9 @@ def test_tokens_are_told_in_streams_alone():
     chat(return_tokens=False).refuse_absent()
     with pytest.raises(ApiError, match="return_tokens can't be True: it goes with stream=true"):
         chat(return_tokens=True).refuse_absent()
+
+
+def test_documents_reach_the_template():
+    documents = [{"title": "t", "text": "x"}]
+    body = ChatCompletionRequest(messages=[], documents=documents)
+    assert body.template_options["chat_template_kwargs"] == {"documents": documents}

@@ -3,10 +3,11 @@
 import dataclasses
 
 import pytest
+from pydantic import ValidationError
 
 from jaxspec.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.server.http.errors import ApiError
-from jaxspec.server.protocol import Sampling
+from jaxspec.server.protocol import ChatCompletionRequest, CompletionRequest, Sampling
 
 DEFAULT = SamplingParams(temperature=0.7, top_k=20)
 
@@ -60,6 +61,14 @@ def test_every_field_of_the_parameters_can_be_asked_for_or_is_the_server_s():
         ("prompt_embeds", "x"),
         ("logits_processors", ["os.system"]),
         ("stream_options", {"include_usage": True}),
+        ("thinking_token_budget", 5),
+        ("include_reasoning", False),
+        ("return_tokens_as_token_ids", True),
+        ("logprob_token_ids", [3]),
+        ("repetition_detection", {"max_pattern_size": 4}),
+        ("truncation_side", "right"),
+        ("return_prompt_text", True),
+        ("stream_interval", 8),
     ],
 )
 def test_what_is_known_and_can_t_be_done_is_refused_by_name(name, value):
@@ -74,3 +83,24 @@ def test_what_asks_for_nothing_is_taken():
         response_format={"type": "text"}, guided_json=None, stream_options=None
     ).refuse_absent()
     Sampling(use_beam_search=False, logits_processors=[]).refuse_absent()
+    Sampling(include_reasoning=True, truncation_side="left", stream_interval=None).refuse_absent()
+    ChatCompletionRequest(messages=[], top_logprobs=0, logprobs=False).refuse_absent()
+
+
+def test_special_tokens_are_the_tokenizer_s_in_texts_and_the_template_s_in_chats():
+    for body in (
+        CompletionRequest(prompt="a", add_special_tokens=False),
+        ChatCompletionRequest(messages=[], add_special_tokens=True),
+    ):
+        with pytest.raises(ApiError, match="^add_special_tokens can't be "):
+            body.refuse_absent()
+    CompletionRequest(prompt="a", add_special_tokens=True).refuse_absent()
+    ChatCompletionRequest(messages=[], add_special_tokens=False).refuse_absent()
+
+
+def test_fields_of_other_servers_are_no_misspellings():
+    for name in ("models", "repetition_penalty_range", "frequency_penalty_range", "top_a"):
+        Sampling.model_validate({name: 1})
+    for name in ("max_token", "stop_token_id", "temprature"):
+        with pytest.raises(ValidationError, match="there is no field"):
+            Sampling.model_validate({name: 1})

@@ -105,7 +105,11 @@ WRONG = [
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
     ({"input": [CALL | {"arguments": 3}]}, "input.0.arguments"),
-    ({"input": "Hi", "tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"input": "Hi", "tools": [{"type": 3}]}, "tools.0.type"),
+    ({"input": "Hi", "tools": [{"type": "namespace", "tools": []}]}, "tools.0.name"),
+    ({"input": "Hi", "tools": [{"type": "namespace", "name": "a", "tools": 3}]}, "tools.0.tools"),
+    ({"input": [CALL | {"namespace": 3}]}, "input.0.namespace"),
+    ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "a"}]}, "input.0.input"),
     ({"input": "Hi", "instructions": 3}, "instructions"),
     ({"input": "Hi", "previous_response_id": "resp_1"}, "previous_response_id"),
     ({"input": "Hi", "conversation": "conv_1"}, "conversation"),
@@ -151,3 +155,41 @@ def test_a_response_at_its_length():
     assert (told.status, told.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert told.output[-1].status == "incomplete"
     assert validated(response({"input": "Hi"}, chat(content=""))).output == []
+
+
+def test_functions_are_offered_and_tools_of_other_servers_are_not():
+    others = [{"type": kind} for kind in ("web_search", "custom", "local_shell", "tool_search")]
+    spaced = {"type": "namespace", "name": "mcp__files", "tools": [TOOL, {"type": "custom"}]}
+    body = {"input": "Hi", "tools": [*others, TOOL, spaced], "tool_choice": "auto"}
+    request = chat_request(body)
+    names = [tool["function"]["name"] for tool in request["tools"]]
+    assert names == ["f", "mcp__files__f"] and request["tool_choice"] == "auto"
+    assert not {"tools", "tool_choice"} & chat_request({**body, "tools": others}).keys()
+    calls = [
+        {"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for n, name in enumerate(names)
+    ]
+    told = response(body, chat("tool_calls", content=None, tool_calls=calls))
+    assert [(item["name"], item.get("namespace")) for item in told["output"]] == [
+        ("f", None),
+        ("f", "mcp__files"),
+    ]
+    assert [tool["type"] for tool in told["tools"]] == [tool["type"] for tool in body["tools"]]
+
+
+def test_calls_of_all_kinds_may_be_in_the_history():
+    items = [
+        CALL | {"namespace": "mcp__a"},
+        {"type": "web_search_call", "id": "w", "status": "completed"},
+        {"type": "custom_tool_call", "call_id": "c2", "name": "apply_patch", "input": "*** Begin"},
+        {"type": "local_shell_call", "call_id": "c3", "action": {"command": ["ls"]}},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": "done"},
+    ]
+    message, answer = chat_request({"input": items})["messages"]
+    called = [call["function"] for call in message["tool_calls"]]
+    assert called == [
+        {"name": "mcp__a__f", "arguments": '{"a": 1}'},
+        {"name": "apply_patch", "arguments": '{"input": "*** Begin"}'},
+        {"name": "local_shell", "arguments": '{"command": ["ls"]}'},
+    ]
+    assert answer == {"role": "tool", "tool_call_id": "c2", "content": "done"}
