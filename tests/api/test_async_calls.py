@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxspec.api.async_calls import AsyncCalls
+from jaxspec.plan.step_shapes import SchedulerLimits
 from jaxspec.requests.outputs import TextDelta
 from jaxspec.requests.prompts import TokenizedPrompt
 from jaxspec.requests.sampling_params import SamplingParams
@@ -44,7 +45,7 @@ class Calls(AsyncCalls):
     """Queues nowhere, and keeps the streams."""
 
     def __init__(self):
-        super().__init__(Inputs(), "name", SimpleNamespace(max_model_len=64))
+        super().__init__(Inputs(), "name", SimpleNamespace(max_model_len=64), SchedulerLimits())
         self.streams = []
 
     is_healthy = True

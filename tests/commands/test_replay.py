@@ -80,7 +80,7 @@ def test_what_went_to_the_host_and_came_back_runs_again_or_is_refused(tmp_path):
         assert WRITE in programs and WRITE_STATE in programs
         llm.restart_flight()
         llm.generate(prompts[0], params)
-        with pytest.raises(ValueError, match="one that came from before the flight"):
+        with pytest.raises(ValueError, match="restores one from before the flight"):
             replay(llm.save_flight(tmp_path / "part.npz"))
         llm.reset_prefix_cache()
         llm.restart_flight()

@@ -20,6 +20,7 @@ from jaxspec.models import parse_config, unread, unread_model_or_head
 from jaxspec.models.layers.decoder import FEED_FORWARDS, MIXERS
 from jaxspec.options.engine_options import EngineConfig
 from jaxspec.plan.plan import BLOCK_COPIES, EXPORT, MOVES, RESTORE, TABLES, Program, plan_layout
+from jaxspec.plan.step_shapes import SchedulerLimits
 from jaxspec.proposers import PROPOSERS
 from jaxspec.proposers.testing.oracle import OracleProposer
 from jaxspec.requests.sampling_features import GREEDY, REPORTS, SAMPLED, SamplingFeatures
@@ -40,6 +41,7 @@ class Engine(NamedTuple):
     """All that a step is made of, as shapes."""
 
     config: StepConfig
+    limits: SchedulerLimits
     weights: list
     tables: tuple
     state: EngineState
@@ -80,7 +82,7 @@ def engine_of(tmp_path):
             states=state_policy(settled.states),
         )
         state = jax.eval_shape(functools.partial(settled.memory_usage.empty_state, shapes))
-        return Engine(config, leaves, settled.memory_usage.tables, state)
+        return Engine(config, settled.limits, leaves, settled.memory_usage.tables, state)
 
     return build
 
@@ -114,7 +116,7 @@ def test_every_program_of_an_engine_traces(engine_of):
         kv_offloading_size=0.001,
     )
     shapes = engine.config.shapes
-    found = programs(shapes, [EVERYTHING])
+    found = programs(shapes, engine.limits, [EVERYTHING])
     assert {TABLES, EXPORT, RESTORE, *BLOCK_COPIES} <= set(found)
     pieces = BlockCopies(engine.config.specs, shapes)
     for program in {**dict.fromkeys(found), MOVES: None}:
