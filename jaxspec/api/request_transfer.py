@@ -92,12 +92,12 @@ class TransferEngine(LLMEngine):
         sample, *others = self.inputs.process_one(
             prompt, sampling_params, request_id, priority, call="prefill"
         )
-        self.admit([sample, *others])
         if others:
             count = 1 + len(others)
             raise ValueError(f"prefill takes a request of one sample, got n={count}. Set n=1.")
         request, session = sample.request, self.session
         self._check_prefill(request)
+        self.admit([sample])
         if len(request.prompt) == 1:  # only the last token, so there is nothing to compute
             return self._state_of(sample, Copied(0))
         request.is_prefill_only = True
@@ -149,8 +149,8 @@ class TransferEngine(LLMEngine):
                 f"{own[:16]!r}.... Load the same checkpoint in the same dtype."
             )
         sample = self._resumed(state)
-        copied = self._brought(state, sample.request)
         self.admit([sample])
+        copied = self._brought(state, sample.request)
         if copied is not None:
             self._compile_copies()
         return Stream(_stream(self.session, sample, copied), state.request_id)
@@ -167,7 +167,7 @@ class TransferEngine(LLMEngine):
         if why_not := PrefixCache.why_not(request):
             raise ValueError(
                 f"A request with {why_not} computes its whole prompt where it generates, so a "
-                "prefill would be in vain. Send the prompt to the other engine."
+                "prefill would have no effect. Send the prompt to the other engine."
             )
 
     def _state_of(self, sample: Sample, copied: Copied) -> RequestState:

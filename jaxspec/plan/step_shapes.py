@@ -38,7 +38,7 @@ class StepShapes:
     """Sizes of an engine's programs; the scheduler rounds every step up to one of them.
 
     Engines with equal shapes, models and options share their programs. `num_pages` and
-    `num_checkpoints` are compared as well: JAX compiles each program once per size of the pools.
+    `num_checkpoints` are compared: JAX compiles each program once per size of the pools.
     `decode_rows` and `prefill_tokens` are ascending; their last entries bound a step.
     """
 
@@ -195,10 +195,13 @@ class SchedulerLimits:
     host_bytes: int = 0  # memory of the host tier
 
     def __post_init__(self) -> None:
+        optional = {
+            "long_prefill_token_threshold": self.long_prefill_token_threshold,
+            "checkpoint_interval": self.checkpoint_interval,
+        }
         check_sizes(
             max_num_batched_tokens=self.max_num_batched_tokens,
-            long_prefill_token_threshold=self.long_prefill_token_threshold or 1,
-            checkpoint_interval=self.checkpoint_interval or 1,
+            **{name: 1 if size is None else size for name, size in optional.items()},
         )
         integer("host_bytes", self.host_bytes, 0)
         modes, share = get_args(PrefixMode), self.prefix_cache_share

@@ -40,23 +40,31 @@ def write(path: Path, block: Block) -> int:
         OSError: it cannot be written.
     """
     arrays = {str(index): np.asarray(array) for index, array in enumerate(block.arrays or ())}
-    told = [[before.hex(), list(tokens)] for before, tokens in block.keys]
-    Container(KIND, {"is_state": block.is_state, "keys": told}, arrays).save(path)
+    Container(KIND, _about(block), arrays).save(path)
     return path.stat().st_size
 
 
-def read(path: Path, like: Like) -> tuple[np.ndarray, ...]:
+def read(path: Path, block: Block, like: Like) -> tuple[np.ndarray, ...]:
     """Return the arrays of a block.
 
     Raises:
-        FileNotFoundError, ValueError: the file does not exist or has other contents.
+        FileNotFoundError, ValueError: the file does not exist, or has other contents or those of
+            another block.
     """
-    arrays = Container.load(path, KIND).arrays
+    container = Container.load(path, KIND)
+    if container.about != _about(block):
+        raise ValueError(f"{path} must hold the block that was written to it, and has another.")
+    arrays = container.arrays
     found = tuple(arrays[str(index)] for index in range(len(arrays)))
     if [(array.shape, array.dtype) for array in found] != list(like):
         raise ValueError(f"{path} must hold the arrays of a piece of this engine, and has others.")
     os.utime(path)  # preserves the eviction order for the next engine
     return found
+
+
+def _about(block: Block) -> dict[str, Any]:
+    keys = [[before.hex(), list(map(int, tokens))] for before, tokens in block.keys]
+    return {"is_state": block.is_state, "keys": keys}
 
 
 def scan(folder: Path, own: str, page_size: int) -> list[tuple[str, int, Block]]:
@@ -293,7 +301,9 @@ class DiskTier:
             self.index.touch([block])
             path, like = self._folder / self._names[block], self._arrays[block.is_state]
             self._loading[block] = self._do(
-                lambda: read(path, like), lambda arrays: self._loaded(block, arrays), block=block
+                lambda: read(path, block, like),
+                lambda arrays: self._loaded(block, arrays),
+                block=block,
             )
 
     def _add(self, name: str, num_bytes: int, block: Block) -> None:

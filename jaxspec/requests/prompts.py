@@ -342,4 +342,5 @@ def named(name: str, count: int) -> Iterator[None]:
     except ValueError as error:
         if count == 1:
             raise
-        raise ValueError(f"In {name} of {count}: {error}") from error
+        kind = PromptTooLongError if isinstance(error, PromptTooLongError) else ValueError
+        raise kind(f"In {name} of {count}: {error}") from error

@@ -11,6 +11,7 @@ from jaxspec.checks import boolean, items, shown, text
 from jaxspec.text.chat_boundaries import follow_ups
 from jaxspec.text.conversations import (
     is_system,
+    texts_of,
     with_one_system_message,
     with_plain_contents,
     without_nulls,
@@ -110,15 +111,16 @@ class ChatTemplate:
             turns = follow_ups(messages, has_tools=has_tools) if tries_turns else []
             return self._run(source, variables | {"messages": messages}, turns)
 
-        instructions = [message["content"] for message in messages if is_system(message)]
+        instructions = [message for message in messages if is_system(message)]
         is_one = len(instructions) == 1 and messages[0].get("role") == "system"
-        if not instructions or is_one or not all(isinstance(text, str) for text in instructions):
+        is_marked = messages and any(_MARK in text for text in texts_of(messages[-1]))
+        if not instructions or is_one or (is_marked and is_system(messages[-1])):
             return run(messages)
         try:
             found = run(messages)
         except ValueError:
             return run(with_one_system_message(messages))
-        if all(text.strip() in found.text for text in instructions):
+        if all(text.strip() in found.text for each in instructions for text in texts_of(each)):
             return found
         return run(with_one_system_message(messages))
 

@@ -64,7 +64,7 @@ def without_nulls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages without keys that are None and without empty lists of calls.
 
     A message without content gets an empty one. Clients write `"content": None` beside tool calls,
-    and templates would write "None"; they also ask if there is a key `tool_calls`.
+    and templates would write "None"; templates also test whether the key `tool_calls` exists.
     """
     present = [
         {k: v for k, v in message.items() if not (v is None or (k == "tool_calls" and v == []))}
@@ -76,9 +76,15 @@ def without_nulls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def with_one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with all system and developer messages joined at the beginning."""
     instructions = [message for message in messages if is_system(message)]
-    texts = [str(message.get("content", "")) for message in instructions]
+    texts = ["\n".join(texts_of(message)) for message in instructions]
     joined = {**instructions[0], "role": "system", "content": "\n\n".join(texts)}
     return [joined, *(message for message in messages if not is_system(message))]
+
+
+def texts_of(message: Mapping[str, Any]) -> list[str]:
+    """Return the texts of a message whose contents are plain (`with_plain_contents`)."""
+    content = message.get("content", "")
+    return [part["text"] for part in content] if isinstance(content, list) else [str(content)]
 
 
 def is_system(message: Mapping[str, Any]) -> bool:

@@ -4,6 +4,7 @@ The contents are untrusted; errors name the file.
 """
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -17,6 +18,7 @@ from jaxspec.gguf import is_gguf
 MAX_TOKENIZER_BYTES = 2**28
 """Largest size of a tokenizer.json."""
 _MAX_REASON_CHARACTERS = 300
+_ID = re.compile("[0-9]{1,10}")
 _TOKEN_FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"
 
 
@@ -128,12 +130,9 @@ def add_tokens(
         **_ids_in(folder / "added_tokens.json"),
         **_declared(folder, config),
     }
-    further = config.get("additional_special_tokens"), config.get("extra_special_tokens")
-    for value in further:
-        for token in value.values() if isinstance(value, Mapping) else value or ():
-            text = token.get("content") if isinstance(token, Mapping) else token
-            if isinstance(text, str) and text and _is_unicode(text):
-                found.setdefault(text, (None, tokenizers.AddedToken(text, special=True)))
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        for text in _further(folder, name, config.get(name)):
+            found.setdefault(text, (None, tokenizers.AddedToken(text, special=True)))
     for text in special_tokens.values():
         if tokenizer.token_to_id(text) is not None:
             found.setdefault(text, (None, tokenizers.AddedToken(text, special=True)))
@@ -150,13 +149,27 @@ def add_tokens(
             )
 
 
+def _further(folder: Path, name: str, value: Any) -> list[str]:
+    """Return the special tokens in a list, or in an object by name."""
+    entries = list(value.values()) if isinstance(value, Mapping) else [] if value is None else value
+    texts = list[Any]()
+    if isinstance(entries, list):
+        texts = [each.get("content") if isinstance(each, Mapping) else each for each in entries]
+    if not isinstance(entries, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(
+            f"{folder / 'tokenizer_config.json'}: {name} must be a list or an object of texts or "
+            f'{{"content": text}}, got {shown(value)}. Download it again.'
+        )
+    return [text for text in texts if text and _is_unicode(text)]
+
+
 def _declared(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
     """Return the entries of `added_tokens_decoder` by their text, with their ids."""
     entries = config.get("added_tokens_decoder") or {}
     found = {}
     for token_id, entry in entries.items() if isinstance(entries, Mapping) else [("", entries)]:
         text = entry.get("content") if isinstance(entry, Mapping) else None
-        if not token_id.isdecimal() or not isinstance(text, str) or not _is_unicode(text):
+        if not _ID.fullmatch(token_id) or not isinstance(text, str) or not _is_unicode(text):
             raise ValueError(
                 f"{folder / 'tokenizer_config.json'}: added_tokens_decoder must map ids to "
                 f'{{"content": text}}, got {shown(token_id)}: {shown(entry)}. Download it again.'
@@ -222,7 +235,7 @@ def _is_unicode(text: str) -> bool:
 
 MAX_TEMPLATE_BYTES = 2**20
 """Largest size of a template, about thirty times that of the largest published ones."""
-OWN_FILE, FURTHER_FILES = "chat_template.jinja", "additional_chat_templates"
+OWN_FILE, FURTHER_FOLDER = "chat_template.jinja", "additional_chat_templates"
 _MAX_TEMPLATES = 64
 
 
@@ -249,7 +262,7 @@ def read_sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
             except FileNotFoundError:
                 source = None
         found = _sources_in(path, source)
-    paths = sorted((folder / FURTHER_FILES).glob("*.jinja"))[:_MAX_TEMPLATES]
+    paths = sorted((folder / FURTHER_FOLDER).glob("*.jinja"))[:_MAX_TEMPLATES]
     return found | {path.stem: source for path in paths if (source := _read_own(path)) is not None}
 
 

@@ -167,6 +167,21 @@ def test_a_damaged_file_is_not_used_and_deleted(tmp_path, how, caplog):
     assert page(again, A) is None and not list(tmp_path.iterdir())
 
 
+def test_files_that_swapped_their_places_are_not_used(tmp_path):
+    tier = tier_of(tmp_path)
+    first, second = put(tier, block_of(1, A)), put(tier, block_of(2, B))
+    one, other = (tmp_path / tier._names[page(tier, key).block] for key in (A, B))
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    tier.want([page(tier, A).block])
+    settle(tier)
+    assert page(tier, A) is None and not one.exists() and tier.num_failed == 1
+    later = tier_of(tmp_path)  # which finds the other file by its contents
+    check_equal(first, load(later, page(later, A)))
+    assert page(later, B) is None and second.arrays is not None
+
+
 def test_a_disk_that_is_full_is_told_once_and_counted(tmp_path, caplog, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
@@ -238,7 +253,7 @@ def test_who_waits_too_long_goes_on_without_the_file_that_is_read_and_keeps_the_
     for seed, key in enumerate((A, B, C)):
         put(tier, block_of(seed, key))
     blocks = [page(tier, key).block for key in (A, B, C)]
-    monkeypatch.setattr(disk_tier, "read", lambda path, like: over.wait(20) and ())
+    monkeypatch.setattr(disk_tier, "read", lambda *given: over.wait(20) and ())
     tier.want(blocks[:2], blocks)
     while not tier._loading[blocks[0]].running():
         time.sleep(1e-3)
@@ -381,19 +396,20 @@ NAME = f"{OWN}-{'1' * 32}.piece"
 LIKE = [((2,), np.dtype("float32"))]
 
 
+BLOCK = Block(is_state=False, keys=(A,), arrays=(np.ones(2, "f"),))
+
+
 def write(folder, name=NAME):
-    return disk_tier.write(
-        folder / name, Block(is_state=False, keys=[A], arrays=(np.ones(2, "f"),))
-    )
+    return disk_tier.write(folder / name, BLOCK)
 
 
 def test_what_is_written_is_found_and_read(tmp_path):
     num_bytes = write(tmp_path)
     ((*found, block),) = disk_tier.scan(tmp_path, OWN, 4)
     assert (found, block.is_state, block.keys) == ([NAME, num_bytes], False, (A,))
-    np.testing.assert_array_equal(disk_tier.read(tmp_path / NAME, LIKE)[0], [1, 1])
+    np.testing.assert_array_equal(disk_tier.read(tmp_path / NAME, BLOCK, LIKE)[0], [1, 1])
     with pytest.raises(ValueError, match="of a piece of this engine"):
-        disk_tier.read(tmp_path / NAME, [*LIKE, *LIKE])
+        disk_tier.read(tmp_path / NAME, BLOCK, [*LIKE, *LIKE])
 
 
 def test_the_part_that_a_killed_process_left_is_deleted(tmp_path, monkeypatch):

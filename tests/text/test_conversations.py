@@ -137,6 +137,13 @@ def test_several_system_messages_are_one_where_the_template_has_one(source, role
     one = "<system>RULES\n\nPERMISSIONS<user>Hi"
     for chat in ([SYSTEM, second, HI], [SYSTEM, HI, second]):
         assert tokenizer.render_chat(chat, chat_template=source) == one
+        parts = {
+            "role": role,
+            "content": [{"type": "text", "text": t} for t in ("PER", "MISSIONS")],
+        }
+        chat = [parts if message is second else message for message in chat]
+        text = tokenizer.render_chat(chat, chat_template=source)
+        assert text == one.replace("PERM", "PER\nM")
     alone = tokenizer.render_chat([{**SYSTEM, "role": role}, HI], chat_template=source)
     assert alone == "<system>RULES<user>Hi"
     walked = tokenizer.render_chat([SYSTEM, HI, second], chat_template=KEEPS)

@@ -134,6 +134,9 @@ def test_tokens_that_only_the_settings_name_are_never_split(tmp_path):
         {"tokenizer_config_json": {"added_tokens_decoder": {"a": entry("<|turn|>")}}},
         {"tokenizer_config_json": {"added_tokens_decoder": {"1": {"content": 3}}}},
         {"tokenizer_config_json": {"added_tokens_decoder": [3]}},
+        {"tokenizer_config_json": {"added_tokens_decoder": {"9" * 5000: entry("<|turn|>")}}},
+        {"tokenizer_config_json": {"additional_special_tokens": "<x>"}},
+        {"tokenizer_config_json": {"extra_special_tokens": [5]}},
     ],
 )
 def test_an_added_token_with_a_wrong_id_is_named(files, tmp_path):

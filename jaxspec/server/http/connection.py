@@ -52,7 +52,8 @@ class ClientConnection:
         Raises:
             ApiError: 413, it is too long; 415, it is compressed.
         """
-        if (coding := Headers(scope=scope).get("content-encoding", "identity")) != "identity":
+        coding = Headers(scope=scope).get("content-encoding", "identity")
+        if coding.lower() != "identity":
             raise ApiError(
                 415,
                 f"content-encoding must be absent or identity, got {shown(coding)}. Send the body "

@@ -37,11 +37,9 @@ _ABSENT = {
 _OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 _CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 _ITEMS = ("message", *_CALLS, *_OUTPUTS, "reasoning")
-_RUN_ELSEWHERE = frozenset(
-    {
-        *("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call"),
-        *("tool_search_call", "tool_search_output", "mcp_list_tools", "mcp_call", "compaction"),
-    }
+_RUN_ELSEWHERE = (
+    *("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call"),
+    *("tool_search_call", "tool_search_output", "mcp_list_tools", "mcp_call", "compaction"),
 )
 """Items about tools that other servers run; the model does not read them."""
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user")
@@ -73,6 +71,7 @@ def chat_request(body: Mapping[str, Any]) -> Json:
     if body.get("max_output_tokens") is not None:
         request["max_completion_tokens"] = body["max_output_tokens"]
     if tools := [_tool(*found) for found in _functions(body.get("tools") or (), "tools")]:
+        _check_names(tools)
         request["tools"] = tools
     choice = body.get("tool_choice")
     if isinstance(choice, Mapping) and choice.get("type") == "function":
@@ -115,6 +114,16 @@ def _tool(place: str, tool: Mapping[str, Any], namespace: str | None) -> Json:
     name = _joined_name(text(tool.get("name"), f"{place}.name"), namespace)
     function = named(tool, ("description", "parameters", "strict"))
     return {"type": "function", "function": {"name": name} | function}
+
+
+def _check_names(tools: list[Json]) -> None:
+    seen = set[str]()
+    for tool in tools:
+        name = tool["function"]["name"]
+        if name in seen:
+            rule = "must have functions of different names, got {} twice. Rename one."
+            raise FieldError("tools", rule, name)
+        seen.add(name)
 
 
 def _joined_name(name: str, namespace: str | None) -> str:
@@ -172,7 +181,7 @@ def _message(item: Mapping[str, Any], place: str) -> Json:
             )
         return {"role": role, "content": content(item.get("content"), f"{place}.content", _TEXTS)}
     if kind in _CALLS:
-        call_id = text(item.get("call_id"), f"{place}.call_id")
+        call_id = text(item.get("call_id") or item.get("id"), f"{place}.call_id")
         function = _called(item, place)
         calls = [{"id": call_id, "type": "function", "function": function}]
         return {"role": "assistant", "content": "", "tool_calls": calls}

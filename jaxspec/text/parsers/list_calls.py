@@ -60,7 +60,7 @@ def _calls(text: str) -> list[_Call]:
     for read in (_json_calls, _python_calls):
         try:
             calls = list(read(text.strip()))
-            json.dumps([arguments for _, arguments in calls], allow_nan=False, ensure_ascii=False)
+            literals.checked_json([arguments for _, arguments in calls])
             return calls
         except literals.ERRORS:
             continue

@@ -13,9 +13,10 @@ ERRORS = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
 """Raised for text that is not an expression, or not a literal."""
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 _RENAMED = "jaxspec_argument_"
+# Unterminated strings end with the text, so that each character is read once.
 _TOKEN = re.compile(
-    r"""(?P<quotes>'{3}|"{3}) (?:\\.|.)*? (?P=quotes)
-    | (?P<string>' (?:\\.|[^'\\])* ' | " (?:\\.|[^"\\])* ")
+    r"""(?P<quotes>'{3}|"{3}) (?:\\.|[^\\])*? (?:(?P=quotes)|\Z)
+    | (?P<string>' (?:\\.|[^'\\])*+ (?:'|\Z) | " (?:\\.|[^"\\])*+ (?:"|\Z))
     | (?<=[(,\s]) (?P<name>[\w-]+) (?=\s*=(?!=))""",
     re.DOTALL | re.VERBOSE,
 )
@@ -63,9 +64,16 @@ def as_json(text: str) -> str | None:
     if len(text) > MAX_CHARACTERS:
         return None
     try:
-        return json.dumps(literal(parse(text)), allow_nan=False, ensure_ascii=False)
+        return checked_json(literal(parse(text)))
     except ERRORS:
         return None
+
+
+def checked_json(value: Any) -> str:
+    """Return a value as JSON that UTF-8 can encode; raises one of `ERRORS`."""
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+    text.encode()  # escapes may be half of a surrogate pair
+    return text
 
 
 def _as_python(token: re.Match[str]) -> str:

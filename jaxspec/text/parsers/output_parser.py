@@ -79,10 +79,10 @@ class OutputParser:
     characters are returned except tags, the newlines next to them, and whitespace before a first
     tag; a call between two words leaves a newline. No text raises an error.
 
-    Calls are parsed only if the request has tools. After a call another JSON call may follow
-    without a tag, and a second closing tag is dropped. Text that begins like a call but is not one
-    is content, or reasoning inside the reasoning. If a call fails or ends after its name was
-    returned, its arguments stay incomplete JSON, so that no client runs it by mistake. A call
+    Calls are parsed only if the request has tools. After a call a JSON call of one of the tools may
+    follow without a tag, and a second closing tag is dropped. Text that begins like a call but is
+    not one is content, or reasoning inside the reasoning. If a call fails or ends after its name
+    was returned, its arguments stay incomplete JSON, so that no client runs it by mistake. A call
     inside the reasoning must name one of the tools, and ends the reasoning.
 
     Attributes:
@@ -182,7 +182,7 @@ class OutputParser:
             return start + len(THINK)
         tag = self._call_tags[0] if closing and self._call_tags else ""
         if self._in is _In.CONTENT_BEGINS and tag in self._readers and text.startswith("{", start):
-            self._begin_call(tag, blank)
+            self._begin_call(tag, blank, is_strict=bool(tag))
             return start
         self._is_after_call = False
         self._in = _In.REASONING if self._in is _In.REASONING_BEGINS else _In.CONTENT
@@ -210,8 +210,8 @@ class OutputParser:
             self._begin_call(tag, tag)
         return place + len(tag)
 
-    def _begin_call(self, tag: str, raw: str) -> None:
-        is_strict = self._kind == "reasoning"
+    def _begin_call(self, tag: str, raw: str, is_strict: bool = False) -> None:
+        is_strict |= self._kind == "reasoning"
         self._reader = self._readers[tag](self._tools, is_strict)
         self._in, self._raw = _In.CALL, ["\n" * self._num_newlines + raw]
         self._num_newlines = 0

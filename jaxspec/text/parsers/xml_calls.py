@@ -156,10 +156,11 @@ class XmlCall:
 
     def _may_begin(self, key: str) -> bool:
         """Return whether an argument of the tool that has no value yet may begin here."""
+        if not self._is_line_start or self._num_open or key in self._keys:
+            return False
         properties = self._tools.schema(self._name).get("properties")
-        known = properties if isinstance(properties, dict) else {}
-        given = self._keys.union(key for key, _ in self._maybe)
-        return self._is_line_start and not self._num_open and key in known and key not in given
+        is_known = isinstance(properties, dict) and key in properties
+        return is_known and all(key != other for other, _ in self._maybe)
 
     def _append(self, text: str) -> None:
         if not text:
@@ -227,9 +228,8 @@ class XmlCall:
 
     def _continue(self) -> None:
         """Take the closing tag, and arguments that seemed to have begun before it, as text."""
-        if self._num_open:
-            self._num_open -= 1
         maybe, self._maybe = self._maybe, []
+        self._num_open = max(0, self._num_open + len(maybe) - 1)
         for key, parts in maybe:
             self._write(self._writer.push(f"{_PARAMETER}{key}>{''.join(parts)}"))
         self._append("".join(self._ending))
@@ -263,7 +263,7 @@ class XmlCall:
 
 
 class TaggedCall:
-    """Reader of the text after `<tool_call>`: JSON if it begins with a bracket, else tags.
+    """Reader of the text after `<tool_call>`: JSON if it begins with `{` or `[{`, else tags.
 
     Models write either form, whatever their chat template shows.
     """
@@ -281,21 +281,27 @@ class TaggedCall:
 
     def read(self, text: str, start: int, *, is_all: bool = False) -> int:
         if self._reader is None:
-            space = _SPACE.match(text, start)
-            start = space.end() if space else start
-            if start == len(text):
+            start = _after_space(text, start)
+            first = _after_space(text, start + 1)
+            may_be_list = text[start : start + 1] == "["
+            if start == len(text) or (may_be_list and first == len(text) and not is_all):
                 return start
             if text[start] == "{":
                 self._reader = JsonCall(CALL_ENDS, *self._make)
-            elif text[start] == "[":
+            elif may_be_list and text[first : first + 1] == "{":
                 self._reader = ListCalls(CALL_ENDS, *self._make)
             else:
                 self._reader = XmlCall(CALL, *self._make)
         return self._reader.read(text, start, is_all=is_all)
 
 
+def _after_space(text: str, start: int) -> int:
+    space = _SPACE.match(text, start)
+    return space.end() if space else start
+
+
 def _tag(text: str, start: int, is_all: bool) -> tuple[str | None, int]:
-    """Return the tag at `start` as it is spelt right, and the length of its text.
+    """Return the tag at `start`, correctly spelt, and the length of its text.
 
     The tag is `_INCOMPLETE` if it may go on in later text, and None if there is none.
     """

@@ -108,6 +108,8 @@ WRONG = [
     ({"input": "Hi", "tools": [{"type": 3}]}, "tools.0.type"),
     ({"input": "Hi", "tools": [{"type": "namespace", "tools": []}]}, "tools.0.name"),
     ({"input": "Hi", "tools": [{"type": "namespace", "name": "a", "tools": 3}]}, "tools.0.tools"),
+    ({"input": [{"type": ["a"]}]}, "input.0.type"),
+    ({"input": "Hi", "tools": [TOOL, TOOL]}, "tools"),
     ({"input": [CALL | {"namespace": 3}]}, "input.0.namespace"),
     ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "a"}]}, "input.0.input"),
     ({"input": "Hi", "instructions": 3}, "instructions"),

@@ -56,8 +56,14 @@ def test_a_call_behind_a_wrong_one_is_found():
 
 
 def test_several_calls_between_one_pair_of_tags():
-    text = '<tool_call>\n{"name": "f"}\n{"name": "g", "arguments": {"a": 1}}\n</tool_call>'
-    assert told(HERMES, text) == ("", "", [("f", {}), ("g", {"a": 1})])
+    text = '<tool_call>\n{"name": "f"}\n{"name": "get_time", "arguments": {"a": 1}}\n</tool_call>'
+    assert told(HERMES, text) == ("", "", [("f", {}), ("get_time", {"a": 1})])
+    data = '{"name": "Alice", "age": 3}'  # no tool
+    assert told(HERMES, f'<tool_call>{{"name": "f"}}</tool_call>\n{data}') == (
+        "",
+        data,
+        [("f", {})],
+    )
     text = '<tool_call>{"name": "f"}{"a": 1}</tool_call>'
     assert told(HERMES, text) == ("", '{"a": 1}</tool_call>', [("f", {})])
 

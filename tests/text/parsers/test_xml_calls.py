@@ -1,6 +1,7 @@
 """Calls in tags: arguments by the tool's schema, any text inside them, and forgotten tags."""
 
 import json
+import time
 
 import pytest
 from parsed import parse, told
@@ -107,6 +108,27 @@ def test_closing_tags_that_are_doubled_missing_or_misspelt(tag, slip):
         message = assemble(pieces, parser.unfinished)
         (found,) = message.tool_calls
         assert (message.content, json.loads(found.arguments)) == ("", {"city": "Bern", "days": 1})
+
+
+def test_arguments_that_seemed_to_begin_are_text_with_all_their_tags():
+    code = "see\n<parameter=days>\n<parameter=x>\n1\n</parameter>\n</parameter>"
+    assert arguments_of(call(("city", code))) == {"city": code}
+
+
+def test_what_no_text_can_hold_is_a_string():
+    assert arguments_of(call(("places", "['\\ud800']"))) == {"places": "['\\ud800']"}
+
+
+def test_many_openings_take_linear_time():
+    openings = "".join(f"<parameter=p{i}>\n" for i in range(40_000))
+    before = time.perf_counter()
+    told(
+        XML,
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\n"
+        + openings
+        + "</parameter>\n</function>",
+    )
+    assert time.perf_counter() - before < 10
 
 
 def test_json_between_the_tags_of_another_form():
