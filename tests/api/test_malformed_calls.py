@@ -18,6 +18,7 @@ from tokenizer_folders import BYTES, folder_with, with_bytes
 
 from jaxspec import LLM, BeamSearchParams, RequestOutputKind, SamplingParams, SpeculativeConfig
 from jaxspec.api.inputs import InputProcessor
+from jaxspec.checks import PromptTooLongError
 from jaxspec.options import METHODS
 from jaxspec.options.engine_options import EngineConfig
 from jaxspec.options.vllm_options import RENAMED, UNDERSTOOD
@@ -41,7 +42,7 @@ def refusal(call):
         call()
         return None
     except (ValueError, FileNotFoundError, TypeError) as error:
-        if type(error) not in (ValueError, FileNotFoundError):
+        if type(error) not in (ValueError, PromptTooLongError, FileNotFoundError):
             raise  # such as UnicodeEncodeError
         message = str(error)
     finally:

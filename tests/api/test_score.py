@@ -46,7 +46,11 @@ def test_the_likeliest_ending_of_a_text_has_the_best_score(llm):
 @pytest.mark.parametrize(
     ("prompt", "logprobs", "message"),
     [
-        ([1] * 64, 0, "room for a token within max_model_len=64, and the prompt has 64"),
+        (
+            [1] * 64,
+            0,
+            "the prompt has 64 tokens, and the maximum context length is max_model_len=64",
+        ),
         ([1], 21, "logprobs must be at most 20, got 21"),
         ([1], None, "logprobs must be an integer of at least 0, got None"),
         ([300], 0, "Token ids must be 0 to"),
