@@ -191,7 +191,7 @@ class SchedulerLimits:
     max_step_ms: float | None = None  # duration of a step with prompt tokens while rows decode
     prefix_caching: PrefixMode = "off"  # none, pages only, or pages and cached states
     prefix_cache_share: float = 0.0  # share of the memory of pages and cached states for the latter
-    checkpoint_interval: int | None = None  # tokens between cached states; None: no regular ones
+    checkpoint_interval: int | None = None  # tokens between regular cached states, if any
     host_bytes: int = 0  # memory of the host tier
 
     def __post_init__(self) -> None:

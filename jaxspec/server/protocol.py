@@ -55,8 +55,8 @@ class Body(BaseModel):
             )
         for name in itertools.islice(unknown, _MAX_COMPARED):
             near = difflib.get_close_matches(name[:_MAX_NAME], type(self).model_fields, 1, _NEAR)
-            is_other = name in _OF_OTHERS or abs(len(name) - len(near[0])) > 2 if near else True
-            if not is_other:
+            # A name that goes on, such as repetition_penalty_range, is a field of another server.
+            if near and abs(len(name) - len(near[0])) <= 2 and name not in _OF_OTHERS:
                 raise ValueError(
                     f"there is no field {shown(name)}; the nearest is {near[0]!r}. Correct it, or "
                     "leave it out"

@@ -15,6 +15,7 @@ from jaxspec.server.generation.logprobs import prompt_logprobs
 from jaxspec.server.generation.service import Service
 from jaxspec.server.http.errors import ApiError
 from jaxspec.server.protocol import ChatCompletionRequest
+from jaxspec.text.conversations import without_nulls
 from jaxspec.text.parsers import starts_in_reasoning
 
 _ROLES = {"developer": "system"}  # templates use the older name
@@ -136,7 +137,7 @@ def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     if not messages:
         raise ValueError("messages must hold at least one message, got [].")
-    return [_message(message, f"messages.{n}") for n, message in enumerate(messages)]
+    return [_message(each, f"messages.{n}") for n, each in enumerate(without_nulls(messages))]
 
 
 def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
@@ -145,11 +146,9 @@ def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
         raise ValueError(
             f"{place}.role must be a text such as 'user', got {shown(role)}. Give each message one."
         )
-    converted = {name: value for name, value in message.items() if value is not None}
-    converted["role"] = _ROLES.get(role, role)
-    converted.setdefault("content", "")
-    if calls := converted.pop("tool_calls", None):  # templates ask if the key is there
-        converted["tool_calls"] = _calls(calls, f"{place}.tool_calls")
+    converted = message | {"role": _ROLES.get(role, role)}
+    if "tool_calls" in message:
+        converted["tool_calls"] = _calls(message["tool_calls"], f"{place}.tool_calls")
     return converted
 
 

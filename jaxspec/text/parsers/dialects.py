@@ -46,8 +46,7 @@ _BY_SIGN = {
     "<|python_tag|>": LLAMA,
     '"parameters": dictionary of argument name': LLAMA,
 }
-
-
+# Tokens that identify a dialect in the vocabulary, for templates without a sign.
 _BY_TOKEN = {"<TOOLCALL>": NEMOTRON_NANO_2, "<|tool_call_start|>": LFM2, CALL: XML}
 
 
