@@ -17,6 +17,8 @@ ROUTES = [
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/responses",
+    "/v1/responses/input_tokens",
+    "/v1/responses/compact",
     "/tokenize",
     "/detokenize",
 ]

@@ -124,4 +124,5 @@ class ResponseStore:
 
 
 def _is_reference(item: Mapping[str, Any]) -> bool:
-    return item.get("type") == "item_reference" or set(item) == {"id"}
+    given = {name for name, value in item.items() if value is not None}
+    return item.get("type") == "item_reference" or given == {"id"}
