@@ -111,6 +111,12 @@ class ServerOptions:
             seconds = getattr(self, name)
             if seconds is not None and seconds <= 0:
                 raise ValueError(f"{name} must be seconds above 0, got {seconds}.")
+        for origin in self.allowed_origins:
+            if origin not in ("*", "null") and "://" not in origin:
+                raise ValueError(
+                    f"allowed_origins must be origins such as https://a.example, or *, got "
+                    f"{shown(origin)}. Repeat the option for several."
+                )
         for name, known in _PARSERS.items():
             given = getattr(self, name)
             if given is not None and given not in known:
