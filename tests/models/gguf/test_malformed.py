@@ -18,7 +18,7 @@ from gguf_tokenizers import write_tokenizer
 
 from jaxspec.gguf.file import GGUFFile
 from jaxspec.gguf.header import MAX_TEXTS, read_header
-from jaxspec.gguf.tokenizer import MAX_SPLITS
+from jaxspec.gguf.sentence_piece import MAX_SPLITS
 from jaxspec.models import load_model, unread
 from jaxspec.models.gguf.fields import read_fields
 from jaxspec.models.gguf.places import MAX_NAMES, places_in
@@ -136,7 +136,7 @@ ROTATED = ["attention.key_length", "attention.value_length", "rope.dimension_cou
 
 def test_tokens_that_can_be_split_in_too_many_ways_are_refused(tmp_path, monkeypatch):
     """All texts of two letters: 36,866 ways in place of the 1.8 million of longer ones."""
-    monkeypatch.setattr("jaxspec.gguf.tokenizer.MAX_SPLITS", 2**15)
+    monkeypatch.setattr("jaxspec.gguf.sentence_piece.MAX_SPLITS", 2**15)
     tokens = [f"{number:b}"[1:] for number in range(2, 2**12)] + ["1" * 12]
     path = write_tokenizer(tmp_path / "x.gguf", "llama", tokens, scores=[0.0] * len(tokens))
     with refused_soon(path, "must give at most 32,768 ways to make a token of two others"):
