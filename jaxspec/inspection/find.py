@@ -82,7 +82,7 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
         if names is not None:
             spellings = (family.canonical_name(name, config) for name in names)
             names = frozenset(name for name in spellings if name is not None)
-        with found.noting():
+        with found.noting(), giving_sizes(fields, place.path):
             found.model = undefined(family, config, dtype, names)
     return found
 
