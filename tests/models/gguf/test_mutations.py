@@ -102,7 +102,7 @@ def test_a_damaged_file_is_refused_or_is_what_it_says(fixture, kind, tmp_path):
 @pytest.mark.soak
 @pytest.mark.parametrize(("fixture", "kind"), MANY)
 def test_many_damaged_files_are_refused_or_are_what_they_say(fixture, kind, tmp_path):
-    check(fixture, kind, tmp_path, 1500)
+    check(fixture, kind, tmp_path, 300)
 
 
 @pytest.mark.parametrize("kind", ["BF16", "F16"])
