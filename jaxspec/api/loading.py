@@ -377,7 +377,9 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
     budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages)
     with contextlib.ExitStack() as failed:
         with (
-            unread(folder, dtype, load_format=config.load_format) as found,
+            unread(
+                folder, dtype, load_format=config.load_format, overrides=config.hf_overrides
+            ) as found,
             unread_drafter(config, dtype, progress=progress) as found_drafter,
         ):
             head = found_drafter and found_drafter.model

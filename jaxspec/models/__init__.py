@@ -121,9 +121,15 @@ class AbstractModel(NamedTuple, Generic[Some]):
 
 @contextlib.contextmanager
 def unread(
-    folder: Path | str, dtype: jnp.dtype, *, load_format: str = "auto"
+    folder: Path | str,
+    dtype: jnp.dtype,
+    *,
+    load_format: str = "auto",
+    overrides: Mapping[str, Any] | None = None,
 ) -> Iterator[AbstractModel[Model]]:
     """Open the model in a checkpoint folder; its weights can be read until the block ends.
+
+    `overrides` replaces entries of config.json.
 
     Tensor names, shapes and dtypes are checked against config.json. No tensor is read and no device
     memory is allocated before `AbstractModel.read`.
@@ -133,7 +139,7 @@ def unread(
         ValueError: The architecture is not in `MODELS`, an option is not implemented, `load_format`
             is unknown, or the weights do not match config.json.
     """
-    with _unread(folder, dtype, load_format, family_of) as found:
+    with _unread(folder, dtype, load_format, family_of, overrides) as found:
         yield found
 
 
@@ -152,11 +158,12 @@ def _unread(
     dtype: jnp.dtype,
     load_format: str,
     family_of: Callable[[str, Path], type[Some]],
+    overrides: Mapping[str, Any] | None = None,
 ) -> Iterator[AbstractModel[Some]]:
     if load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}.")
     folder = Path(folder)
-    fields = read_fields(folder)
+    fields = read_fields(folder, overrides)
     family = family_of(fields.architecture, folder / "config.json")
     with naming(folder):
         config = family.parse_config(fields)
