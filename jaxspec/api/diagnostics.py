@@ -9,6 +9,7 @@ import jax
 
 from jaxspec.engine.engine import StepTimes
 from jaxspec.engine.metrics import Metric, metrics_of
+from jaxspec.engine.request_histograms import RequestHistograms
 from jaxspec.engine.session import Session
 from jaxspec.flight.recorder import FlightRecorder
 from jaxspec.pallas import dispatch
@@ -35,6 +36,7 @@ class Diagnostics:
     _flight: FlightRecorder | None
     _method: str | None  # draft method
     _profiler_folder: str | Path | None
+    _histograms: RequestHistograms
 
     def start_profile(self) -> None:
         """Start a profile of JAX, which `stop_profile` writes to the option `profiler_folder`.
@@ -95,13 +97,14 @@ class Diagnostics:
         """Return the metrics shared with vLLM, under vLLM's names.
 
         Returns:
-            Counters, gauges and vectors, labelled with the model's name.
+            Counters, gauges, vectors and histograms, labelled with the model's name.
 
         Raises:
             RuntimeError: the engine is closed, or this is a forked child of its process.
         """
         self.session.require_usable()
-        return metrics_of(self.session.engine, self.model_name)
+        name = self.model_name
+        return [*metrics_of(self.session.engine, name), *self._histograms.metrics(name)]
 
     def save_flight(self, path: str | Path) -> Path:
         """Write the recorded steps to a file for `python -m jaxspec replay`.

@@ -13,6 +13,7 @@ from jaxspec.api.inputs import InputProcessor
 from jaxspec.api.loading import load
 from jaxspec.checks import integer, shown
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.request_histograms import RequestHistograms
 from jaxspec.engine.session import Session
 from jaxspec.flight.about import about
 from jaxspec.flight.recorder import FlightRecorder
@@ -94,7 +95,9 @@ class LLMEngine(Diagnostics):
                 hashed=config.flight_recorder == "hashed",
             )
             on_failure = functools.partial(flight.save_failure, folder=config.flight_folder)
-        parts = loaded.host_drafter, loaded.host_tier, loaded.observers
+        self._histograms = RequestHistograms()
+        observers = *loaded.observers, self._histograms
+        parts = loaded.host_drafter, loaded.host_tier, observers
         scheduler = Scheduler(runner.shapes, loaded.limits, *parts)
         engine = Engine(scheduler, flight or runner, max_in_flight=config.max_in_flight)
         self.session = Session(engine, on_failure)
