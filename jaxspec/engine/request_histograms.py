@@ -74,9 +74,9 @@ class RequestHistograms(RequestObserver):
         """Count a finished sample; a prompt is counted with its first one."""
         if request.index == 0:
             self._found["request_prompt_tokens"].add(len(request.prompt))
-        self.add(request.metrics)
+        self.count(request.metrics)
 
-    def add(self, metrics: RequestMetrics) -> None:
+    def count(self, metrics: RequestMetrics) -> None:
         """Count a sample's output tokens, and its times if it has any."""
         self._found["request_generation_tokens"].add(metrics.num_tokens)
         row, first, last = metrics.scheduled_time, metrics.first_token_time, metrics.last_token_time

@@ -71,7 +71,7 @@ async def serve(make_llm: Callable[[], AsyncLLM], options: ServerOptions) -> int
             kind = _ThisProcess if options.api_processes == 1 else ApiProcesses
             front = kind(llm, options, port)
             shutdown = _Shutdown(llm, front, options)
-            with shutdown.watching(), logging_throughput(llm, options):
+            with shutdown.watching(), logging_throughput(llm, options, LOG.info):
                 is_whole = await front.serve(lambda: LOG.info("Serving at %s", where))
             await shutdown.wait()
             return 0 if is_whole and llm.error is None else 1

@@ -42,7 +42,7 @@ def test_a_sample_s_times_are_those_of_its_metrics():
     sample.record_row(1.125)
     sample.record_tokens(1, 1.5)
     sample.record_tokens(4, 3.5)
-    histograms.add(sample)
+    histograms.count(sample)
     assert totals(histograms) == {
         "time_to_first_token_seconds": 0.5,
         "e2e_request_latency_seconds": 2.5,
@@ -58,8 +58,8 @@ def test_a_sample_s_times_are_those_of_its_metrics():
 def test_a_sample_without_tokens_has_no_times():
     histograms, begun = RequestHistograms(), RequestMetrics()
     begun.record_row(begun.arrival_time)
-    histograms.add(RequestMetrics())
-    histograms.add(begun)
+    histograms.count(RequestMetrics())
+    histograms.count(begun)
     assert {metric.name for metric in histograms.metrics("a") if metric.count} == {
         "vllm:request_generation_tokens"
     }

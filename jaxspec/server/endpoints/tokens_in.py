@@ -60,6 +60,8 @@ class GenerateRequest(Body):
         for name, why in (("features", "prompts are text alone"), ("kv_transfer_params", "no KV")):
             if getattr(self, name):
                 raise refused(name, getattr(self, name), f"{why}. Leave it out.")
+        if not self.token_ids:
+            raise ValueError("token_ids must hold at least one token id, got [].")
         own = {name: getattr(self, name) for name in ("stream", "cache_salt", "priority")}
         options = self.stream_options and self.stream_options.model_dump()
         body = TokenSampling.model_validate(
@@ -85,8 +87,11 @@ async def generate(body: GenerateRequest, service: ServiceOf) -> Response:
     params.detokenize = bool(params.stop)
     request_id = new_id("generate-tokens-")
     generation = await service.complete(sampling, [body.token_ids], params, request_id)
-    shared = {"request_id": body.request_id or request_id, "model": model}
-    shared["created"] = int(time.time())
+    shared: Json = {
+        "request_id": body.request_id or request_id,
+        "model": model,
+        "created": int(time.time()),
+    }
     if body.stream:
         return service.stream(_events(sampling, shared, params, generation, service))
     return json_response(await _whole(shared, params, generation, service))

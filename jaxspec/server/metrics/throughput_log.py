@@ -3,10 +3,9 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jaxspec.api.async_llm import AsyncLLM
-from jaxspec.server.http.request_ids import LOG
 from jaxspec.server.options import ServerOptions
 
 _SECONDS = 10.0
@@ -59,10 +58,13 @@ class ThroughputLog:
 
 @contextlib.contextmanager
 def logging_throughput(
-    llm: AsyncLLM, options: ServerOptions, seconds: float = _SECONDS
+    llm: AsyncLLM,
+    options: ServerOptions,
+    log: Callable[[str], object],
+    seconds: float = _SECONDS,
 ) -> Iterator[None]:
-    """Log the line every `seconds` within the context, unless the option is off."""
-    task = asyncio.ensure_future(_log(llm, seconds)) if options.throughput_log else None
+    """Call `log` with the line every `seconds` within the context, unless the option is off."""
+    task = asyncio.ensure_future(_log(llm, log, seconds)) if options.throughput_log else None
     try:
         yield
     finally:
@@ -70,10 +72,10 @@ def logging_throughput(
             task.cancel()
 
 
-async def _log(llm: AsyncLLM, seconds: float) -> None:
-    log = ThroughputLog(llm)
+async def _log(llm: AsyncLLM, log: Callable[[str], object], seconds: float) -> None:
+    throughput = ThroughputLog(llm)
     while llm.is_healthy:
         await asyncio.sleep(seconds)
         with contextlib.suppress(RuntimeError):  # the engine was closed meanwhile
-            if (line := log.line()) is not None:
-                LOG.info(line)
+            if (line := throughput.line()) is not None:
+                log(line)

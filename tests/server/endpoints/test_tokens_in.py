@@ -68,7 +68,7 @@ def test_rendered_completions_are_one_for_each_prompt(served, reference):
     "body, said",
     [
         ({}, "token_ids must be given"),
-        ({"token_ids": []}, "at least one token"),
+        ({"token_ids": []}, "token_ids must hold at least one"),
         ({"token_ids": [10**9]}, "Token ids must be"),
         ({"token_ids": PROMPT, "sampling_params": {"temperature": -1}}, "temperature must be"),
         ({"token_ids": PROMPT, "sampling_params": {"temperature": "a"}}, "temperature must be"),
