@@ -288,6 +288,8 @@ class LLMEngine(Diagnostics):
                 outputs.append(output)
             if all(sample.is_taken for sample in samples):
                 self._added.pop(request_id, None)
+        if not self._added:
+            self.session.abort(())  # collects the steps in flight if no request is left
         return outputs
 
     def has_unfinished_requests(self) -> bool:
