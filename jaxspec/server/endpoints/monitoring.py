@@ -108,6 +108,7 @@ async def load(service: ServiceOf) -> Response:
 
 
 @router.get("/v1/models")
+@router.get("/v1/models/", include_in_schema=False)
 async def list_models(service: ServiceOf) -> Response:
     """List the model under all its names."""
     found = [_model(service, name) for name in service.names]
