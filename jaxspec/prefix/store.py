@@ -19,7 +19,7 @@ from jaxspec.prefix.page_pool import PagePool
 from jaxspec.prefix.tree import Node, PrefixTree
 from jaxspec.requests.request import Request
 
-TRIAL_SHARE = 1 / 8  # of the slots for states on trial, once all are taken; two slots at least
+TRIAL_SHARE = 1 / 4  # of the slots for states on trial, once all are taken; two slots at least
 
 Copy = StateExport | Read | Write | SlotCopy
 """Export of a state, copy to or from a block, or start of a request at a cached prefix."""
