@@ -239,7 +239,7 @@ class ModelRunner:
         return self._places[program]
 
     def _step(self, program: AnyProgram, args: tuple[Any, ...]) -> jax.stages.Wrapped:
-        # Stored here, too: `jitted_step`'s cache may have dropped it between two calls.
+        # Stored until `close`: `jitted_step` and `kept` share only what an engine holds.
         if program not in self._steps:
             step, place = jitted_step(self._config, program), self._place(program)
             features = program.features if isinstance(program, Program) else GREEDY

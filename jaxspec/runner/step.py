@@ -7,7 +7,7 @@ rows, write sampling tables or export states are made here, too.
 """
 
 import dataclasses
-import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -66,9 +66,22 @@ class StepConfig:
     matmul_precision: str | None = None  # None means JAX's default
 
 
-@functools.lru_cache(maxsize=128)
+_jitted = weakref.WeakValueDictionary[tuple[StepConfig, AnyProgram], jax.stages.Wrapped]()
+
+
 def jitted_step(config: StepConfig, program: AnyProgram) -> jax.stages.Wrapped:
-    """Return `make_step` jitted with a donated state; engines with equal configs share it."""
+    """Return `make_step` jitted with a donated state; open engines with equal configs share it.
+
+    What JAX compiled for it is freed with the last engine that holds it.
+    """
+    step = _jitted.get((config, program))
+    if step is None:
+        step = _jitted[config, program] = new_step(config, program)
+    return step
+
+
+def new_step(config: StepConfig, program: AnyProgram) -> jax.stages.Wrapped:
+    """Return `make_step` jitted with a donated state, shared with no engine."""
     return jax.jit(make_step(config, program), donate_argnums=2, compiler_options=XLA_OPTIONS)
 
 
