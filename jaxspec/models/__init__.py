@@ -15,7 +15,7 @@ from jaxspec.models.base import CheckpointModule, Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.hub import resolve_folder
-from jaxspec.models.source import naming, open_checkpoint, read_fields
+from jaxspec.models.source import giving_sizes, naming, open_checkpoint, read_fields
 from jaxspec.models.weights import Some, compared, draw_weights, read_weights, undefined
 
 __all__ = [
@@ -111,11 +111,13 @@ class AbstractModel(NamedTuple, Generic[Some]):
 
     model: Some
     fill: Callable[[bool], None]  # sets the parameters; takes `progress`
+    source: Path  # for errors
 
     def read(self, progress: bool = False) -> Some:
         """Load the weights to the default device and return the model."""
         self.fill(progress)
-        self.model.check_values()
+        with naming(self.source):
+            self.model.check_values()
         return self.model
 
 
@@ -163,19 +165,19 @@ def _unread(
     if load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}.")
     folder = Path(folder)
-    fields = read_fields(folder, overrides)
-    family = family_of(fields.architecture, folder / "config.json")
     with naming(folder):
+        fields = read_fields(folder, overrides)
+        family = family_of(fields.architecture, folder / "config.json")
         config = family.parse_config(fields)
     if load_format == "dummy":
         model = undefined(family, config, jnp.dtype(dtype), None)
-        yield AbstractModel(model, lambda progress: draw_weights(model))
+        yield AbstractModel(model, lambda progress: draw_weights(model), folder)
         return
     with open_checkpoint(folder) as checkpoint:
-        model, placements, published = compared(family, config, jnp.dtype(dtype), checkpoint)
-        yield AbstractModel(
-            model, functools.partial(read_weights, placements, published, checkpoint)
-        )
+        with giving_sizes(fields, folder):
+            model, placements, published = compared(family, config, jnp.dtype(dtype), checkpoint)
+        fill = functools.partial(read_weights, placements, published, checkpoint)
+        yield AbstractModel(model, fill, folder)
 
 
 def parse_config(
@@ -209,7 +211,8 @@ def family_of(architecture: str, source: Path | str) -> type[Model]:
         )
     if architecture not in MODELS:
         raise ValueError(
-            f"{source} asks for the model {shown(architecture)}, and jaxspec runs only "
+            f"{source} asks for the model {shown(architecture)} in `architectures` or "
+            f"`model_type`, and jaxspec runs only "
             f"{', '.join(sorted(MODELS))}. Use a checkpoint of one of those, or add the model: "
             "jaxspec/models/README.md says how."
         )

@@ -44,6 +44,7 @@ _COMMON_OPTIONS = {
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
     "layer_scale": (False,),
+    "quantization": (),  # mlx's name of the next
     "quantization_config": (),
 }
 

@@ -55,7 +55,7 @@ class EngineConfig:
     _: dataclasses.KW_ONLY
     revision: str | None = option(None, "branch, tag or commit of a hub id", none="main")
     tokenizer: str | Path | None = option(
-        None, "folder with tokenizer.json, GGUF file, or hub id", none="the model's tokenizer"
+        None, "folder with tokenizer files, GGUF file, or hub id", none="the model's tokenizer"
     )
     skip_tokenizer_init: bool = option(
         False, "load no tokenizer: prompts must be token ids, and outputs have no text"

@@ -23,10 +23,16 @@ def test_folders_and_files_give_the_same(tmp_path):
 
 def test_an_error_about_a_config_json_names_the_file_that_stands_for_it(tmp_path):
     path = write_gguf("llama", tmp_path / "x.gguf")
-    for source, beginning in ((FIXTURES / "llama", "config.json"), (path, str(path))):
+    folder = FIXTURES / "llama"
+    for source, words, expected in (
+        (folder, "config.json: no", f"{folder}/config.json: no"),
+        (folder, "It has no layers.", f"{folder}: It has no layers."),
+        (folder, f"{folder}/x is no file.", f"{folder}/x is no file."),
+        (path, "config.json: no", f"{path}, whose metadata stands for a config.json: config.json"),
+    ):
         with pytest.raises(ValueError) as caught, naming(source):
-            raise ValueError("config.json must be right.")
-        assert str(caught.value).startswith(beginning)
+            raise ValueError(words)
+        assert str(caught.value).startswith(expected)
 
 
 def test_a_folder_of_a_gguf_file_alone_names_it(tmp_path):
