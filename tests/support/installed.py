@@ -37,7 +37,7 @@ def run_program(command: Sequence[str | Path], home: Path, said: str = "", **var
         input=said,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=420,
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
@@ -48,7 +48,7 @@ def npm_install(folder: Path, *packages: str) -> Path:
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed")
     command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *packages]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=420)
     if done.returncode:
         pytest.skip(f"npm can't install {', '.join(packages)}: {done.stderr[-300:]}")
     return folder / "node_modules" / ".bin"

@@ -27,9 +27,9 @@ WRITES = """\
 generation_kwargs: {until: ["\\n\\n"], max_gen_toks: 16, do_sample: false}
 metric_list: [{metric: exact_match}]
 """
-DOCS = [
-    {"start": "import nu", "choices": ["mpy as np", "t cracker", "m"], "answer": 0},
-    {"start": "for i in range(", "choices": ["10):\n", " seven"], "answer": 0},
+DOCS = [  # starts end where a token does: lm-eval tokenizes them alone
+    {"start": "import", "choices": [" numpy as np", " tickets", " m"], "answer": 0},
+    {"start": "for i in", "choices": [" range(10):\n", " seven"], "answer": 0},
 ]
 
 
@@ -45,6 +45,7 @@ def samples(served, tmp_path_factory):
     ):
         (folder / f"{name}.yaml").write_text(TASK.format(name=name, kind=kind, file=file) + rest)
     model = f"model=short,base_url={served.url}/completions,num_concurrent=4,max_length=512"
+    model += ",tokenizer_backend=remote"  # it is found by itself too, within 5 s
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "local-completions"]
     command += ["--model_args", model, "--tasks", "choose,write", "--include_path", str(folder)]
     command += ["--output_path", str(folder / "out"), "--log_samples"]
