@@ -65,6 +65,11 @@ class Group:
         """Sharding of a group's arrays."""
         return NamedSharding(self.mesh, PartitionSpec(AXIS))
 
+    @property
+    def whole(self) -> NamedSharding:
+        """Sharding of arrays that every device has whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
     def on_each(
         self, function: Callable[..., Any], *, whole: int | None = None, equal: Any = None
     ) -> Callable[..., Any]:
@@ -86,7 +91,8 @@ class Group:
                 for number, arg in enumerate(args)
             )
             if equal is None:
-                results = jax.tree.map(_spec_of, jax.eval_shape(function, *args))
+                own = [arg if n == whole else self._local(arg) for n, arg in enumerate(args)]
+                results = jax.tree.map(_spec_of, jax.eval_shape(function, *own))
             else:
                 results = jax.tree.map(_spec, equal)
             call = jax.shard_map(
@@ -113,15 +119,20 @@ class Group:
         """
 
         found = jax.eval_shape(self.on_each(function), *self.like(args))
-        return found if self.size == 1 else jax.tree.map(self._one_of, found)
+        return found if self.size == 1 else self._local(found)
 
     def _like(self, leaf: Any) -> jax.ShapeDtypeStruct:
         shape = (self.size * leaf.shape[0], *leaf.shape[1:]) if leaf.shape else ()
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
-    def _one_of(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        shape = (leaf.shape[0] // self.size, *leaf.shape[1:]) if leaf.shape else ()
-        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+    def _local(self, arrays: Any) -> Any:
+        """Return the shapes and dtypes that one device has of the group's arrays."""
+
+        def one(leaf: Any) -> jax.ShapeDtypeStruct:
+            shape = (leaf.shape[0] // self.size, *leaf.shape[1:]) if leaf.shape else ()
+            return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+        return jax.tree.map(one, arrays)
 
 
 def _local_devices() -> list[Any]:

@@ -16,8 +16,8 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.hub import resolve_folder
 from jaxspec.models.layers.parameters import Placement
-from jaxspec.models.source import naming, open_checkpoint, read_fields
 from jaxspec.models.shards import shards
+from jaxspec.models.source import naming, open_checkpoint, read_fields
 from jaxspec.models.weights import (
     Some,
     as_published,

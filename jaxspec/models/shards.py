@@ -47,9 +47,7 @@ def _segments(placement: Placement, axis: int) -> tuple[int, ...]:
     return (placement.shape[axis],)
 
 
-def _held(
-    whole: tuple[int, ...], local: tuple[int, ...], rank: int, devices: int
-) -> np.ndarray:
+def _held(whole: tuple[int, ...], local: tuple[int, ...], rank: int, devices: int) -> np.ndarray:
     """Return the indices along an axis that the device holds, of segments of these sizes."""
     held, start = [], 0
     for size, own in zip(whole, local, strict=True):

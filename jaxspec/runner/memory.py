@@ -29,6 +29,9 @@ HOLDER_WORDS = {
 """Labels in plots for the keys of `MemoryUsage.bytes`."""
 
 
+_ALONE = Group()
+
+
 @dataclasses.dataclass(frozen=True)
 class MemoryBudget:
     """Limit for weights and caches together; a step's temporaries use the rest of the device."""
@@ -40,7 +43,7 @@ class MemoryBudget:
 
     @staticmethod
     def of(
-        utilization: float, num_pages: int | None, group: Group = Group()
+        utilization: float, num_pages: int | None, group: Group = _ALONE
     ) -> "MemoryBudget | None":
         """Return the budget of each device of a group; call it before anything is loaded.
 
@@ -72,9 +75,6 @@ class MemoryBudget:
     @property
     def max_bytes(self) -> int:
         return int(self.device_bytes * self.utilization) - self.others_bytes
-
-
-_ALONE = Group()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,7 +83,6 @@ class Mamba2Config:
             conv_bias=bias is None or bias,
         )
 
-
     def local(self, devices: int) -> "Mamba2Config":
         """Return the sizes that each of `devices` devices holds.
 
@@ -95,7 +94,10 @@ class Mamba2Config:
         )
         norm_groups = self.norm_groups and max(1, self.norm_groups // devices)
         return dataclasses.replace(
-            self, heads=heads, norm_groups=norm_groups, norm_devices=max(1, devices // max(1, self.norm_groups))
+            self,
+            heads=heads,
+            norm_groups=norm_groups,
+            norm_devices=max(1, devices // max(1, self.norm_groups)),
         )
 
 
