@@ -34,7 +34,6 @@ from benchmarks.measure.kernel_times import kernel_times
 from benchmarks.measure.model_shapes import SHAPES
 from jaxspec import LLM, RequestMetrics
 from jaxspec.models import parse_config
-from jaxspec.parallel import Group
 from jaxspec.plan.step_shapes import StateConfig
 
 HOST = ("plan", "dispatch", "collect")  # what its time goes to, but for waiting
@@ -159,8 +158,7 @@ def back_to_back(llm: LLM, calls: int) -> float:
     scheduler, runner = llm.session.scheduler, llm._runner
     scheduled = [scheduler.schedule() for _ in range(calls)]
     plans = [step.plan for step in scheduled]
-    group = Group(llm.config.tensor_parallel_size)
-    where = group.whole if group.size > 1 else None
+    where = runner.group.whole if runner.group.size > 1 else None
     plans = [dataclasses.replace(plan, packed=jax.device_put(plan.packed, where)) for plan in plans]
     jax.block_until_ready([plan.packed for plan in plans])
     begin = time.perf_counter()
@@ -196,7 +194,9 @@ def compare(case: Case, figures: Figures, copy: float) -> Figures:
     }
     peers = json.loads(PEER.read_text())
     alike = ("shape", "rows", "drafts", "prompt", "tokens")
-    for peer in (peers | peer for peer in peers["results"]) if case.tensor_parallel_size == 1 else ():
+    for peer in (
+        (peers | peer for peer in peers["results"]) if case.tensor_parallel_size == 1 else ()
+    ):
         if all(peer[name] == getattr(case, name) for name in alike):
             result["peer_ms_per_token"] = peer["ms_per_token"]
             result["times_peer"] = peer["ms_per_token"] / figures["ms_per_token"]

@@ -15,6 +15,7 @@ from flax import nnx
 
 from jaxspec.models.base import CheckpointModule, Model
 from jaxspec.models.fingerprint import fingerprint
+from jaxspec.parallel import Group
 from jaxspec.plan.plan import (
     AnyProgram,
     CopyBlock,
@@ -74,7 +75,12 @@ class ModelRunner:
         self._steps: dict[AnyProgram, jax.stages.Wrapped] = {}
         self._programs: dict[AnyProgram, jax.stages.Compiled] = {}
         self._watcher: Executor | None = None
-        self.blocks = BlockCopies(self._config.specs, self.shapes, self._config.group)
+        self.blocks = BlockCopies(self._config.specs, self.shapes, self.group)
+
+    @property
+    def group(self) -> Group:
+        """Devices that run the programs."""
+        return self._config.group
 
     def dispatch(self, plan: StepPlan) -> PendingOutput:
         """Enqueue a plan after all earlier ones, and return its pending output.
@@ -233,7 +239,7 @@ class ModelRunner:
 
     def _place(self, program: AnyProgram) -> Path | None:
         """Return the program's file in the program cache, which has none of groups."""
-        if self._config.group.size > 1:
+        if self.group.size > 1:
             return None
         if program not in self._places:
             step, args = jitted_step(self._config, program), self._args(program)
@@ -261,7 +267,7 @@ class ModelRunner:
 
     def _new_state(self) -> EngineState:
         """Return an empty state committed to its device like a step's outputs, to lower equally."""
-        group = self._config.group
+        group = self.group
         if group.size > 1:
             return jax.jit(group.on_each(lambda: self._holdings.empty_state(self.shapes)))()
         state = self._holdings.empty_state(self.shapes)
@@ -270,7 +276,7 @@ class ModelRunner:
     def _init_tables(
         self, proposer: Proposer, model: Model, drafter: CheckpointModule | None
     ) -> Any:
-        group = self._config.group
+        group = self.group
         if group.size == 1:
             return proposer.init_tables(model, drafter)
         graph, own = nnx.split(drafter)
