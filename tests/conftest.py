@@ -38,6 +38,7 @@ else:
 # For the processes of `pytest -n 2`: a second thread of OpenBLAS's spins where products are small.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+jax.config.update("jax_num_cpu_devices", 4)  # for groups of devices; others use the first
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")

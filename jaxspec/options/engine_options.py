@@ -102,6 +102,9 @@ class EngineConfig:
     state_dtype: Literal["float32", "float16", "bfloat16"] = option(
         "float32", "dtype of recurrent states: float32, float16 or bfloat16"
     )
+    tensor_parallel_size: int = option(
+        1, "number of devices that share the model, of one machine (docs/tensor-parallel.md)"
+    )
     max_num_seqs: int = option(8, "maximum number of samples that run at the same time")
     max_model_len: int | None = option(
         None,

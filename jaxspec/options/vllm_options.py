@@ -137,7 +137,6 @@ UNDERSTOOD: dict[str, Given] = {
     "structured_outputs_config": Given("there is no structured output", (None, {})),
     "swap_space": Given("preempted requests are computed again"),
     "task": Given("it generates text", ("auto", "generate"), "Pooling is not supported"),
-    "tensor_parallel_size": Given("one device", (1,), _ONE_DEVICE),
     "tokenizer_mode": Given("tokenizer.json is read", ("auto", "hf", "fast")),
     "tokenizer_revision": Given("the default revision is used", (None,), "Give a folder"),
     "trust_remote_code": Given(
