@@ -68,17 +68,16 @@ def test_a_step_of_the_9b_on_two_gpus(group, tmp_path):
     )
     program = Program(ROWS, 0, GREEDY)
 
-    def placed(leaf, spec=PartitionSpec(parallel.AXIS)):
-        where = NamedSharding(group.mesh, spec)
+    def placed(leaf, *axes):
+        where = NamedSharding(group.mesh, PartitionSpec(*axes))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
     given = group.like((blueprint.weights, blueprint.memory_usage.tables))
     state = group.like(blueprint.state.of(program))
     size = plan_layout(program, settled.shapes).size
-    plan = placed(jax.ShapeDtypeStruct((size,), jnp.int32), PartitionSpec())
-    lowered = new_step(blueprint.config, program).lower(
-        *jax.tree.map(placed, (*given, state)), plan
-    )
+    plan = placed(jax.ShapeDtypeStruct((size,), jnp.int32))
+    shared = jax.tree.map(lambda leaf: placed(leaf, parallel.AXIS), (*given, state))
+    lowered = new_step(blueprint.config, program).lower(*shared, plan)
     with nothing_kept_on_disk():
         compiled = lowered.compile()
     text = compiled.as_text()
