@@ -12,6 +12,7 @@ Devices decide only on gathered values, which are the same bits everywhere: sums
 differ in the last bit between devices, and rows would drift apart.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -55,6 +56,12 @@ class Group:
         if self.size == 1:
             return (device.default_device(),)
         return tuple(_local_devices()[: self.size])
+
+    def default(self, rank: int) -> contextlib.AbstractContextManager[Any]:
+        """Make a device the default one; without a group the default stays."""
+        if self.size == 1:
+            return contextlib.nullcontext()
+        return jax.default_device(self.devices[rank])
 
     @property
     def mesh(self) -> Mesh:

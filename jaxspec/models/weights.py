@@ -55,8 +55,8 @@ def read_weights(
         ValueError: A value is invalid, or a file changed in the meantime.
     """
     held: dict[int, tuple[nnx.Param, list[jax.Array]]] = {}
-    for there, placements in zip(group.devices, of_ranks, strict=True):
-        with jax.default_device(there):
+    for rank, placements in enumerate(of_ranks):
+        with group.default(rank):
             sources = _sources(placements, published, checkpoint)
             for source, value in zip(sources, _read(sources, checkpoint, progress), strict=True):
                 source.param.set_value(value)
@@ -250,8 +250,8 @@ def draw_weights(model: CheckpointModule, group: Group) -> None:
     """
     params = {id(placement.param): placement.param for placement in model.checkpoint()}
     held = [(param, param.shape, list[jax.Array]()) for param in params.values()]
-    for there in group.devices:
-        with jax.default_device(there):
+    for rank in range(group.size):
+        with group.default(rank):
             key = jax.random.key(0)
             for number, (param, shape, values) in enumerate(held):
                 draw = jax.jit(param.get_metadata("init"), static_argnums=(1, 2))

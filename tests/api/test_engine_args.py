@@ -38,8 +38,8 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(kind):
         kind(max_num_seq=3)
     with pytest.raises(ValueError, match="max_num_seqs must be"):
         kind(max_num_seqs=0)
-    with pytest.raises(ValueError, match="tensor_parallel_size must be 1"):
-        kind(tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="data_parallel_size must be 1"):
+        kind(data_parallel_size=2)
 
 
 def test_the_package_has_vllms_names():

@@ -79,7 +79,8 @@ def test_drafts_after_a_verify_are_those_after_a_prompt_of_the_same_tokens(embed
         while not request.finish:
             embedded.session.step()
             drafts = embedded._runner.state.rows.drafts[0].tolist()
-            seen.append((list(request.output), drafts))
+            if request.output:  # no step of a chunk that does not end the prompt
+                seen.append((list(request.output), drafts))
         embedded.session.abort(groups[0])
         return seen
 
