@@ -16,7 +16,7 @@ from jaxspec.inspection.config_faults import parse
 from jaxspec.models import family_of
 from jaxspec.models.base import Model
 from jaxspec.models.checkpoint import INDEX, Checkpoint, read_index
-from jaxspec.models.fields import Fields
+from jaxspec.models.fields import Fields, overridden
 from jaxspec.models.source import giving_sizes, naming, open_checkpoint, read_fields
 from jaxspec.models.weights import compared, undefined
 from jaxspec.options.engine_options import EngineConfig
@@ -56,7 +56,12 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
     found = Found(CONFIG_ALONE, [])
     fields = family = config = None
     with found.noting(), naming(place.path):
-        fields = Fields(read_json(place.path)) if place.is_config else read_fields(place.path)
+        overrides = options.hf_overrides or {}
+        fields = (
+            Fields(overridden(read_json(place.path), overrides))
+            if place.is_config
+            else read_fields(place.path, overrides)
+        )
         found.architecture = fields.architecture
         source = place.path if place.path.is_file() else place.path / "config.json"
         family = family_of(fields.architecture, source)

@@ -1,9 +1,11 @@
 """Sources of a model: a checkpoint folder or a GGUF file."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from jaxspec.checks import shown
 from jaxspec.gguf import is_gguf
 from jaxspec.models import fields
 from jaxspec.models.checkpoint import Checkpoint, SafetensorsCheckpoint
@@ -13,14 +15,22 @@ from jaxspec.models.mlx import MLXCheckpoint, is_mlx
 _FILES = ("config.json", "generation_config.json")
 
 
-def read_fields(source: Path) -> Fields:
+def read_fields(source: Path, overrides: Mapping[str, Any] | None = None) -> Fields:
     """Read the model's config.json, or the GGUF metadata in its place.
 
+    `overrides` replaces entries of config.json.
+
     Raises:
-        FileNotFoundError, ValueError: As `fields.read_fields` or `gguf.fields.read_fields`.
+        FileNotFoundError, ValueError: As `fields.read_fields` or `gguf.fields.read_fields`, or
+            there are overrides for a GGUF file.
     """
     if not is_gguf(source):
-        return fields.read_fields(source)
+        return fields.read_fields(source, overrides)
+    if overrides:
+        raise ValueError(
+            f"hf_overrides replaces entries of a config.json, and {source} is a GGUF file, got "
+            f"{shown(overrides)}. Leave it out, or load the checkpoint that the file was made from."
+        )
     from jaxspec.models.gguf import fields as gguf_fields  # only for GGUF files
 
     return gguf_fields.read_fields(source)

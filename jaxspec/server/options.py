@@ -100,6 +100,9 @@ class ServerOptions:
         "request waits for them",
     )
     access_log: bool = option(True, "log the route and status of each request")
+    throughput_log: bool = option(
+        True, "log tokens per second, requests and cache use every 10 seconds while requests run"
+    )
 
     def __post_init__(self) -> None:
         """Validate each option and convert it to a plain Python type."""

@@ -461,8 +461,8 @@ CALLS = [
         "'beam'.",
     ),
     (
-        lambda llm: LLM(tensor_parallel_size=2),
-        "tensor_parallel_size must be 1 with jaxspec (one device), got 2. Several GPUs are not "
+        lambda llm: LLM(data_parallel_size=2),
+        "data_parallel_size must be 1 with jaxspec (one device), got 2. Several GPUs are not "
         "supported yet: use one.",
     ),
     (

@@ -57,12 +57,19 @@ async def detokenize(body: DetokenizeRequest, service: ServiceOf) -> Response:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(service: ServiceOf) -> Response:
-    """Return the tokenizer's class, end-of-sequence ids and the context length."""
+    """Return the tokenizer's class, special tokens and chat template, and the context length.
+
+    The BOS token is the one that the tokenizer puts before a text, if it does.
+    """
+    tokenizer = service.tokenizer
     return json_response(
         {
-            "tokenizer_class": type(service.tokenizer).__name__,
+            "tokenizer_class": type(tokenizer).__name__,
             "max_model_len": service.llm.max_model_len,
-            "eos_token_ids": list(service.tokenizer.eos_ids),
+            "bos_token": _text(tokenizer.encode("")[:1], service) or None,
+            "eos_token": _text(list(tokenizer.eos_ids[:1]), service) or None,
+            "eos_token_ids": list(tokenizer.eos_ids),
+            "chat_template": tokenizer.chat_template,
         }
     )
 
