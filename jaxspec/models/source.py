@@ -1,36 +1,23 @@
 """Sources of a model: a checkpoint folder or a GGUF file."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from jaxspec.checks import shown
 from jaxspec.gguf import is_gguf
 from jaxspec.models import fields
 from jaxspec.models.checkpoint import Checkpoint, SafetensorsCheckpoint
 from jaxspec.models.fields import Fields
-from jaxspec.models.mlx import MLXCheckpoint, is_mlx
-
-_FILES = ("config.json", "generation_config.json")
 
 
-def read_fields(source: Path, overrides: Mapping[str, Any] | None = None) -> Fields:
+def read_fields(source: Path) -> Fields:
     """Read the model's config.json, or the GGUF metadata in its place.
 
-    `overrides` replaces entries of config.json.
-
     Raises:
-        FileNotFoundError, ValueError: As `fields.read_fields` or `gguf.fields.read_fields`, or
-            there are overrides for a GGUF file.
+        FileNotFoundError, ValueError: As `fields.read_fields` or `gguf.fields.read_fields`.
     """
     if not is_gguf(source):
-        return fields.read_fields(source, overrides)
-    if overrides:
-        raise ValueError(
-            f"hf_overrides replaces entries of a config.json, and {source} is a GGUF file, got "
-            f"{shown(overrides)}. Leave it out, or load the checkpoint that the file was made from."
-        )
+        return fields.read_fields(source)
     from jaxspec.models.gguf import fields as gguf_fields  # only for GGUF files
 
     return gguf_fields.read_fields(source)
@@ -43,38 +30,18 @@ def open_checkpoint(source: Path) -> Checkpoint:
         FileNotFoundError, ValueError: As `SafetensorsCheckpoint` or `GGUFCheckpoint`.
     """
     if not is_gguf(source):
-        checkpoint = SafetensorsCheckpoint(source)
-        return MLXCheckpoint(checkpoint) if is_mlx(checkpoint) else checkpoint
+        return SafetensorsCheckpoint(source)
     from jaxspec.models.gguf.checkpoint import GGUFCheckpoint
 
     return GGUFCheckpoint(source)
 
 
 @contextlib.contextmanager
-def giving_sizes(fields: Fields, source: Path) -> Iterator[None]:
-    """Add the sizes in config.json to ValueErrors of tensors that do not match it."""
-    try:
-        yield
-    except ValueError as error:
-        if is_gguf(source):
-            raise
-        sizes = ", ".join(f"`{name}` {value}" for name, value in sorted(fields.sizes.items()))
-        raise ValueError(f"{error} The config.json has {sizes}.") from error
-
-
-@contextlib.contextmanager
 def naming(source: Path) -> Iterator[None]:
-    """Add the source's path to ValueErrors in the block, many of which begin with config.json."""
+    """Add the GGUF file's name to ValueErrors in the block, which refer to config.json."""
     try:
         yield
     except ValueError as error:
-        words = str(error)
-        if str(source) in words:
+        if not is_gguf(source):
             raise
-        if is_gguf(source):
-            words = f"{source}, whose metadata stands for a config.json: {words}"
-        elif source.is_dir() and words.startswith(_FILES):
-            words = f"{source}/{words}"
-        else:
-            words = f"{source}: {words}"
-        raise ValueError(words) from error
+        raise ValueError(f"{source}, whose metadata stands for a config.json: {error}") from error

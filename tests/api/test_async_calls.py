@@ -7,6 +7,7 @@ import pytest
 
 from jaxspec.api.async_calls import AsyncCalls
 from jaxspec.plan.step_shapes import SchedulerLimits
+from jaxspec.requests.outputs import TextDelta
 from jaxspec.requests.prompts import TokenizedPrompt
 from jaxspec.requests.sampling_params import SamplingParams
 
@@ -35,9 +36,9 @@ class Stream:
     async def __aexit__(self, *error):
         self.is_left = True
 
-    async def outputs(self):
+    async def __aiter__(self):
         for text in "abc":
-            yield text
+            yield TextDelta(text, [1])
 
 
 class Calls(AsyncCalls):
@@ -48,9 +49,6 @@ class Calls(AsyncCalls):
         self.streams = []
 
     is_healthy = True
-
-    async def _control(self, call):
-        return call
 
     async def _submit(self, prepare):
         self.streams.append(Stream(prepare()))
@@ -85,12 +83,8 @@ def test_generate_reads_the_stream_and_leaves_it():
     calls = Calls()
 
     async def run():
-        assert [output async for output in calls.generate("text")] == ["a", "b", "c"]
-        with pytest.raises(TypeError, match="no argument 'lora'"):
-            await anext(calls.generate("text", lora=None))
-        with pytest.raises(ValueError, match="lora_request must be None"):
-            await anext(calls.generate("text", lora_request="mine"))
-        early = calls.generate("text", None, "b", lora_request=None)
+        assert [delta.text async for delta in calls.generate("text")] == ["a", "b", "c"]
+        early = calls.generate("text")
         await anext(early)
         await early.aclose()
 

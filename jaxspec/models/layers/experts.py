@@ -1,6 +1,5 @@
 """Weights of a layer's experts, in two stacks."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
@@ -59,9 +58,7 @@ class ExpertStacks(nnx.Module):
         features, width = self.down.shape[1:]
         rows = {name: slice(i * width, i * width + width) for i, name in enumerate(self._pieces)}
         name = "gate_up_proj" if len(rows) == 2 else "up_proj"
-        segments = 1, (width,) * len(rows)
-        up = self._stack(prefix + "experts.", name, self.up, rows)
-        yield dataclasses.replace(up, segments=segments)
+        yield self._stack(prefix + "experts.", name, self.up, rows)
         rows = {"down_proj": slice(0, features)}
         yield self._stack(prefix + "experts.", "down_proj", self.down, rows)
         yield from self._shared(prefix + "shared_expert.")
@@ -104,7 +101,7 @@ class ExpertStacks(nnx.Module):
                     index=(expert, slice(place * width, place * width + held)),
                     part=part,
                 )
-                joined = f"{prefix}gate_up_proj.weight", (size,) * len(pieces), place * size
+                joined = f"{prefix}gate_up_proj.weight", len(pieces) * size, place * size
                 yield piece.or_part_of(*joined) if len(pieces) > 1 else piece
             yield Placement(
                 f"{prefix}down_proj.weight",
