@@ -2,7 +2,9 @@
 
 from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.api.beam_search import BeamSearchParams
+from jaxspec.api.engine_args import AsyncEngineArgs, EngineArgs
 from jaxspec.api.llm import LLM, generate
+from jaxspec.api.llm_engine import LLMEngine
 from jaxspec.engine.async_stream import AsyncStream
 from jaxspec.engine.errors import (
     DrainingError,
@@ -11,6 +13,7 @@ from jaxspec.engine.errors import (
     QueueTimeoutError,
     ServiceError,
 )
+from jaxspec.flight.about import VERSION as __version__
 from jaxspec.inspection import Inspection, inspect
 from jaxspec.options import SpeculativeConfig
 from jaxspec.requests.logprobs import Logprob
@@ -19,15 +22,22 @@ from jaxspec.requests.prompts import TextPrompt, TokensPrompt
 from jaxspec.requests.request import RequestMetrics
 from jaxspec.requests.sampling_params import RequestOutputKind, SamplingParams
 
+AsyncLLMEngine = AsyncLLM
+"""vLLM's other name of `AsyncLLM`."""
+
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "AsyncStream",
     "BeamSearchParams",
     "CompletionOutput",
     "DrainingError",
+    "EngineArgs",
     "EngineDeadError",
     "Inspection",
+    "LLMEngine",
     "Logprob",
     "QueueFullError",
     "QueueTimeoutError",
@@ -41,6 +51,7 @@ __all__ = [
     "TextDelta",
     "TextPrompt",
     "TokensPrompt",
+    "__version__",
     "generate",
     "inspect",
 ]

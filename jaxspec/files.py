@@ -14,6 +14,12 @@ from jaxspec.checks import shown
 
 MAX_JSON_BYTES = 2**24
 """Largest JSON file that is read, about ten times the largest of published models."""
+# Git LFS stands a text of this kind in a file's place (its specification, docs/spec.md).
+_POINTERS = (
+    b"version https://git-lfs.github.com/spec/",
+    b"version https://hawser.github.com/spec/",
+)
+_MAX_POINTER_BYTES = 1024
 
 
 def open_file(path: Path) -> FileIO:
@@ -24,7 +30,7 @@ def open_file(path: Path) -> FileIO:
 
     Raises:
         FileNotFoundError: there is no file, or only a dangling link.
-        ValueError: the file can't be opened or is not a regular file.
+        ValueError: the file can't be opened, is not a regular file, or is a pointer of Git LFS.
     """
     try:
         file = FileIO(path, opener=_without_waiting)
@@ -45,7 +51,22 @@ def open_file(path: Path) -> FileIO:
             f"{path} must be a regular file, and is a pipe, a socket or a device. Download the "
             "file itself."
         )
+    if _is_pointer(file):
+        file.close()
+        raise ValueError(
+            f"{path} is a Git LFS pointer, a short text in place of the file. Run `git lfs pull` "
+            "in its repository, or download the file itself."
+        )
     return file
+
+
+def _is_pointer(file: FileIO) -> bool:
+    if os.fstat(file.fileno()).st_size > _MAX_POINTER_BYTES:
+        return False
+    try:
+        return os.pread(file.fileno(), len(_POINTERS[0]), 0).startswith(_POINTERS)
+    except OSError:
+        return False  # reading it will fail, too
 
 
 def _without_waiting(path: str, flags: int) -> int:

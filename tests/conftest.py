@@ -22,6 +22,7 @@ from jaxspec.pallas import dispatch
 from jaxspec.runner import model_runner
 from jaxspec.runner.programs import program_cache
 from jaxspec.runner.programs.compilation_cache import enable_compilation_cache
+from jaxspec.runner.step import new_step
 
 # XLA reads these when its first program is compiled.
 if jax.__version_info__ < (0, 11):  # later versions have no such flags
@@ -37,6 +38,7 @@ else:
 # For the processes of `pytest -n 2`: a second thread of OpenBLAS's spins where products are small.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+jax.config.update("jax_num_cpu_devices", 4)  # for groups of devices; others use the first
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -156,11 +158,18 @@ def short_model(tmp_path_factory):
     return write_shortened(EMBEDDED_MODEL, (0, 3), tmp_path_factory.mktemp("models") / "short")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def programs_outlive_engines():
+    """A test's engine has the programs of an equal one that another test has left behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runner, "jitted_step", functools.lru_cache(128)(new_step))
+        yield
+
+
 @pytest.fixture
 def fresh_programs(monkeypatch):
     """Trace programs anew, for functions that are replaced, and keep those of other tests."""
-    anew = functools.lru_cache(model_runner.jitted_step.__wrapped__)
-    monkeypatch.setattr(model_runner, "jitted_step", anew)
+    monkeypatch.setattr(model_runner, "jitted_step", functools.lru_cache(new_step))
 
 
 @pytest.fixture

@@ -95,3 +95,15 @@ def test_a_file_that_is_too_long_is_not_read(path, monkeypatch):
 def test_what_is_no_json_object_is_refused(content, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         parse_json(content, "it")
+
+
+@pytest.mark.parametrize("host", ["git-lfs", "hawser"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "x.gguf", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_named_as_such(name, host, tmp_path):
+    pointer = f"version https://{host}.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 987654321\n"
+    (tmp_path / name).write_text(pointer)
+    with pytest.raises(ValueError, match="is a Git LFS pointer.*`git lfs pull`") as caught:
+        open_file(tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value)
+    (tmp_path / name).write_text(pointer + " " * 1024)  # too long for one
+    open_file(tmp_path / name).close()

@@ -24,7 +24,6 @@ from benchmarks.acceptance.models import (
 from jaxspec import LLM, RequestMetrics, SamplingParams
 from jaxspec.pallas import dispatch
 from jaxspec.requests.request import Request
-from jaxspec.runner.step import jitted_step
 
 TIE = 1e-3  # of two logits, where either token may come
 PROMPTS, MOTIF, TOKENS = 24, 12, 32
@@ -158,7 +157,6 @@ def references() -> Iterator[None]:
     kernels_here = dispatch.kernels_here
     dispatch.kernels_here = lambda: (False, "references are asked for")
     jax.config.update("jax_enable_compilation_cache", False)
-    jitted_step.cache_clear()
     jax.clear_caches()
     try:
         yield

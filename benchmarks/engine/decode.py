@@ -158,7 +158,8 @@ def back_to_back(llm: LLM, calls: int) -> float:
     scheduler, runner = llm.session.scheduler, llm._runner
     scheduled = [scheduler.schedule() for _ in range(calls)]
     plans = [step.plan for step in scheduled]
-    plans = [dataclasses.replace(plan, packed=jax.device_put(plan.packed)) for plan in plans]
+    where = runner.group.whole if runner.group.size > 1 else None
+    plans = [dataclasses.replace(plan, packed=jax.device_put(plan.packed, where)) for plan in plans]
     jax.block_until_ready([plan.packed for plan in plans])
     begin = time.perf_counter()
     pending = [runner.dispatch(plan) for plan in plans]
@@ -183,7 +184,9 @@ def compare(case: Case, figures: Figures, copy: float) -> Figures:
         dtype=case.dtype,
         kv_dtype=case.kv_dtype,
     )
-    least = floor.step_seconds(moved, config, case.rows * (1 + case.drafts), copy)
+    # The devices share bytes and operations; what they send each other is not in the floor.
+    whole = floor.step_seconds(moved, config, case.rows * (1 + case.drafts), copy)
+    least = whole / case.tensor_parallel_size
     result = {
         "floor_bytes": {name: round(size) for name, size in moved.items()},
         "floor_ms_per_step": 1000 * least,
@@ -191,7 +194,9 @@ def compare(case: Case, figures: Figures, copy: float) -> Figures:
     }
     peers = json.loads(PEER.read_text())
     alike = ("shape", "rows", "drafts", "prompt", "tokens")
-    for peer in (peers | peer for peer in peers["results"]):
+    for peer in (
+        (peers | peer for peer in peers["results"]) if case.tensor_parallel_size == 1 else ()
+    ):
         if all(peer[name] == getattr(case, name) for name in alike):
             result["peer_ms_per_token"] = peer["ms_per_token"]
             result["times_peer"] = peer["ms_per_token"] / figures["ms_per_token"]

@@ -42,6 +42,7 @@ class Case:
     kv_dtype: str | None
     max_in_flight: int
     steps_per_dispatch: int
+    tensor_parallel_size: int = 1
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -55,6 +56,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
     options.add_argument("--kv-dtype")
     options.add_argument("--max-in-flight", type=int, default=2)
     options.add_argument("--steps-per-dispatch", type=int, default=1)
+    options.add_argument("--tensor-parallel-size", type=int, default=1)
     options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--compilation-cache", type=Path, metavar="FOLDER")
     return options
@@ -70,6 +72,7 @@ def make_llm(case: Case, folder: Path, **sizes: Any) -> LLM:
     """Create an engine for the model in `folder`; `sizes`: other options."""
     same = "dtype", "state_policy", "state_dtype", "kv_dtype", "max_in_flight"
     given = {name: getattr(case, name) for name in (*same, "steps_per_dispatch")}
+    given["tensor_parallel_size"] = case.tensor_parallel_size
     options = options_of(case.drafts, draft_vocab=case.draft_vocab, page_size=PAGE_SIZE)
     return LLM(folder, **options, **given, **sizes)
 

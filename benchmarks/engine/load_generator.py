@@ -258,7 +258,7 @@ class AsyncLLMClient(Client):
     async def _read(self, index: int) -> None:
         (prompt, params), count = self._requests[index], 0
         try:
-            async for piece in self._llm.generate({"prompt_token_ids": prompt}, params):
+            async for piece in await self._llm.submit({"prompt_token_ids": prompt}, params):
                 count += len(piece.token_ids)
                 self._events.put_nowait(Event(index, time.monotonic()))
             self._events.put_nowait(Event(index, None, count))

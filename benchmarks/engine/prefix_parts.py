@@ -18,7 +18,6 @@ from benchmarks.engine.dummy_llm import Figures, complete, greedy, num_pages, sp
 from benchmarks.measure.model_shapes import SHAPES
 from jaxspec import LLM
 from jaxspec.options.engine_options import OPTIONS
-from jaxspec.prefix.cache import MIN_UNCACHED
 
 HOST_TIER = "kv_offloading_size"
 KEPT = 8  # prompts that a small engine has pages for
@@ -86,11 +85,10 @@ def parted(llm: LLM, args: argparse.Namespace, text: Texts) -> list[Probe]:
     """Return a cold prompt, the same again, and two that share its prefix."""
     cold, end = text(args.prompt), args.prompt - args.shared
     shared = cold[: args.shared]
-    again = args.prompt - 1 if args.prompt > MIN_UNCACHED else 0  # else no state is kept there
     least = findable(llm, args.shared)
     return [
         Probe("cold", cold),
-        Probe("the same again", cold, findable(llm, again)),
+        Probe("the same again", cold, findable(llm, args.prompt - 1)),
         Probe("parts", [*shared, *text(end)], 0 if llm.shapes.num_checkpoints else least),
         Probe("hit", [*shared, *text(end)], least),
     ]

@@ -180,6 +180,17 @@ def kernels(figures: Figures) -> Rows:
         yield case | {"name": name, "rate": rate}
 
 
+def tensor_parallel(figures: Figures) -> Rows:
+    """Yield each case with the tokens a second beside those of one device."""
+    alone = {}
+    for case in results(figures):
+        same = case["shape"], case["rows"], case["drafts"]
+        if case["tensor_parallel_size"] == 1:
+            alone[same] = case["ms_per_token"]
+        gain = {"gain": f"{alone[same] / case['ms_per_token']:.2f}x"} if same in alone else {}
+        yield case | gain
+
+
 def _decode_columns(drafts: int) -> list[Column]:
     return [
         (f"{drafts} drafts: ms", f"{{at[{drafts}][ms_per_token]:.2f}}"),
@@ -215,6 +226,17 @@ TABLES = {
         ("first token of each kind, ms", "{first_least:.0f} to {first_most:.0f}"),
         ("gap then, ms", "{gap:.0f}"),
         ("gap while programs compile, ms", "{largest_gap_ms_while_compiling:,.0f}"),
+    ),
+    "tensor parallel": Table(
+        "tensor_parallel_h100.json",
+        tensor_parallel,
+        ("model, rows, drafts", "{size}, {rows}, {drafts}"),
+        ("GPUs", "{tensor_parallel_size}"),
+        ("ms per token", "{ms_per_token:.2f}"),
+        ("ms per step", "{ms_per_step:.2f}"),
+        ("beside one GPU", "{gain}"),
+        ("prompt tokens a second", "{prefill_tokens_per_second:,.0f}"),
+        COMMIT,
     ),
     "decode": Table(
         "decode_h200.json",

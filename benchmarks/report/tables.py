@@ -18,7 +18,15 @@ from benchmarks.report.table import NOT_MEASURED, Figures, Table
 
 RESULTS = Path(__file__).parents[1] / "results"
 ROOT = Path(__file__).parents[2]
-_DOCS = "measurements", "prefix-caching", "sampling", "serving", "speculation", "traffic"
+_DOCS = (
+    "measurements",
+    "prefix-caching",
+    "sampling",
+    "serving",
+    "speculation",
+    "tensor-parallel",
+    "traffic",
+)
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _DOCS)]
 TABLES: dict[str, Table] = load_tables.TABLES | model_tables.TABLES | engine_tables.TABLES
 PLACE = re.compile(r"<!-- table: (.*?) -->\n((?:(?!<!--).)*)<!-- end -->", re.DOTALL)

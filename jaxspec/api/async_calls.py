@@ -1,22 +1,27 @@
 """`AsyncCalls`: calls of tasks of an event loop that queue requests of an engine anywhere."""
 
 import abc
+import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Unpack
+from typing import Any, Literal, Unpack
 
 from jaxspec.api.inputs import InputProcessor
 from jaxspec.engine.async_stream import AsyncStream
+from jaxspec.options.vllm_options import check_call
 from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
-from jaxspec.requests.outputs import Sample, TextDelta
+from jaxspec.requests.outputs import RequestOutput, Sample
 from jaxspec.requests.prompts import Prompt, check_salt
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.text.conversations import Messages, TemplateOptions
+from jaxspec.text.tokenizer import Tokenizer
 
 _NUM_PREPARING = 4
 """Number of threads that tokenize, render chats and compile."""
+EngineCall = Literal["reset_prefix_cache", "start_profile", "stop_profile"]
+"""Calls of `LLMEngine` that tasks and API processes may make."""
 Prepare = Callable[[], Sequence[Sample]]
 """Returns the checked samples of a prompt; called in a worker thread."""
 
@@ -121,37 +126,79 @@ class AsyncCalls(abc.ABC):
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
         request_id: str | None = None,
+        *,
         priority: int = 0,
-    ) -> AsyncIterator[TextDelta]:
-        """Queue a request at the first `anext` and yield its deltas.
+        **others: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Queue a request at the first `anext` and yield its outputs, as in vLLM.
 
-        Closing the generator aborts the request.
+        Closing the generator aborts the request. `submit` returns the stream of deltas below it.
 
         Args:
             prompt: As in `submit`.
-            sampling_params: As in `submit`.
+            sampling_params: As in `submit`; `output_kind` selects what an output has: all so far
+                (CUMULATIVE, the default), what is new (DELTA), or all of it once (FINAL_ONLY).
             request_id: As in `submit`.
             priority: As in `submit`.
+            **others: Arguments of vLLM without a counterpart, such as `lora_request=None`.
 
         Yields:
-            The deltas of the request.
+            The output after the tokens that have arrived since the last one.
 
         Raises:
-            ServiceError, ValueError, RuntimeError: as in `submit` and `AsyncStream`.
+            TypeError: an argument is unknown.
+            ServiceError, ValueError, RuntimeError: as in `submit` and `AsyncStream`, or a value
+                of `others` asks for something.
         """
+        check_call("generate", others)
         stream = await self.submit(
             prompt, sampling_params, request_id=request_id, priority=priority
         )
-        async with stream:
-            async for delta in stream:
-                yield delta
+        async with stream, contextlib.aclosing(stream.outputs()) as outputs:
+            async for output in outputs:
+                yield output
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            ValueError: the model has no tokenizer.
+        """
+        return self._inputs.require_tokenizer("get_tokenizer()")
+
+    async def reset_prefix_cache(self) -> bool:
+        """Drop all cached prefixes, as `LLM.reset_prefix_cache` does.
+
+        Raises:
+            RuntimeError: as in `LLM.reset_prefix_cache`.
+        """
+        return await self._control("reset_prefix_cache")
+
+    async def start_profile(self) -> None:
+        """Start a profile, as `LLM.start_profile` does.
+
+        Raises:
+            ValueError, RuntimeError: as in `LLM.start_profile`.
+        """
+        await self._control("start_profile")
+
+    async def stop_profile(self) -> None:
+        """End the profile and write it, as `LLM.stop_profile` does.
+
+        Raises:
+            ValueError, RuntimeError: as in `LLM.stop_profile`.
+        """
+        await self._control("stop_profile")
 
     @property
     @abc.abstractmethod
     def is_healthy(self) -> bool:
         """True if no step has failed and it is not closed."""
+
+    @abc.abstractmethod
+    async def _control(self, call: EngineCall) -> Any:
+        """Return the result of a call of the engine, made where the engine is."""
 
     @abc.abstractmethod
     async def _submit(self, prepare: Prepare) -> AsyncStream:

@@ -4,12 +4,13 @@ import asyncio
 import functools
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
-from jaxspec.api.async_calls import AsyncCalls, Prepare
+from jaxspec.api.async_calls import AsyncCalls, EngineCall, Prepare
+from jaxspec.api.engine_args import EngineArgs
 from jaxspec.api.inputs import InputProcessor
 from jaxspec.api.llm_engine import LLMEngine
 from jaxspec.checks import integer, real, shown
@@ -97,6 +98,18 @@ class AsyncLLM(AsyncCalls):
         # The thread has no reference to the AsyncLLM, which is closed when it is collected.
         weakref.finalize(self, self._thread.stop).atexit = False
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Load the model of `engine_args` and start the engine thread.
+
+        Args:
+            engine_args: Options of the engine.
+
+        Raises:
+            FileNotFoundError, ValueError, RuntimeError: as in the constructor.
+        """
+        return cls(**engine_args.options())
+
     async def __aenter__(self) -> Self:
         """Return the AsyncLLM."""
         return self
@@ -107,19 +120,21 @@ class AsyncLLM(AsyncCalls):
 
     # Requests, besides the calls of `AsyncCalls`
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort the requests with this id submitted so far; their streams end with "abort".
 
         Unknown ids and finished requests are ignored.
 
         Args:
-            request_id: Id of the requests.
+            request_id: Id of the requests, or several ids.
 
         Raises:
             RuntimeError: this is a forked child of the engine's process.
         """
         check_process(self._process)
-        self._thread.abort_by_id(str(request_id))
+        several = isinstance(request_id, Iterable) and not isinstance(request_id, str)
+        for name in request_id if several else [request_id]:
+            self._thread.abort_by_id(str(name))
 
     async def take_over(
         self,
@@ -256,6 +271,26 @@ class AsyncLLM(AsyncCalls):
         self._thread.stop()
         await asyncio.wrap_future(self._thread.ended)
         self._pool.shutdown(wait=False)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Close it as `close` does, from any thread, and wait for the end of the running step.
+
+        Args:
+            timeout: Seconds to wait; None means until it is closed.
+
+        Raises:
+            TimeoutError: it is not closed in time, and closes later.
+            RuntimeError: as in `close`.
+        """
+        check_process(self._process)
+        self._thread.stop()
+        self._thread.ended.result(timeout)
+        self._pool.shutdown(wait=False)
+
+    async def _control(self, call: EngineCall) -> Any:
+        check_process(self._process)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, getattr(self._engine, call))
 
     # Status and metrics
 

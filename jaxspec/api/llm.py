@@ -5,7 +5,7 @@ import dataclasses
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Self, Unpack, cast
 
 from jaxspec.api import beam_search, progress_bar
 from jaxspec.api.beam_search import BeamSearchOutput, BeamSearchParams
@@ -13,6 +13,7 @@ from jaxspec.api.request_transfer import TransferEngine
 from jaxspec.api.score import TextScore
 from jaxspec.checks import integer
 from jaxspec.options.engine_options import SIGNATURE, EngineConfig, listing
+from jaxspec.options.vllm_options import check_call, without_neutral
 from jaxspec.process import check_process, first_process
 from jaxspec.requests.outputs import CompletionOutput, RequestOutput, Stream
 from jaxspec.requests.prompts import Prompt, TokenizedPrompt, is_one_prompt, params_of, prompts_of
@@ -68,6 +69,7 @@ class LLM(TransferEngine):
         use_tqdm: progress_bar.Bar = None,
         priority: int | Sequence[int] | None = None,
         request_ids: Sequence[str] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Complete prompts and wait for all of them.
 
@@ -81,15 +83,19 @@ class LLM(TransferEngine):
             priority: Integer for all prompts, or a list with one per prompt. Waiting requests with
                 lower values enter the batch first, equal ones in order of arrival. None means 0.
             request_ids: Id of each prompt, for `abort`; None means numbers.
+            **others: Arguments of vLLM without a counterpart, such as `lora_request=None`.
 
         Returns:
             One output per prompt, in the order of the prompts.
 
         Raises:
-            ValueError: a prompt or parameter is invalid; nothing is queued.
+            TypeError: an argument is unknown.
+            ValueError: a prompt or parameter is invalid, or a value of `others` asks for something;
+                nothing is queued.
             RuntimeError: the LLM is closed, or this is a forked child of its process.
         """
         self.session.require_usable()
+        check_call("generate", others)
         progress_bar.check(use_tqdm)
         groups = self.prepare(prompts_of(prompts), sampling_params, request_ids, priority)
         samples = [sample for group in groups for sample in group]
@@ -100,6 +106,63 @@ class LLM(TransferEngine):
             for left in run:
                 progress_bar.move(bar, samples, len(left))
         return [RequestOutput.of(group) for group in groups]
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        request_ids: Sequence[str] | None = None,
+        **others: Any,
+    ) -> list[str]:
+        """Queue prompts without waiting for them; `wait_for_completion` returns their outputs.
+
+        Args:
+            prompts: As in `generate`.
+            sampling_params: As in `generate`.
+            priority: As in `generate`.
+            request_ids: As in `generate`; no two unfinished requests may have the same.
+            **others: As in `generate`.
+
+        Returns:
+            The id of each request, in the order of the prompts.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as in `generate`.
+        """
+        self.session.require_usable()
+        check_call("enqueue", others)
+        groups = self.prepare(prompts_of(prompts), sampling_params, request_ids, priority)
+        self._queue(groups)
+        return [samples[0].request_id for samples in groups]
+
+    def wait_for_completion(self, *, use_tqdm: progress_bar.Bar = None) -> list[RequestOutput]:
+        """Wait for all requests of `enqueue` and `add_request`.
+
+        Args:
+            use_tqdm: As in `generate`.
+
+        Returns:
+            The whole output of each request, in the order in which they were queued.
+
+        Raises:
+            RuntimeError: as in `generate`.
+        """
+        self.session.require_usable()
+        progress_bar.check(use_tqdm)
+        groups = list(self._added.values())
+        samples = [sample for group in groups for sample in group]
+        with progress_bar.open_bar(use_tqdm, len(samples), is_shown=self._show_progress) as bar:
+            while not all(sample.is_taken for sample in samples):
+                self.step()
+                progress_bar.move(bar, samples, sum(not each.is_taken for each in samples))
+        return [RequestOutput.of(group) for group in groups]
+
+    @property
+    def llm_engine(self) -> Self:
+        """The engine, which is the LLM itself."""
+        return self
 
     def stream(
         self,
@@ -122,7 +185,7 @@ class LLM(TransferEngine):
 
         Returns:
             An iterator over the deltas of all samples. `TextDelta.index` is the index of the
-            sample; `SamplingParams.output_kind` selects the contents of a delta.
+            sample. With `output_kind` FINAL_ONLY a sample has one delta, at its end.
 
         Raises:
             ValueError: as in `generate`, or there are several prompts.
@@ -171,7 +234,7 @@ class LLM(TransferEngine):
         """
         self.session.require_usable()
         return self.generate(
-            self.inputs.chats(messages, template),
+            self.inputs.chats(messages, cast(TemplateOptions, without_neutral(template))),
             sampling_params,
             use_tqdm=use_tqdm,
             priority=priority,

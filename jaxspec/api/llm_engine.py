@@ -1,42 +1,48 @@
 """`LLMEngine`: the loaded model, session and tokenizer of `LLM` and `AsyncLLM`."""
 
-import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from jaxspec.api.diagnostics import Diagnostics
+from jaxspec.api.engine_args import EngineArgs
 from jaxspec.api.inputs import InputProcessor
 from jaxspec.api.loading import load
-from jaxspec.checks import integer
-from jaxspec.engine.engine import Engine, StepTimes
-from jaxspec.engine.metrics import Metric, metrics_of
+from jaxspec.checks import integer, shown
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request_histograms import RequestHistograms
 from jaxspec.engine.session import Session
 from jaxspec.flight.about import about
 from jaxspec.flight.recorder import FlightRecorder
 from jaxspec.options.engine_options import EngineConfig
-from jaxspec.pallas import dispatch
+from jaxspec.options.vllm_options import check_call
 from jaxspec.process import check_process, first_process
-from jaxspec.requests.outputs import Sample
+from jaxspec.requests.outputs import RequestOutput, Sample, taken
 from jaxspec.requests.prompts import Prompt
 from jaxspec.requests.request import INT32_MAX
 from jaxspec.requests.sampling_features import LADDER, features_named
-from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.runner.compiler import Compiler
-from jaxspec.runner.memory import memory_map
 from jaxspec.runner.warmup import Notice
 from jaxspec.scheduler.scheduler import Scheduler
 from jaxspec.text.tokenizer import Tokenizer
 
 Kind = str | SamplingParams
+RPC_METHODS = (
+    *("reset_prefix_cache", "start_profile", "stop_profile"),
+    *("get_metrics", "metrics", "warm_up", "get_ready"),
+)
+"""Methods that `LLMEngine.collective_rpc` calls."""
 
 
-class LLMEngine:
+class LLMEngine(Diagnostics):
     """Loaded model with its session and tokenizer. Thread-safe.
 
-    Compiles the programs that samples need; subclasses and `AsyncLLM` step the session.
+    Compiles the programs that samples need. `LLM` and `AsyncLLM` step the session; `add_request`
+    and `step` are for scripts with a loop of their own, as in vLLM.
 
     Attributes:
         session: The session that runs the samples.
@@ -89,13 +95,17 @@ class LLMEngine:
                 hashed=config.flight_recorder == "hashed",
             )
             on_failure = functools.partial(flight.save_failure, folder=config.flight_folder)
-        parts = loaded.host_drafter, loaded.host_tier, loaded.observers
+        self._histograms = RequestHistograms()
+        observers = *loaded.observers, self._histograms
+        parts = loaded.host_drafter, loaded.host_tier, observers
         scheduler = Scheduler(runner.shapes, loaded.limits, *parts)
         engine = Engine(scheduler, flight or runner, max_in_flight=config.max_in_flight)
         self.session = Session(engine, on_failure)
         self.shapes, self.limits = runner.shapes, loaded.limits
         self.model_name = str(model or folder.name)
         self._runner, self._flight = runner, flight
+        self._added = dict[str, Sequence[Sample]]()  # unfinished requests of `add_request`, by id
+        self._profiler_folder = config.profiler_folder
         self._method = loaded.speculation.method if loaded.speculation else None
         notice: Notice = "line" if config.show_progress is None else "none"
         if progress:
@@ -111,6 +121,18 @@ class LLMEngine:
             in_background=config.background_compilation,
         )
         weakref.finalize(self, self._compiler.close)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Load the model of `engine_args`.
+
+        Args:
+            engine_args: Options of the engine.
+
+        Raises:
+            FileNotFoundError, ValueError, RuntimeError: as in the constructor.
+        """
+        return cls(**engine_args.options())
 
     def close(self) -> None:
         """Abort all requests and free the device memory. Later calls raise RuntimeError."""
@@ -205,83 +227,106 @@ class LLMEngine:
         self.session.check(samples)
         self._compiler.ensure({sample.request.features for sample in samples})
 
-    # Metrics and diagnostics
+    # Requests, for callers with a loop of their own
 
-    def metrics(self) -> dict[str, Any]:
-        """Return the engine's metrics since its start.
-
-        Returns:
-            A dict of step, token and preemption counts, host times in seconds, rates per second,
-            `acceptance` by draft method, `shapes` of the programs, `compile_seconds` by program,
-            `memory_bytes` by pool, and the `implementations` chosen for each op.
-
-        Raises:
-            RuntimeError: the engine is closed, or this is a forked child of its process.
-        """
-        self.session.require_usable()
-        engine = self.session.engine
-        return {
-            **engine.figures(),
-            "acceptance": {self._method: vars(engine.acceptance).copy()} if self._method else {},
-            "shapes": self.shapes.compiled(),
-            "compile_seconds": dict(self._compiler.seconds),
-            "memory_bytes": self._runner.memory(),
-            "implementations": dispatch.implementations(),
-        }
-
-    def get_metrics(self) -> list[Metric]:
-        """Return the metrics shared with vLLM, under vLLM's names.
-
-        Returns:
-            Counters, gauges and vectors, labelled with the model's name.
-
-        Raises:
-            RuntimeError: the engine is closed, or this is a forked child of its process.
-        """
-        self.session.require_usable()
-        return metrics_of(self.session.engine, self.model_name)
-
-    def save_flight(self, path: str | Path) -> Path:
-        """Write the recorded steps to a file for `python -m jaxspec replay`.
-
-        Steps are recorded from the start, the last failure or the last `restart_flight`. A failed
-        step saves its flight automatically.
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        **others: Any,
+    ) -> str:
+        """Check a prompt and queue a request, whose outputs `step` returns.
 
         Args:
-            path: File to write.
+            request_id: Id of the request, which no unfinished request of this method has.
+            prompt: A prompt as in `LLM.generate`.
+            params: Parameters; None means `get_default_sampling_params()`. `output_kind` selects
+                what an output has.
+            priority: As in `LLM.generate`.
+            **others: Arguments of vLLM without a counterpart, such as `lora_request=None`.
 
         Returns:
-            The path, with `~` expanded.
+            The id.
 
         Raises:
-            ValueError: the flight recorder is off, or had to drop its steps.
-            OSError: the file can't be written.
-            RuntimeError: the engine is closed, or this is a forked child of its process.
+            TypeError: an argument is unknown.
+            ValueError: the id is taken, or as in `LLM.generate`.
+            RuntimeError: as in `LLM.generate`.
         """
         self.session.require_usable()
-        flight, path = self._require_flight(), Path(path).expanduser()
-        self.session.in_turn(lambda: flight.save(path))
-        return path
+        check_call("add_request", others)
+        samples = self.inputs.process_one(prompt, params, request_id, priority, call="add_request")
+        self.admit(samples)
+        for request in (sample.request for sample in samples):
+            request.is_streamed = request.params.output_kind is not RequestOutputKind.FINAL_ONLY
+        self._queue([samples])
+        return request_id
 
-    def restart_flight(self) -> None:
-        """Drop the recorded steps and record from a copy of the current device state.
+    def step(self) -> list[RequestOutput]:
+        """Run one step, and return the requests of `add_request` with new output.
+
+        A dispatch is awaited up to `max_in_flight` steps later, so the first steps return nothing.
+
+        Returns:
+            One output per request, as `SamplingParams.output_kind` specifies.
 
         Raises:
-            ValueError: the flight recorder is off or hashes token ids, or the state is too large.
-            RuntimeError: the engine is closed, or this is a forked child of its process.
+            RuntimeError: as in `LLM.generate`.
+            Exception: the step failed; all requests end with "error".
         """
-        self.session.in_turn(self._restart_flight_in_turn)
-
-    def _restart_flight_in_turn(self) -> None:
         self.session.require_usable()
-        self._require_flight().restart(lambda: self.session.guarded(self._runner.copy_state))
+        if self.session.has_work:
+            self.session.step()
+        outputs = list[RequestOutput]()
+        for request_id, samples in list(self._added.items()):
+            deltas = taken(samples)
+            output = RequestOutput.due(samples, deltas) if deltas else None
+            if output is not None:
+                outputs.append(output)
+            if all(sample.is_taken for sample in samples):
+                self._added.pop(request_id, None)
+        if not self._added:
+            self.session.abort(())  # collects the steps in flight if no request is left
+        return outputs
 
-    def _require_flight(self) -> FlightRecorder:
-        if self._flight is None:
+    def has_unfinished_requests(self) -> bool:
+        """Return whether `step` has not yet returned the last output of a request."""
+        return bool(self._added)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Return the number of requests whose last output `step` has not yet returned."""
+        return len(self._added)
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """Abort requests of `add_request`; `step` returns nothing more of them.
+
+        Args:
+            request_ids: An id or several. Unknown ids and finished requests are ignored.
+
+        Raises:
+            RuntimeError: as in `LLM.abort`.
+        """
+        self.session.require_usable()
+        for name in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            if (samples := self._added.pop(name, None)) is not None:
+                self.session.abort(samples)
+
+    def _queue(self, groups: Sequence[Sequence[Sample]]) -> None:
+        """Queue the samples of new requests."""
+        names = [samples[0].request_id for samples in groups]
+        if taken_names := [name for name in names if name in self._added or names.count(name) > 1]:
             raise ValueError(
-                "There is no flight to save with flight_recorder='off'. Use 'full' or 'hashed'."
+                f"A request must have an id that no other unfinished one has, got "
+                f"{shown(taken_names[0])} again. Use another, or wait until it has ended."
             )
-        return self._flight
+        for name, samples in zip(names, groups, strict=True):
+            self.session.add(samples)
+            self._added[name] = samples
+
+    # Control
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes.
@@ -299,47 +344,35 @@ class LLMEngine:
         self.session.in_turn(lambda: self.session.guarded(prefixes.clear))
         return True
 
-    def memory_map(self) -> str:
-        """Return the use of device memory as text, one line per use, the largest first.
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of the engine, which is its only worker.
+
+        Args:
+            method: One of `RPC_METHODS`.
+            timeout: None; calls are made in this process.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+
+        Returns:
+            A list with the method's result.
 
         Raises:
-            RuntimeError: the engine is closed, or this is a forked child of its process.
+            ValueError: the method is another one, or there is a timeout.
+            RuntimeError: as in the method.
         """
-        self.session.require_usable()
-        return memory_map(self._runner.memory(), self.shapes)
-
-    @contextlib.contextmanager
-    def trace(self) -> Iterator[list[StepTimes]]:
-        """Record when each step is planned, dispatched and run.
-
-        Use it as `with llm.trace() as steps:`, and `jaxspec.viz.plot.timeline(steps)` after the
-        block. A thread waits for the device meanwhile.
-
-        Yields:
-            The list that collected steps are appended to.
-
-        Raises:
-            RuntimeError: another trace is active, the engine is closed, or this is a forked child
-                of its process.
-        """
-        self.session.require_usable()
-        watching, steps = contextlib.ExitStack(), list[StepTimes]()
-        try:
-            self.session.in_turn(lambda: self._start_trace(watching, steps))
-            yield steps
-        finally:
-            self.session.leave_note(lambda: self._end_trace(watching, steps))
-
-    def _start_trace(self, watching: contextlib.ExitStack, steps: list[StepTimes]) -> None:
-        if self.session.engine.trace is not None:
-            raise RuntimeError("An LLM keeps one trace at a time: leave the other `with` first.")
-        watching.enter_context(self._runner.watch())
-        self.session.engine.trace = steps
-
-    def _end_trace(self, watching: contextlib.ExitStack, steps: list[StepTimes]) -> None:
-        if self.session.engine.trace is steps:
-            self.session.engine.trace = None
-        watching.close()
+        if not isinstance(method, str) or method not in RPC_METHODS or timeout is not None:
+            raise ValueError(
+                f"collective_rpc calls {', '.join(RPC_METHODS)}, without a timeout, got "
+                f"{shown(method)} with timeout={shown(timeout)}: there are no worker processes, "
+                "and their internals are vLLM's own. Call a method of the LLM."
+            )
+        return [getattr(self, method)(*args, **(kwargs or {}))]
 
 
 def _in_usable_turn(session: Session, act: Callable[[], object]) -> object:

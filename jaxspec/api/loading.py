@@ -28,6 +28,7 @@ from jaxspec.options.draft_methods import ExtractHiddenStatesOptions
 from jaxspec.options.engine_options import EngineConfig
 from jaxspec.options.generation_config import default_params
 from jaxspec.pallas import dispatch
+from jaxspec.parallel import Group
 from jaxspec.plan.step_shapes import ModelSizes, SchedulerLimits, StateConfig, StepShapes
 from jaxspec.prefix.disk_tier import DiskTier
 from jaxspec.prefix.host_tier import HostTier
@@ -141,6 +142,7 @@ def host_tier(config: EngineConfig, host_bytes: int, runner: ModelRunner) -> Hos
     return HostTier(shapes, host_bytes, pieces, disk)
 
 
+_ALONE = Group()
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded"
 
 
@@ -214,13 +216,14 @@ def _tokenizer(config: EngineConfig, folder: Path, *, progress: bool) -> Tokeniz
 
 @contextlib.contextmanager
 def unread_drafter(
-    config: EngineConfig, dtype: jnp.dtype, *, progress: bool
+    config: EngineConfig, dtype: jnp.dtype, group: Group, *, progress: bool
 ) -> Iterator[AbstractModel[CheckpointModule] | None]:
     """Open the drafter's checkpoint, a model or a draft head, without reading its weights.
 
     Args:
         config: Options of the engine.
         dtype: Dtype of the weights.
+        group: Devices that share the drafter.
         progress: Show progress bars.
 
     Yields:
@@ -237,7 +240,8 @@ def unread_drafter(
         return
     has_weights = config.load_format != "dummy"
     folder = resolve_folder(name, progress, weights=has_weights, revision=options.revision)
-    with unread_model_or_head(folder, dtype, load_format=config.load_format) as found:
+    load_format = config.load_format
+    with unread_model_or_head(folder, dtype, load_format=load_format, group=group) as found:
         yield found
 
 
@@ -251,7 +255,8 @@ class ResolvedOptions(NamedTuple):
         kv_dtype: Dtype of the KV cache.
         shapes: Sizes of the programs; `num_pages` is an upper bound (see `fitting`).
         limits: Limits of the scheduler.
-        memory_usage: Bytes of device memory by use.
+        memory_usage: Bytes of each device's memory by use.
+        group: Devices that share the model.
     """
 
     speculation: SpeculativeConfig | None
@@ -261,6 +266,7 @@ class ResolvedOptions(NamedTuple):
     shapes: StepShapes
     limits: SchedulerLimits
     memory_usage: MemoryUsage
+    group: Group
 
     def fitting(self, budget: MemoryBudget | None) -> StepShapes:
         """Return the shapes with as many pages as fit.
@@ -273,7 +279,7 @@ class ResolvedOptions(NamedTuple):
         """
         share, usage = self.limits.prefix_cache_share, self.memory_usage
         shapes = fit(self.shapes, share, budget, usage.bytes)
-        check_host_bytes(usage.specs, shapes, self.limits.host_bytes)
+        check_host_bytes(usage.specs, shapes, self.limits.host_bytes, self.group)
         return shapes
 
 
@@ -296,7 +302,11 @@ def sizes_of(
 
 
 def settle(
-    config: EngineConfig, model: Model, dtype: jnp.dtype, drafter: CheckpointModule | None = None
+    config: EngineConfig,
+    model: Model,
+    dtype: jnp.dtype,
+    drafter: CheckpointModule | None = None,
+    group: Group = _ALONE,
 ) -> ResolvedOptions:
     """Resolve all options that depend on the model or the device.
 
@@ -305,6 +315,7 @@ def settle(
         model: The model; its parameters may be abstract.
         dtype: Dtype of the weights.
         drafter: Model or head that drafts, likewise; None without one.
+        group: Devices that share the model.
 
     Raises:
         ValueError: an option is not supported by the model, or sizes are inconsistent.
@@ -320,11 +331,13 @@ def settle(
     shapes, limits = sizes_of(config, model, counts)
     ahead = path_length(speculation, config.max_in_flight, shapes.steps_per_dispatch)
     memory_usage = MemoryUsage.of(
-        model, proposer, drafter, dtype=dtype, kv_dtype=kv_dtype, states=states
+        model, proposer, drafter, dtype=dtype, kv_dtype=kv_dtype, states=states, group=group
     )
     limits = dataclasses.replace(limits, **prefix_sizes(config, memory_usage.specs))
     shapes = dataclasses.replace(shapes, path_length=ahead)
-    return ResolvedOptions(speculation, proposer, states, kv_dtype, shapes, limits, memory_usage)
+    return ResolvedOptions(
+        speculation, proposer, states, kv_dtype, shapes, limits, memory_usage, group
+    )
 
 
 def load(config: EngineConfig, *, progress: bool) -> Loaded:
@@ -344,6 +357,11 @@ def load(config: EngineConfig, *, progress: bool) -> Loaded:
     options = getattr(config.speculative_config, "options", None)
     if not isinstance(options, ExtractHiddenStatesOptions):
         return load_runner(config, progress=progress)
+    if config.tensor_parallel_size > 1:
+        raise ValueError(
+            f"Hidden states are extracted on one device, got tensor_parallel_size="
+            f"{config.tensor_parallel_size}. Set it to 1."
+        )
     prepare_folder(str(options.folder))
     loaded = load_runner(config, progress=progress)
     name = "the embedded model" if config.model is None else str(config.model)
@@ -374,14 +392,21 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
     dtype = dtype_of(config.dtype)
     is_background = config.background_compilation
     # Measured before anything is loaded: the budget is the memory that other engines leave free.
-    budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages)
+    group = Group.of(config.tensor_parallel_size)
+    budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages, group)
     with contextlib.ExitStack() as failed:
         with (
-            unread(folder, dtype, load_format=config.load_format) as found,
-            unread_drafter(config, dtype, progress=progress) as found_drafter,
+            unread(
+                folder,
+                dtype,
+                load_format=config.load_format,
+                overrides=config.hf_overrides,
+                group=group,
+            ) as found,
+            unread_drafter(config, dtype, group, progress=progress) as found_drafter,
         ):
             head = found_drafter and found_drafter.model
-            settled = settle(config, found.model, dtype, head)
+            settled = settle(config, found.model, dtype, head, group)
             shapes = settled.fitting(budget)
             blueprint = Blueprint.of(
                 found.model,
@@ -392,6 +417,7 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
                 states=settled.states,
                 kv_dtype=settled.kv_dtype,
                 drafter=head,
+                group=group,
             )
             early = blueprint.trace_early(
                 first_programs(shapes, settled.limits) if is_background else ()

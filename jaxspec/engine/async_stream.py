@@ -2,13 +2,13 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Self
 
 from jaxspec.engine.sample_stream import Receiver, SampleStream, TokenDelta, receive
 from jaxspec.process import check_process
 from jaxspec.requests.logprobs import Logprob
-from jaxspec.requests.outputs import Sample, TextDelta
+from jaxspec.requests.outputs import RequestOutput, Sample, TextDelta
 from jaxspec.requests.request import Finish, RequestMetrics
 from jaxspec.requests.sampling_params import RequestOutputKind
 
@@ -186,6 +186,21 @@ class AsyncStream(AsyncIterator[TextDelta]):
         if not all(request.finish for request in requests):
             return None
         return RequestMetrics.total([request.metrics for request in requests])
+
+    async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        """Read the stream as `RequestOutput`s, whose contents `output_kind` selects.
+
+        Yields:
+            The output after all pending deltas.
+
+        Raises:
+            ServiceError, RuntimeError: as when the stream itself is read.
+        """
+        samples = [each.reader for each in self._output_queue.sample_streams]
+        async for delta in self:
+            deltas = [delta, *iter(self._output_queue.take, None)]
+            if (output := RequestOutput.due(samples, deltas)) is not None:
+                yield output
 
     def __aiter__(self) -> Self:
         return self

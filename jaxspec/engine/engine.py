@@ -49,6 +49,7 @@ class EngineMetrics:
     """Numbers of steps and tokens, and the host time of each stage in seconds."""
 
     num_steps: int = 0  # a dispatch may run several
+    num_prompt_tokens: int = 0  # prefilled, again after a preemption
     num_tokens: int = 0  # emitted, including those after a stop string
     num_dropped_drafts: int = 0  # drafts outside the vocabulary, an error of the proposer
     plan_time: float = 0.0
@@ -205,6 +206,7 @@ class Engine:
         record_logprobs(step, output)
         progress = self.scheduler.collect(step, output)
         self._count(progress)
+        self.metrics.num_prompt_tokens += step.num_prompt_tokens
         collected = time.perf_counter()
         self._note_seconds(step, stamps[-1], started, waited)
         self.metrics.wait_time += waited - started

@@ -35,6 +35,26 @@ class Vector(Metric):
     values: list[int]
 
 
+@dataclasses.dataclass(frozen=True)
+class Histogram(Metric):
+    """Counts of values in buckets.
+
+    Attributes:
+        count: Number of values.
+        sum: Their sum.
+        buckets: For each upper bound, as text, the number of values up to it; the last is "+Inf".
+    """
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+def labels_of(model_name: str) -> dict[str, str]:
+    """Return the labels of an engine's metrics."""
+    return {"model_name": model_name, "engine": "0"}
+
+
 def kv_cache_usage(scheduler: Scheduler) -> float:
     """Return the fraction of pages held by requests, in [0, 1]; cached prefixes count as free."""
     num_pages = scheduler.shapes.num_pages - 1  # without the null page
@@ -45,7 +65,7 @@ def metrics_of(engine: Engine, model_name: str) -> list[Metric]:
     """Return the metrics that the engine shares with vLLM, labelled with the model's name."""
     scheduler, drafts = engine.scheduler, engine.acceptance
     prefixes = scheduler.prefixes.stats
-    labels = {"model_name": model_name, "engine": "0"}
+    labels = labels_of(model_name)
     return [
         Gauge("vllm:num_requests_running", labels, len(scheduler.running)),
         Gauge("vllm:num_requests_waiting", labels, len(scheduler.waiting)),

@@ -16,7 +16,7 @@ from jaxspec.options.engine_options import EngineConfig
 _HEAD = 2**20  # bytes of each file that are hashed: its header, and some weights
 
 OWN = (
-    *("compilation_cache", "show_progress", "flight_recorder", "flight_folder"),
+    *("compilation_cache", "show_progress", "flight_recorder", "flight_folder", "profiler_folder"),
     *("tokenizer", "skip_tokenizer_init", "generation_config"),
     *("kv_offloading_folder", "kv_offloading_folder_size"),
 )
@@ -117,3 +117,7 @@ def digest_of(folder: Path) -> str:
         with path.open("rb") as file:
             digest.update(file.read(_HEAD))
     return digest.hexdigest()
+
+
+VERSION = version_of("jaxspec") or "unknown"
+"""Installed version of jaxspec, or "unknown" for sources that are not installed."""

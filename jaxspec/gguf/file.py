@@ -101,7 +101,7 @@ class GGUFFile:
 
     def _check_unsplit(self) -> None:
         count = self.metadata.get("split.count", 1)
-        if count not in (0, 1):
+        if type(count) is not int or count not in (0, 1):
             raise ValueError(
                 f"{self.path} must hold a whole model, and is one of {shown(count)} files that "
                 "a model was split into. Join them with `llama-gguf-split --merge` of llama.cpp."

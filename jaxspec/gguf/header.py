@@ -49,7 +49,7 @@ _NUMBERS = {
     11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }
-_STRING, _ARRAY = 8, 9
+_UINT32, _STRING, _ARRAY = 4, 8, 9
 
 
 class Tensor(NamedTuple):
@@ -88,6 +88,7 @@ class _Reader:
         self._file, self._size = file, size
         self._window, self._at = b"", 0  # buffered bytes, and the index of the next one
         self._next = 0  # file offset after the window
+        self._part = "the header"  # what is being read, for errors
         self._texts_left = MAX_TEXTS
 
     def header(self) -> Header:
@@ -98,17 +99,18 @@ class _Reader:
                 f"it would have {num_tensors:,} tensors and {num_entries:,} entries of metadata"
             )
         metadata: dict[str, Any] = {}
-        for _ in range(num_entries):
-            key = self._name()
+        for number in range(num_entries):
+            key = self._name(f"metadata entry {number}")
             if key in metadata:
                 raise self._damaged(f"its metadata has {shown(key)} twice")
             metadata[key] = self._value(key)
         tensors: dict[str, Tensor] = {}
-        for _ in range(num_tensors):
-            name = self._name()
+        for number in range(num_tensors):
+            name = self._name(f"tensor {number}")
             if name in tensors:
                 raise self._damaged(f"it has the tensor {shown(name)} twice")
             tensors[name] = self._tensor(name)
+        self._part = "the data"
         return Header(metadata, self._placed(tensors, self._alignment(metadata)))
 
     def _check_beginning(self) -> None:
@@ -128,12 +130,17 @@ class _Reader:
 
     def _alignment(self, metadata: Mapping[str, Any]) -> int:
         alignment = metadata.get(_ALIGNMENT_KEY, 32)
-        if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT:
-            raise self._damaged(f"{_ALIGNMENT_KEY} is {shown(alignment)}")
+        if not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+            raise self._damaged(
+                f"{_ALIGNMENT_KEY} is {shown(alignment)} in place of a power of 2 up to "
+                f"{_MAX_ALIGNMENT}"
+            )
         return alignment
 
     def _value(self, key: str) -> Any:
         kind = self._number("<u4")
+        if key == _ALIGNMENT_KEY and kind != _UINT32:  # as llama.cpp demands
+            raise self._damaged(f"{key} is of the type {kind} in place of {_UINT32}, uint32")
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
@@ -156,7 +163,10 @@ class _Reader:
         self._check_left(count * dtype.itemsize)
         if count > _MAX_NUMBERS:
             raise self._damaged(f"{shown(key)} would have {count:,} numbers")
-        return np.frombuffer(self._take(count * dtype.itemsize), dtype)
+        content = self._take(count * dtype.itemsize)
+        if dtype.kind == "b" and (wrong := content.strip(b"\0\1")):
+            raise self._damaged(f"{shown(key)} has the byte {wrong[0]} in place of 0 or 1")
+        return np.frombuffer(content, dtype)
 
     def _tensor(self, name: str) -> Tensor:
         """Return the next tensor; its `start` is relative to the data of the first."""
@@ -181,25 +191,50 @@ class _Reader:
         return self._size // kind.block_bytes * kind.block_size
 
     def _placed(self, tensors: dict[str, Tensor], alignment: int) -> dict[str, Tensor]:
-        """Make offsets absolute; raise ValueError if tensors overlap or leave more than padding."""
-        begin = _padded(self._position, alignment)
-        end = place = 0
+        """Make offsets absolute; raise ValueError unless tensors and zeros fill the file.
+
+        Like llama.cpp, demand the tensors in the header's order, each padded to the alignment. The
+        padding of the last one may be absent, as some writers put it before a tensor.
+        """
+        end = self._position
+        begin = place = _padded(end, alignment)
         placed = {}
-        for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
-            if tensor.start != place:
+        for name, tensor in tensors.items():
+            if tensor.start != place - begin:
                 raise self._damaged(
                     f"{shown(name)} begins at byte {tensor.start:,} of the data in place of "
-                    f"{place:,}"
+                    f"{place - begin:,}"
                 )
-            placed[name] = tensor._replace(start=begin + tensor.start)
+            self._check_padding(end, place, name)
+            placed[name] = tensor._replace(start=place)
             end = place + tensor.num_bytes
             place = _padded(end, alignment)
-        if tensors and not begin + end <= self._size <= begin + place:
-            raise self._damaged(f"its tensors end at byte {begin + end:,}")
+        if self._size not in (end, place):
+            padded = f", or with padding at byte {place:,}" * (place > end)
+            raise self._damaged(f"its tensors end at byte {end:,}{padded}")
+        self._check_padding(end, self._size, "the end of the file")
         return placed
 
-    def _name(self) -> str:
-        return self._string(_MAX_NAME_BYTES)
+    def _check_padding(self, end: int, place: int, name: str) -> None:
+        """Raise ValueError unless the bytes from `end` to `place` are zeros.
+
+        Others would be part of a tensor whose size in the header is too small.
+        """
+        if end < place <= self._size:
+            padding = bytearray(place - end)
+            fill(self._file, memoryview(padding), end)
+            if any(padding):
+                raise self._damaged(
+                    f"the {place - end:,} bytes of padding before {shown(name)} must be zeros, and "
+                    f"are {shown(bytes(padding), 40)}"
+                )
+
+    def _name(self, part: str) -> str:
+        """Return the name of the next entry or tensor, which errors name from here on."""
+        self._part = part
+        name = self._string(_MAX_NAME_BYTES)
+        self._part = f"{part}, {shown(name)}"
+        return name
 
     def _string(self, most: int = MAX_HEADER_BYTES) -> str:
         length = self._number("<u8")
@@ -238,7 +273,7 @@ class _Reader:
     def _damaged(self, fault: str) -> ValueError:
         return ValueError(
             f"{self._file.name} must be a whole GGUF file, but it is cut short or damaged "
-            f"({self._size} bytes): {fault}. Download it again."
+            f"({self._size} bytes). In {self._part}: {fault}. Download it again."
         )
 
 

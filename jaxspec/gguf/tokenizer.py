@@ -1,24 +1,19 @@
 """Build a `tokenizers.Tokenizer` from a GGUF file's metadata."""
 
-import itertools
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import AddedToken, decoders, models
 from tokenizers.processors import TemplateProcessing
 
 from jaxspec.checks import shown
 from jaxspec.gguf import pre_tokenizers
 from jaxspec.gguf.file import GGUFFile
+from jaxspec.gguf.sentence_piece import mark_spaces, merges_by_score
 from jaxspec.gguf.vocabulary import PREFIX, Vocabulary
 
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's mark for a space
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # token types
-_MOST_CHARACTERS = 64  # longest merged token; SentencePiece's limit is 16
-MAX_SPLITS = 2**20
-"""Maximum merges of a SentencePiece vocabulary: twice those of the largest published one."""
 
 
 def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
@@ -85,12 +80,10 @@ def _sentence_piece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     if scores is None:
         raise vocabulary.broken("scores", "must hold a number for each token, and is absent")
     ids = _ids(vocabulary)
-    splits = list(itertools.islice(_splits(ids), MAX_SPLITS + 1))
-    if len(splits) > MAX_SPLITS:
-        raise vocabulary.broken(
-            "tokens", f"must give at most {MAX_SPLITS:,} ways to make a token of two others"
-        )
-    ranked = sorted(splits, key=lambda split: (-scores[ids["".join(split)]], ids[split[0]]))
+    try:
+        ranked = merges_by_score(ids, scores.tolist())
+    except ValueError as error:
+        raise vocabulary.broken("tokens", str(error)) from error
     model = models.BPE(
         vocab=ids,
         merges=ranked,
@@ -100,24 +93,9 @@ def _sentence_piece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     )
     tokenizer = tokenizers.Tokenizer(model)
     begins_with_space = vocabulary.find("add_space_prefix", bool) is not False
-    prepend = [normalizers.Prepend(_SPACE)] if begins_with_space else []
-    strip = [decoders.Strip(" ", 1, 0)] if begins_with_space else []
-    tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", _SPACE)])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
+    mark_spaces(tokenizer, begins_with_space=begins_with_space)
     _add_ends(tokenizer, vocabulary, begins=True)
     return tokenizer
-
-
-def _splits(ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield all pairs of tokens whose concatenation is a token."""
-    known = {token: token for token in ids}  # reuses these strings instead of new substrings
-    for token in ids:
-        for end in range(1, min(len(token), _MOST_CHARACTERS)):
-            left, right = known.get(token[:end]), known.get(token[end:])
-            if left is not None and right is not None:
-                yield left, right
 
 
 def _add_ends(tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary, *, begins: bool) -> None:

@@ -22,6 +22,7 @@ from jaxspec.models import dtype_of
 from jaxspec.models.base import Model
 from jaxspec.models.layers.decoder import DecoderLayer
 from jaxspec.options.engine_options import EngineConfig
+from jaxspec.parallel import Group
 from jaxspec.runner.memory import MemoryBudget
 
 __all__ = ["CacheBytes", "Fit", "Inspection", "Parameters", "inspect"]
@@ -55,7 +56,8 @@ def inspect(model: str | Path | None = None, **options: Any) -> Inspection:
     facts = {} if found.model is None else _facts(found.model)
     settled = None
     if found.model is not None:
-        with found.noting(), unread_drafter(config, dtype, progress=False) as drafter:
+        alone = Group()
+        with found.noting(), unread_drafter(config, dtype, alone, progress=False) as drafter:
             settled = settle(config, found.model, dtype, drafter and drafter.model)
         if settled is not None:
             facts |= _needs(settled)

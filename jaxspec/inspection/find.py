@@ -16,8 +16,8 @@ from jaxspec.inspection.config_faults import parse
 from jaxspec.models import family_of
 from jaxspec.models.base import Model
 from jaxspec.models.checkpoint import INDEX, Checkpoint, read_index
-from jaxspec.models.fields import Fields
-from jaxspec.models.source import naming, open_checkpoint, read_fields
+from jaxspec.models.fields import Fields, overridden
+from jaxspec.models.source import giving_sizes, naming, open_checkpoint, read_fields
 from jaxspec.models.weights import compared, undefined
 from jaxspec.options.engine_options import EngineConfig
 
@@ -54,9 +54,14 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
     """
     place = _locate(options)
     found = Found(CONFIG_ALONE, [])
-    family = config = None
-    with found.noting():
-        fields = Fields(read_json(place.path)) if place.is_config else read_fields(place.path)
+    fields = family = config = None
+    with found.noting(), naming(place.path):
+        overrides = options.hf_overrides or {}
+        fields = (
+            Fields(overridden(read_json(place.path), overrides))
+            if place.is_config
+            else read_fields(place.path, overrides)
+        )
         found.architecture = fields.architecture
         source = place.path if place.path.is_file() else place.path / "config.json"
         family = family_of(fields.architecture, source)
@@ -73,16 +78,16 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
             found.read, found.stored_bytes = _stored(checkpoint)
         elif names is not None:
             found.read = f"config.json and the names of {len(names):,} tensors in {INDEX}"
-        if family is None or config is None:
+        if fields is None or family is None or config is None:
             return found
         if checkpoint is not None:
-            with found.noting():
+            with found.noting(), giving_sizes(fields, place.path):
                 found.model, *_ = compared(family, config, dtype, checkpoint)
     if found.model is None:
         if names is not None:
             spellings = (family.canonical_name(name, config) for name in names)
             names = frozenset(name for name in spellings if name is not None)
-        with found.noting():
+        with found.noting(), giving_sizes(fields, place.path):
             found.model = undefined(family, config, dtype, names)
     return found
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, NamedTuple
 
@@ -15,8 +15,18 @@ from jaxspec.models.base import CheckpointModule, Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.hub import resolve_folder
-from jaxspec.models.source import naming, open_checkpoint, read_fields
-from jaxspec.models.weights import Some, compared, draw_weights, read_weights, undefined
+from jaxspec.models.layers.parameters import Placement
+from jaxspec.models.shards import shards
+from jaxspec.models.source import giving_sizes, naming, open_checkpoint, read_fields
+from jaxspec.models.weights import (
+    Some,
+    as_published,
+    compared,
+    draw_weights,
+    read_weights,
+    undefined,
+)
+from jaxspec.parallel import Group
 
 __all__ = [
     "HEADS",
@@ -63,6 +73,8 @@ MODELS = {
     "qwen3": "jaxspec.models.qwen3:Qwen3",
 }
 
+_ALONE = Group()
+
 # The same for draft heads with a checkpoint of their own.
 HEADS = {
     "Eagle3LlamaForCausalLM": "jaxspec.models.eagle3:Eagle3Head",
@@ -86,9 +98,14 @@ def dtype_of(word: str) -> jnp.dtype:
 
 
 def load_model(
-    folder: Path | str, dtype: jnp.dtype, *, load_format: str = "auto", progress: bool = False
+    folder: Path | str,
+    dtype: jnp.dtype,
+    *,
+    load_format: str = "auto",
+    group: Group = _ALONE,
+    progress: bool = False,
 ) -> Model:
-    """Load the model in a checkpoint folder, with weights in `dtype` on the default device.
+    """Load the model in a checkpoint folder, with weights in `dtype` on the devices of `group`.
 
     The few parameters whose rounding errors a recurrence would accumulate stay float32.
 
@@ -97,52 +114,62 @@ def load_model(
             "dummy".
         dtype: Dtype of the weights.
         load_format: "auto", or "dummy" for random weights.
+        group: Devices that share the model; the default device by default.
         progress: Show a progress bar on standard error if loading takes long.
 
     Raises:
         FileNotFoundError, ValueError: As `unread`, or a file changed while it was read.
     """
-    with unread(folder, dtype, load_format=load_format) as found:
+    with unread(folder, dtype, load_format=load_format, group=group) as found:
         return found.read(progress)
 
 
 class AbstractModel(NamedTuple, Generic[Some]):
-    """A model or draft head whose parameters have shapes and dtypes but no values yet."""
+    """A model or draft head whose parameters have shapes and dtypes but no values yet.
+
+    The shapes are those of one device until a group's arrays are read.
+    """
 
     model: Some
     fill: Callable[[bool], None]  # sets the parameters; takes `progress`
 
     def read(self, progress: bool = False) -> Some:
-        """Load the weights to the default device and return the model."""
+        """Load the weights to the devices and return the model."""
         self.fill(progress)
-        self.model.check_values()
         return self.model
 
 
 @contextlib.contextmanager
 def unread(
-    folder: Path | str, dtype: jnp.dtype, *, load_format: str = "auto"
+    folder: Path | str,
+    dtype: jnp.dtype,
+    *,
+    load_format: str = "auto",
+    overrides: Mapping[str, Any] | None = None,
+    group: Group = _ALONE,
 ) -> Iterator[AbstractModel[Model]]:
     """Open the model in a checkpoint folder; its weights can be read until the block ends.
 
+    `overrides` replaces entries of config.json.
+
     Tensor names, shapes and dtypes are checked against config.json. No tensor is read and no device
-    memory is allocated before `AbstractModel.read`.
+    memory is allocated before `AbstractModel.read`. The devices of `group` share the model.
 
     Raises:
         FileNotFoundError: config.json or the weights are missing.
         ValueError: The architecture is not in `MODELS`, an option is not implemented, `load_format`
-            is unknown, or the weights do not match config.json.
+            is unknown, the weights do not match config.json, or the group can't share the model.
     """
-    with _unread(folder, dtype, load_format, family_of) as found:
+    with _unread(folder, dtype, load_format, family_of, group, overrides) as found:
         yield found
 
 
 @contextlib.contextmanager
 def unread_model_or_head(
-    folder: Path | str, dtype: jnp.dtype, *, load_format: str = "auto"
+    folder: Path | str, dtype: jnp.dtype, *, load_format: str = "auto", group: Group = _ALONE
 ) -> Iterator[AbstractModel[CheckpointModule]]:
     """Like `unread`, but the folder may also hold one of `HEADS`."""
-    with _unread(folder, dtype, load_format, _model_or_head) as found:
+    with _unread(folder, dtype, load_format, _model_or_head, group) as found:
         yield found
 
 
@@ -152,23 +179,32 @@ def _unread(
     dtype: jnp.dtype,
     load_format: str,
     family_of: Callable[[str, Path], type[Some]],
+    group: Group,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Iterator[AbstractModel[Some]]:
     if load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}.")
     folder = Path(folder)
-    fields = read_fields(folder)
-    family = family_of(fields.architecture, folder / "config.json")
     with naming(folder):
+        fields = read_fields(folder, overrides)
+        family = family_of(fields.architecture, folder / "config.json")
         config = family.parse_config(fields)
+        shared = config.local(group.size)
+    dtype = jnp.dtype(dtype)
     if load_format == "dummy":
-        model = undefined(family, config, jnp.dtype(dtype), None)
-        yield AbstractModel(model, lambda progress: draw_weights(model))
+        model = undefined(family, shared, dtype, None)
+        yield AbstractModel(model, lambda progress: draw_weights(model, group))
         return
     with open_checkpoint(folder) as checkpoint:
-        model, placements, published = compared(family, config, jnp.dtype(dtype), checkpoint)
-        yield AbstractModel(
-            model, functools.partial(read_weights, placements, published, checkpoint)
-        )
+        with giving_sizes(fields, folder):
+            model, placements, published = compared(family, config, dtype, checkpoint)
+        of_ranks: list[Iterable[Placement]] = [placements]
+        if group.size > 1:
+            model = undefined(family, shared, dtype, frozenset(published))
+            local = list(as_published(model.checkpoint(), published, checkpoint))
+            of_ranks = [shards(placements, local, rank, group.size) for rank in range(group.size)]
+        fill = functools.partial(read_weights, model, of_ranks, published, checkpoint, group)
+        yield AbstractModel(model, fill)
 
 
 def parse_config(
@@ -202,7 +238,8 @@ def family_of(architecture: str, source: Path | str) -> type[Model]:
         )
     if architecture not in MODELS:
         raise ValueError(
-            f"{source} asks for the model {shown(architecture)}, and jaxspec runs only "
+            f"{source} asks for the model {shown(architecture)} in `architectures` or "
+            f"`model_type`, and jaxspec runs only "
             f"{', '.join(sorted(MODELS))}. Use a checkpoint of one of those, or add the model: "
             "jaxspec/models/README.md says how."
         )

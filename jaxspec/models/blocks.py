@@ -155,17 +155,17 @@ def _part(run: Run, begin: int, end: int) -> Run:
 def _runs(placement: Placement, name: str, shape: tuple[int, ...]) -> Iterator[Run]:
     sources, length = [0], math.prod(placement.shape)
     if placement.part is not ...:  # rare; checkpoints can have 74,000 tensors
-        sources, length = _stretches(placement.shape, _box(placement.shape, placement.part))
-    box = _box(shape, placement.index)
+        sources, length = _stretches(placement.shape, box(placement.shape, placement.part))
+    place = box(shape, placement.index)
     if placement.transpose:
-        shape, box = shape[::-1], box[::-1]
-    targets, other = _stretches(shape, box)
+        shape, place = shape[::-1], place[::-1]
+    targets, other = _stretches(shape, place)
     both = math.gcd(length, other)
     for source, target in zip(_cut(sources, length, both), _cut(targets, other, both), strict=True):
         yield Run(name, source, target, both, placement.scale)
 
 
-def _box(shape: tuple[int, ...], index: Any) -> list[_Picked]:
+def box(shape: tuple[int, ...], index: Any) -> list[_Picked]:
     """Return the indices that an index expression selects along each axis."""
     index = index if isinstance(index, tuple) else (index,)
     ellipses = [place for place, entry in enumerate(index) if entry is ...]

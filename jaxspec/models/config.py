@@ -70,6 +70,29 @@ class ModelConfig:
     num_draft_layers: int = 0  # as config.json or the family declares; a checkpoint may lack them
     draft_feed_forward_type: str = DENSE  # feed-forward type of the draft layers
     parts: tuple[Any, ...] = ()
+    # Devices that share the model; heads and widths are those of one, `vocab_size` is the model's.
+    devices: int = 1
+
+    def local(self, devices: int) -> "ModelConfig":
+        """Return the sizes that each of `devices` devices holds of the model.
+
+        A device holds an equal share of the heads and of the widths. If there are fewer key-value
+        heads than devices, several devices hold the same one.
+
+        Raises:
+            ValueError: A size cannot be shared.
+        """
+        if devices == 1:
+            return self
+        parts = [part.local(devices) if hasattr(part, "local") else part for part in self.parts]
+        return dataclasses.replace(
+            self,
+            intermediate_size=share(self.intermediate_size, devices, "intermediate_size"),
+            num_heads=share(self.num_heads, devices, "num_attention_heads"),
+            num_kv_heads=share_or_copy(self.num_kv_heads, devices, "num_key_value_heads"),
+            parts=tuple(parts),
+            devices=devices,
+        )
 
     def find_part(self, kind: type[_Part]) -> _Part | None:
         """Return the part of type `kind`, or None."""
@@ -101,3 +124,31 @@ class ModelConfig:
         `tie_word_embeddings` to false: then `lm_head.weight` is a missing tensor.
         """
         return "lm_head.weight" not in tensors and self.tie_word_embeddings is not False
+
+
+def share(count: int, devices: int, name: str) -> int:
+    """Return the equal share of each device.
+
+    Raises:
+        ValueError: `count` is no multiple of `devices`.
+    """
+    if count % devices:
+        raise _unshared(count, devices, name, [n for n in range(1, 17) if count % n == 0])
+    return count // devices
+
+
+def share_or_copy(count: int, devices: int, name: str) -> int:
+    """Like `share`, but fewer than `devices` are copied, each to equally many devices."""
+    if 0 < count < devices and devices % count == 0:
+        return 1
+    if count % devices:
+        fitting = [n for n in range(1, 17) if count % n == 0 or n % count == 0]
+        raise _unshared(count, devices, name, fitting)
+    return count // devices
+
+
+def _unshared(count: int, devices: int, name: str, fitting: list[int]) -> ValueError:
+    return ValueError(
+        f"tensor_parallel_size must divide {name}, which is {count} in this model, got {devices}. "
+        f"For this size use one of {', '.join(map(str, fitting))}."
+    )

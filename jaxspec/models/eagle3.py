@@ -108,7 +108,7 @@ class Eagle3Head(CheckpointModule):
         self.layer = DecoderLayer(config, FULL_ATTENTION, DENSE, (), dtype)
         self.hidden_norm = residual_norm(config, dtype)
         self.norm = residual_norm(config, dtype)
-        self.lm_head = LMHead(size, own.draft_vocab_size, dtype)
+        self.lm_head = LMHead(size, own.draft_vocab_size, dtype, config.devices)
         is_whole = own.draft_vocab_size == config.vocab_size and _IDS not in names
         zeros = nnx.initializers.zeros
         # Target id minus draft id. None if the two vocabularies are the same.

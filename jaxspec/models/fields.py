@@ -44,6 +44,7 @@ _COMMON_OPTIONS = {
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
     "layer_scale": (False,),
+    "quantization": (),  # mlx's name of the next
     "quantization_config": (),
 }
 
@@ -211,8 +212,8 @@ class Fields(Block):
         return num_heads, num_kv_heads, hidden_size // num_heads if given is None else given
 
 
-def read_fields(folder: Path) -> Fields:
-    """Read the fields of the checkpoint in `folder`.
+def read_fields(folder: Path, overrides: Mapping[str, Any] | None = None) -> Fields:
+    """Read the fields of the checkpoint in `folder`; `overrides` replaces entries of config.json.
 
     Raises:
         FileNotFoundError: There is no config.json.
@@ -229,7 +230,21 @@ def read_fields(folder: Path) -> Fields:
         raise FileNotFoundError(
             f"A model folder must hold a config.json, and {folder} has none. {way_out}"
         )
-    return Fields(read_json(path), read_json(generation) if os.path.lexists(generation) else {})
+    published = overridden(read_json(path), overrides or {})
+    return Fields(published, read_json(generation) if os.path.lexists(generation) else {})
+
+
+def overridden(published: Any, overrides: Mapping[str, Any]) -> Any:
+    """Return `published` with the entries of `overrides` in place of its own.
+
+    Objects in both are merged entry by entry. Content that is no object is returned unchanged.
+    """
+    if not isinstance(published, Mapping):
+        return published
+    return {**published} | {
+        name: overridden(published.get(name) or {}, value) if isinstance(value, Mapping) else value
+        for name, value in overrides.items()
+    }
 
 
 def check_groups(num_heads: int, num_groups: int, names: str) -> None:

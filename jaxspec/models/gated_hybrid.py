@@ -19,7 +19,9 @@ _OPTIONS = {
     "mtp_use_dedicated_embeddings": (False,),
 }
 _DRAFT_LAYERS = whole(0, 1)  # published heads have one layer
-_VISION_LANGUAGE = "model.language_model."  # prefix of the text model's tensors
+# Prefixes of a text model's tensors, and those of a vision tower: transformers', then mlx's.
+_TEXT = {"model.language_model.": "model.", "language_model.": ""}
+_VISION = ("model.visual.", "vision_tower.")
 
 
 class GatedHybrid(Model):
@@ -44,10 +46,11 @@ class GatedHybrid(Model):
     @staticmethod
     def canonical_name(name: str, config: ModelConfig) -> str | None:
         """Return a tensor's name in text-only spelling; None for the vision tower."""
-        if name.startswith("model.visual."):
+        if name.startswith(_VISION):
             return None
-        if name.startswith(_VISION_LANGUAGE):
-            return "model." + name.removeprefix(_VISION_LANGUAGE)
+        for prefix, published in _TEXT.items():
+            if name.startswith(prefix):
+                return published + name.removeprefix(prefix)
         return name
 
 

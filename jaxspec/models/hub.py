@@ -13,7 +13,7 @@ from jaxspec.files import fill, open_file
 from jaxspec.gguf import SUFFIX, is_gguf
 
 _RULE = "A model must be a folder, a GGUF file or a Hugging Face hub id such as Qwen/Qwen3.5-0.8B"
-_TEXT_FILES = ("*.json", "*.jinja", "*.txt")
+_TEXT_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 _WEIGHTS = "*.safetensors"
 _MAX_CHARACTERS = 200  # length limit of a revision
 _SHA256, _GIT_SHA1 = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")

@@ -97,6 +97,7 @@ class Block:
         """
         self.entries = entries
         self.file, self.prefix = file, prefix
+        self.sizes: dict[str, int] = {}  # the integers that were read, for errors
         self.remedy = remedy or f"Take the {file} that was published with the weights."
 
     def find(self, name: str, kind: Kind[_Value]) -> _Value | None:
@@ -107,11 +108,16 @@ class Block:
         """
         value = self.entries.get(name)
         if value is None or kind.holds(value):
+            self._note(name, value)
             return value
         raise ValueError(
             f"{self.file}: `{self.prefix}{name}` must be {kind.words}, got {shown(value)}. "
             f"{self.remedy}"
         )
+
+    def _note(self, name: str, value: Any) -> None:
+        if type(value) is int:
+            self.sizes[name] = value
 
     def need(self, name: str, kind: Kind[_Value]) -> _Value:
         """Return the entry.

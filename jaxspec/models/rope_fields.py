@@ -78,9 +78,10 @@ def _types(block: Block) -> set[str]:
             continue
         if kind not in _TYPES:
             raise ValueError(
-                f"config.json: the rope type must be 'default' or 'llama3', got {shown(kind)}, "
-                "which jaxspec does not implement. If the model was trained without the scaling, "
-                "remove it to run within the original context length; else use another checkpoint."
+                f"{block.file}: `{block.prefix}{name}`, the rope type, must be 'default' or "
+                f"'llama3', got {shown(kind)}, which jaxspec does not implement. If the model was "
+                "trained without the scaling, remove it to run within the original context length; "
+                "else use another checkpoint."
             )
         kinds.add(_TYPES[kind])
     return kinds

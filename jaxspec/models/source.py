@@ -1,23 +1,36 @@
 """Sources of a model: a checkpoint folder or a GGUF file."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from jaxspec.checks import shown
 from jaxspec.gguf import is_gguf
 from jaxspec.models import fields
 from jaxspec.models.checkpoint import Checkpoint, SafetensorsCheckpoint
 from jaxspec.models.fields import Fields
+from jaxspec.models.mlx import MLXCheckpoint, is_mlx
+
+_FILES = ("config.json", "generation_config.json")
 
 
-def read_fields(source: Path) -> Fields:
+def read_fields(source: Path, overrides: Mapping[str, Any] | None = None) -> Fields:
     """Read the model's config.json, or the GGUF metadata in its place.
 
+    `overrides` replaces entries of config.json.
+
     Raises:
-        FileNotFoundError, ValueError: As `fields.read_fields` or `gguf.fields.read_fields`.
+        FileNotFoundError, ValueError: As `fields.read_fields` or `gguf.fields.read_fields`, or
+            there are overrides for a GGUF file.
     """
     if not is_gguf(source):
-        return fields.read_fields(source)
+        return fields.read_fields(source, overrides)
+    if overrides:
+        raise ValueError(
+            f"hf_overrides replaces entries of a config.json, and {source} is a GGUF file, got "
+            f"{shown(overrides)}. Leave it out, or load the checkpoint that the file was made from."
+        )
     from jaxspec.models.gguf import fields as gguf_fields  # only for GGUF files
 
     return gguf_fields.read_fields(source)
@@ -30,18 +43,38 @@ def open_checkpoint(source: Path) -> Checkpoint:
         FileNotFoundError, ValueError: As `SafetensorsCheckpoint` or `GGUFCheckpoint`.
     """
     if not is_gguf(source):
-        return SafetensorsCheckpoint(source)
+        checkpoint = SafetensorsCheckpoint(source)
+        return MLXCheckpoint(checkpoint) if is_mlx(checkpoint) else checkpoint
     from jaxspec.models.gguf.checkpoint import GGUFCheckpoint
 
     return GGUFCheckpoint(source)
 
 
 @contextlib.contextmanager
-def naming(source: Path) -> Iterator[None]:
-    """Add the GGUF file's name to ValueErrors in the block, which refer to config.json."""
+def giving_sizes(fields: Fields, source: Path) -> Iterator[None]:
+    """Add the sizes in config.json to ValueErrors of tensors that do not match it."""
     try:
         yield
     except ValueError as error:
-        if not is_gguf(source):
+        if is_gguf(source):
             raise
-        raise ValueError(f"{source}, whose metadata stands for a config.json: {error}") from error
+        sizes = ", ".join(f"`{name}` {value}" for name, value in sorted(fields.sizes.items()))
+        raise ValueError(f"{error} The config.json has {sizes}.") from error
+
+
+@contextlib.contextmanager
+def naming(source: Path) -> Iterator[None]:
+    """Add the source's path to ValueErrors in the block, many of which begin with config.json."""
+    try:
+        yield
+    except ValueError as error:
+        words = str(error)
+        if str(source) in words:
+            raise
+        if is_gguf(source):
+            words = f"{source}, whose metadata stands for a config.json: {words}"
+        elif source.is_dir() and words.startswith(_FILES):
+            words = f"{source}/{words}"
+        else:
+            words = f"{source}: {words}"
+        raise ValueError(words) from error

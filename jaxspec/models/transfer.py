@@ -229,7 +229,7 @@ class _Transfer:
         for target in self._targets:
             if isinstance(target, _OnDevice):
                 if target.key not in programs:
-                    programs[target.key] = self._submit(self._compilers, _compiled, target.key)
+                    programs[target.key] = self._submit(self._compilers, _compiled_here, target.key)
                 target.program = programs[target.key]
 
     def _submit(self, pool: ThreadPoolExecutor, call: Callable[..., Any], *arguments: Any):
@@ -269,9 +269,13 @@ def _empty(count: int, dtype: np.dtype) -> np.ndarray:
     return content[begin : begin + count * dtype.itemsize].view(dtype)
 
 
+def _compiled_here(program: _Program) -> _Compiled:
+    return _compiled(program, default_device())
+
+
 @functools.cache
-def _compiled(program: _Program) -> _Compiled:
-    """Compile the programs for one combination of parameter and block."""
+def _compiled(program: _Program, there: Any) -> _Compiled:
+    """Compile the programs for one combination of parameter and block, for the default device."""
     shape = program.shape[::-1] if program.transpose else program.shape
     create = jax.jit(functools.partial(jnp.zeros, shape, program.param_dtype))
     write = _write.lower(

@@ -17,7 +17,9 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.trunk import LAYERS
 from jaxspec.models.safetensors_file import DTYPES, INTEGERS
+from jaxspec.models.source import naming
 from jaxspec.models.transfer import to_device
+from jaxspec.parallel import Group
 
 Some = TypeVar("Some", bound=CheckpointModule)
 
@@ -30,25 +32,47 @@ _LOOKED_FOR = 64  # tensors of an alternative spelling
 
 
 def read_weights(
-    placements: Iterable[Placement],
+    model: CheckpointModule,
+    of_ranks: Iterable[Iterable[Placement]],
     published: Mapping[str, list[str]],
     checkpoint: Checkpoint,
+    group: Group,
     progress: bool = False,
 ) -> None:
-    """Load the parameters of a model that was `compared` to the device.
+    """Load the parameters of a model that was `compared` to the devices of a group.
 
     After an error or Ctrl-C nothing stays in memory.
 
     Args:
-        placements: Where each tensor goes.
+        model: The model, whose values are checked.
+        of_ranks: Where each tensor goes, for each device in turn.
         published: The checkpoint's names of each canonical name.
         checkpoint: The open checkpoint.
+        group: The devices.
         progress: Show a progress bar if loading takes longer than half a second.
 
     Raises:
-        ValueError: A file changed in the meantime.
+        ValueError: A value is invalid, or a file changed in the meantime.
     """
-    sources = _sources(placements, published, checkpoint)
+    held: dict[int, tuple[nnx.Param, list[jax.Array]]] = {}
+    for rank, placements in enumerate(of_ranks):
+        with group.default(rank):
+            sources = _sources(placements, published, checkpoint)
+            for source, value in zip(sources, _read(sources, checkpoint, progress), strict=True):
+                source.param.set_value(value)
+                held.setdefault(id(source.param), (source.param, []))[1].append(value)
+            with naming(checkpoint.path):
+                model.check_values()
+    _set_shared(held.values(), group)
+
+
+def _set_shared(held: Iterable[tuple[nnx.Param, list[jax.Array]]], group: Group) -> None:
+    """Set each parameter to the group's array of the values of its devices."""
+    for param, values in held if group.size > 1 else ():
+        param.set_value(group.stacked(values))
+
+
+def _read(sources: Sequence[Source], checkpoint: Checkpoint, progress: bool) -> list[jax.Array]:
     with tqdm(
         total=sum(source.num_bytes for source in sources),
         desc="loading",
@@ -58,12 +82,10 @@ def read_weights(
         leave=False,
         disable=not progress,
     ) as bar:
-        values = to_device(sources, checkpoint, bar.update)
-    for source, value in zip(sources, values, strict=True):
-        source.param.set_value(value)
+        return to_device(sources, checkpoint, bar.update)
 
 
-def _as_published(
+def as_published(
     placements: Iterable[Placement], published: Collection[str], checkpoint: Checkpoint
 ) -> Iterator[Placement]:
     """Yield the placements in the spelling that the checkpoint has."""
@@ -109,7 +131,7 @@ def compared(
             published.setdefault(canonical, []).append(name)
     _check_layers(config, published, checkpoint)
     model = undefined(family, config, dtype, frozenset(published))
-    placements = list(_as_published(model.checkpoint(), published, checkpoint))
+    placements = list(as_published(model.checkpoint(), published, checkpoint))
     _check(placements, published, checkpoint)
     return model, placements, published
 
@@ -219,14 +241,20 @@ def _misfit(checkpoint: Checkpoint, found: str) -> ValueError:
     )
 
 
-def draw_weights(model: CheckpointModule) -> None:
+def draw_weights(model: CheckpointModule, group: Group) -> None:
     """Initialise the parameters as before training, the same way every time.
 
     The device draws one parameter after the other, so it needs little more memory than the weights,
-    and nothing is copied from the host.
+    and nothing is copied from the host. All devices of a group draw the same values, so that the
+    heads of one repeat those of another.
     """
     params = {id(placement.param): placement.param for placement in model.checkpoint()}
-    key = jax.random.key(0)
-    for number, param in enumerate(params.values()):
-        draw = jax.jit(param.get_metadata("init"), static_argnums=(1, 2))
-        param.set_value(draw(jax.random.fold_in(key, number), param.shape, param.dtype))
+    held = [(param, param.shape, list[jax.Array]()) for param in params.values()]
+    for rank in range(group.size):
+        with group.default(rank):
+            key = jax.random.key(0)
+            for number, (param, shape, values) in enumerate(held):
+                draw = jax.jit(param.get_metadata("init"), static_argnums=(1, 2))
+                values.append(draw(jax.random.fold_in(key, number), shape, param.dtype))
+                param.set_value(values[-1])
+    _set_shared(((param, values) for param, _, values in held), group)

@@ -18,7 +18,14 @@ from jaxspec.options.vllm_options import RENAMED, UNDERSTOOD, translated
 from jaxspec.plan.step_shapes import TOKENS_PER_STEP, ModelSizes, SchedulerLimits, StepShapes
 
 
-def option(default: Any, help: str, *, none: str | None = None, least: int | None = 1) -> Any:
+def option(
+    default: Any,
+    help: str,
+    *,
+    none: str | None = None,
+    least: int | None = 1,
+    is_hashed: bool = True,
+) -> Any:
     """Declare a field of `EngineConfig`.
 
     Args:
@@ -26,9 +33,10 @@ def option(default: Any, help: str, *, none: str | None = None, least: int | Non
         help: The meaning of the option, for its documentation.
         none: The meaning of None, if None is the default.
         least: Smallest integer allowed; None allows any that fits in 64 bits.
+        is_hashed: False for values that can't be hashed, such as dicts.
     """
     metadata = {"help": help, "none": none, "least": least}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata, hash=None if is_hashed else False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +55,7 @@ class EngineConfig:
     _: dataclasses.KW_ONLY
     revision: str | None = option(None, "branch, tag or commit of a hub id", none="main")
     tokenizer: str | Path | None = option(
-        None, "folder with tokenizer.json, GGUF file, or hub id", none="the model's tokenizer"
+        None, "folder with tokenizer files, GGUF file, or hub id", none="the model's tokenizer"
     )
     skip_tokenizer_init: bool = option(
         False, "load no tokenizer: prompts must be token ids, and outputs have no text"
@@ -69,6 +77,13 @@ class EngineConfig:
         "auto loads the checkpoint's weights; dummy initializes random weights and needs only "
         "config.json",
     )
+    hf_overrides: Mapping[str, Any] | None = option(
+        None,
+        "entries that replace those of config.json, as a dict or its JSON; dicts in both are "
+        "merged",
+        none="config.json as it is",
+        is_hashed=False,
+    )
     dtype: Literal["float32", "bfloat16", "auto"] = option(
         "auto",
         "dtype of the weights: float32, bfloat16 or auto (bfloat16 on a GPU, float32 elsewhere)",
@@ -86,6 +101,9 @@ class EngineConfig:
     )
     state_dtype: Literal["float32", "float16", "bfloat16"] = option(
         "float32", "dtype of recurrent states: float32, float16 or bfloat16"
+    )
+    tensor_parallel_size: int = option(
+        1, "number of devices that share the model, of one machine (docs/tensor-parallel.md)"
     )
     max_num_seqs: int = option(8, "maximum number of samples that run at the same time")
     max_model_len: int | None = option(
@@ -195,6 +213,11 @@ class EngineConfig:
         None,
         "folder for the files that the flight recorder writes when a step fails",
         none="the user's state folder",
+    )
+    profiler_folder: str | Path | None = option(
+        None,
+        "folder for the profiles of JAX between start_profile and stop_profile",
+        none="these calls are refused",
     )
     show_progress: bool | None = option(
         None, "show progress bars", none="if standard error is a terminal"

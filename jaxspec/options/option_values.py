@@ -1,8 +1,9 @@
 """Conversion of option values to Python types, validated against the type of their field."""
 
 import dataclasses
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -36,7 +37,7 @@ def read(field: dataclasses.Field, value: Any) -> Any:
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
     """Return the members of a union type, or `(kind,)` for another type."""
-    is_whole = not get_args(kind) or get_origin(kind) in (Literal, Sequence)
+    is_whole = not get_args(kind) or get_origin(kind) in (Literal, Sequence, Mapping)
     return (kind,) if is_whole else get_args(kind)
 
 
@@ -55,6 +56,19 @@ def _no_word(field: dataclasses.Field, value: Any) -> NoReturn:
     if NoneType in _alternatives(field.type):
         others, last = [*others, last], f"None, {field.metadata['none']}"
     raise ValueError(f"{field.name} must be {', '.join(others)} or {last}, got {shown(value)}.")
+
+
+def _entries(field: dataclasses.Field, value: Any) -> dict[str, Any]:
+    """Return a copy of a dict of JSON values, which may be given as JSON text."""
+    try:
+        read = json.loads(value if isinstance(value, str) else json.dumps(value))
+    except (TypeError, ValueError, RecursionError):
+        read = None
+    if not isinstance(read, dict):
+        raise ValueError(
+            f"{field.name} must be a dict of JSON values, or one as JSON text, got {shown(value)}."
+        )
+    return read
 
 
 def _integer(field: dataclasses.Field, value: Any) -> int:
@@ -84,6 +98,7 @@ def _sizes(field: dataclasses.Field, value: Any) -> tuple[int, ...]:
 # The first entry whose type is in the field's union reads the value.
 _READERS: dict[Any, Callable[[dataclasses.Field, Any], Any]] = {
     SpeculativeConfig: _speculation,
+    Mapping: _entries,
     Path: lambda field, value: checks.path(field.name, value),
     str: lambda field, value: checks.text(field.name, value),
     bool: lambda field, value: checks.boolean(field.name, value),

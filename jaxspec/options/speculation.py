@@ -41,6 +41,13 @@ METHODS: dict[str, type[MethodOptions]] = {
 }
 
 
+OTHER_NAMES = {
+    **dict.fromkeys(("qwen3_5_mtp", "qwen3_next_mtp", "nemotron_h_mtp"), "mtp"),
+    "ngram_gpu": "ngram",
+}
+"""vLLM's names of methods, and the method that jaxspec has for each."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SpeculativeConfig:
     """Configuration of speculative decoding.
@@ -76,6 +83,7 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         """Validate the fields and store them as Python types."""
         keep = object.__setattr__
+        keep(self, "method", own_name(self.method))
         kind = options_class(self.method)
         keep(self, "options", _options(self.method, kind, self.options))
         keep(self, "num_speculative_tokens", self._num_speculative_tokens())
@@ -135,7 +143,7 @@ class SpeculativeConfig:
         if isinstance(nested := value.get("options"), Mapping):  # the format of `asdict`
             value = {**nested, **{key: value[key] for key in value if key != "options"}}
         own = [field.name for field in dataclasses.fields(SpeculativeConfig)]
-        kind = options_class(value.get("method", SpeculativeConfig.method))
+        kind = options_class(own_name(value.get("method", SpeculativeConfig.method)))
         options = [field.name for field in dataclasses.fields(kind)]  # pyright: ignore
         _refuse_unknown(value, [*own, *options])
         given = {key: value[key] for key in value if key in options}
@@ -218,6 +226,11 @@ class SpeculativeConfig:
                 f"position; got {shown(rates)}."
             )
         return found
+
+
+def own_name(method: Any) -> Any:
+    """Return jaxspec's name of a method for one of vLLM's; other values are returned unchanged."""
+    return OTHER_NAMES.get(method, method) if isinstance(method, str) else method
 
 
 def options_class(method: Any) -> type[MethodOptions]:

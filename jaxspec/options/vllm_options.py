@@ -2,12 +2,16 @@
 
 A vLLM option renames a jaxspec option (`RENAMED`) or has no counterpart (`UNDERSTOOD`). Without a
 counterpart, values that match the behavior of jaxspec are accepted, and all others are refused.
+Accepted values that are not vLLM's default are named in one line of the log.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxspec.checks import shown
+
+_LOG = logging.getLogger(__name__)
 
 
 class Renamed(NamedTuple):
@@ -26,7 +30,8 @@ class Given(NamedTuple):
 
     Attributes:
         meaning: The behavior of jaxspec.
-        values: Accepted values, which request that behavior; empty accepts every value.
+        values: Accepted values, which request that behavior, vLLM's default first; empty accepts
+            every value.
         instead: Advice in the error for other values.
     """
 
@@ -40,6 +45,12 @@ class Given(NamedTuple):
             return True
         is_plain = given is None or isinstance(given, bool | int | float | str | dict | list)
         return is_plain and any(type(given) is type(v) and given == v for v in self.values)
+
+    def is_default(self, given: Any) -> bool:
+        """Return whether an accepted value says nothing: it is empty, or vLLM's default."""
+        if given is None or not isinstance(given, bool | int | float | str | dict | list):
+            return given is None
+        return not given or (bool(self.values) and given == self.values[0])
 
 
 _KV_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
@@ -64,41 +75,50 @@ _CONFIG = "Change config.json in a folder of your own"
 _PLAIN = "Use a checkpoint in float32, bfloat16 or float16"
 
 UNDERSTOOD: dict[str, Given] = {
-    "aggregate_engine_logging": Given("nothing is logged", (True, False)),
+    "aggregate_engine_logging": Given("there is one engine", (False, True)),
     "async_scheduling": Given("steps overlap", (True, None), "Set max_in_flight=0"),
     "code_revision": Given("no code is loaded from a hub", (None,)),
     "config_format": Given("config.json is read", ("auto", "hf")),
+    "compilation_config": Given("XLA compiles", (None, {}), "Leave it out"),
     "cpu_offload_gb": Given("weights stay on the device", (0, 0.0), "Use less device memory"),
     "data_parallel_size": Given("one device", (1,), _ONE_DEVICE),
-    "disable_cascade_attention": Given("there is no cascade attention", (True, False)),
-    "disable_custom_all_reduce": Given("one device", (True, False)),
-    "disable_log_stats": Given("nothing is logged; `LLM.metrics` counts", (True, False)),
+    "disable_cascade_attention": Given("there is no cascade attention", (False, True)),
+    "disable_custom_all_reduce": Given("one device", (False, True)),
+    "disable_log_requests": Given("requests are not logged", (False, True)),
+    "disable_log_stats": Given("nothing is logged; `LLM.metrics` counts", (False, True)),
+    "disable_mm_preprocessor_cache": Given("prompts are text only", (False, True)),
     "distributed_executor_backend": Given("one process", (None, "uni"), _ONE_DEVICE),
     "download_dir": Given("the hub's own cache is used", (None,), "Set HF_HOME"),
     "enable_chunked_prefill": Given("prompts are computed in chunks", (True, None)),
     "enable_expert_parallel": Given("one device", (False,), _ONE_DEVICE),
+    "enable_log_requests": Given(
+        "requests are not logged", (False,), "Log them where they are made"
+    ),
     "enable_lora": Given("there are no adapters", (False,), _NOT_LOADED),
     "enable_prompt_embeds": Given("prompts are texts or ids", (False,), "Pass ids"),
     "enable_sleep_mode": Given(
         "the engine does not sleep", (False,), "Close it and create another"
     ),
-    "enforce_eager": Given("programs are always compiled, once", (True, False, None)),
+    "enforce_eager": Given("programs are always compiled, once", (False, True, None)),
     "guided_decoding_backend": Given("there is no structured output", (None, "auto")),
     "hf_config_path": Given("the model's config.json is used", (None,), _FOLDER),
-    "hf_overrides": Given("config.json is used unchanged", (None, {}), _CONFIG),
     "hf_token": Given("the hub library's login is used", (None,), "Log in with `hf auth login`"),
     "ignore_patterns": Given("all safetensors are read", (None,), _FOLDER),
     "kv_offloading_backend": Given(
         "blocks are copied to host memory and a folder", ("native", None)
     ),
     "kv_transfer_config": Given("pages are not transferred", (None,)),
-    "limit_mm_per_prompt": Given("prompts are text only", (None, {})),
+    "language_model_only": Given("only the language model is loaded", (False, True)),
+    "limit_mm_per_prompt": Given("prompts are text only"),
     "logits_processors": Given("SamplingParams selects them", (None, [])),
     "lora_modules": Given("there are no adapters", (None,), _NOT_LOADED),
     "mamba_cache_dtype": Given(
         "convolution states have the model's dtype", ("auto",), "See state_dtype"
     ),
     "max_logprobs": Given("SamplingParams bounds them", (20, None)),
+    "media_io_kwargs": Given("prompts are text only", (None, {})),
+    "mm_processor_cache_gb": Given("prompts are text only"),
+    "mm_processor_kwargs": Given("prompts are text only", (None, {})),
     "max_seq_len_to_capture": Given("all sizes are compiled"),
     "model_impl": Given("models are those of jaxspec", ("auto",)),
     "override_generation_config": Given(
@@ -106,21 +126,38 @@ UNDERSTOOD: dict[str, Given] = {
     ),
     "pipeline_parallel_size": Given("one device", (1,), _ONE_DEVICE),
     "prefix_caching_hash_algo": Given("tokens are compared, not hashes"),
+    "profiler_config": Given("JAX's profiler is used", (None, {}), "Set profiler_folder"),
     "quantization": Given("weights are as published", (None,), _PLAIN),
     "rope_scaling": Given("config.json has it", (None, {}), _CONFIG),
     "rope_theta": Given("config.json has it", (None,), _CONFIG),
     "runner": Given("it generates text", ("auto", "generate"), "Pooling is not supported"),
     "scheduling_policy": Given("by priority, then by arrival", ("fcfs", "priority")),
     "served_model_name": Given("an LLM has no server"),
+    "skip_mm_profiling": Given("prompts are text only", (False, True)),
     "structured_outputs_config": Given("there is no structured output", (None, {})),
     "swap_space": Given("preempted requests are computed again"),
     "task": Given("it generates text", ("auto", "generate"), "Pooling is not supported"),
-    "tensor_parallel_size": Given("one device", (1,), _ONE_DEVICE),
     "tokenizer_mode": Given("tokenizer.json is read", ("auto", "hf", "fast")),
     "tokenizer_revision": Given("the default revision is used", (None,), "Give a folder"),
-    "trust_remote_code": Given("no code is taken from a hub", (False,), "Models are built in"),
+    "trust_remote_code": Given(
+        "models are built in, and no code is taken from a hub", (False, True)
+    ),
 }
 """Options whose behavior is fixed in jaxspec, by vLLM's name."""
+
+CALL_ARGUMENTS: dict[str, Given] = {
+    "chat_template_content_format": Given("contents are texts", ("auto", "string", None)),
+    "data_parallel_rank": Given("one device", (None, 0), _ONE_DEVICE),
+    "lora_request": Given("there are no adapters", (None,), _NOT_LOADED),
+    "mm_processor_kwargs": Given("prompts are text only", (None, {})),
+    "prompt_text": Given("it is decoded from the ids", (None,), "Pass it in the prompt's dict"),
+    "tokenization_kwargs": Given("tokenizers have no options", (None, {}), "Pass token ids"),
+    "trace_headers": Given("requests are not traced", (None, {})),
+}
+"""Arguments of vLLM's calls without a counterpart, by name."""
+
+# The first values of dtype that people try on a GPU, and why they are refused.
+_FLOAT16 = ("float16", "half")
 
 
 def translated(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,11 +166,19 @@ def translated(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: an option requests an unsupported feature, or is given under two names.
     """
-    found = {}
+    found, noted = {}, list[str]()
     for name, given in options.items():
         if name in UNDERSTOOD:
-            _check(name, given)
+            _check(name, given, UNDERSTOOD[name])
+            if not UNDERSTOOD[name].is_default(given):
+                noted.append(f"{name} ({UNDERSTOOD[name].meaning})")
             continue
+        if name == "dtype" and isinstance(given, str) and given in _FLOAT16:
+            raise ValueError(
+                f"dtype must be 'float32', 'bfloat16' or 'auto', got {given!r}: the kernels "
+                "multiply in bfloat16, and activations may exceed float16's range. Use 'bfloat16'; "
+                "a checkpoint in float16 is converted as it is loaded."
+            )
         own, value = name, given
         if name in RENAMED:
             own, value = RENAMED[name].name, RENAMED[name].value(given)
@@ -144,11 +189,34 @@ def translated(options: Mapping[str, Any]) -> dict[str, Any]:
                 )
         if value is not None or own == name:  # None of vLLM means the default
             found[own] = value
+    if noted:
+        _LOG.warning("Options of vLLM without an effect here: %s.", "; ".join(noted))
     return found
 
 
-def _check(name: str, given: Any) -> None:
-    understood = UNDERSTOOD[name]
+def without_neutral(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call without those of `CALL_ARGUMENTS`.
+
+    Raises:
+        ValueError: one of these requests an unsupported feature.
+    """
+    for name in given.keys() & CALL_ARGUMENTS.keys():
+        _check(name, given[name], CALL_ARGUMENTS[name])
+    return {name: value for name, value in given.items() if name not in CALL_ARGUMENTS}
+
+
+def check_call(call: str, others: Mapping[str, Any]) -> None:
+    """Check the arguments of a call that it has no parameters for.
+
+    Raises:
+        TypeError: an argument is not in `CALL_ARGUMENTS`.
+        ValueError: as in `without_neutral`.
+    """
+    if unknown := sorted(without_neutral(others)):
+        raise TypeError(f"{call}() has no argument {unknown[0]!r}. See help({call}).")
+
+
+def _check(name: str, given: Any, understood: Given) -> None:
     if understood.takes(given):
         return
     values = " or ".join(map(repr, understood.values))

@@ -9,8 +9,8 @@ A model with recurrent states can resume only at a cached state. Between steps, 
     pages   none, for models without states
     align   only at multiples of `checkpoint_interval` in prompts
     all     where a prompt diverges from an earlier one, where later prompts will diverge
-            (`cache_boundaries`), before the last token of a long prompt, at the end of an output,
-            at a preemption, and at multiples of `checkpoint_interval` if it is set
+            (`cache_boundaries`), before the last token of a prompt, at the end of an output, at a
+            preemption, and at multiples of `checkpoint_interval` if it is set
 
 What the device evicts is copied to host memory if there is a `HostTier`; `PrefixArrivals` copies it
 back for waiting requests. `copy_out` and `copy_in` copy the prefix of a request between engines.
@@ -30,7 +30,7 @@ from jaxspec.requests.request import Finish, PageTable, Request
 from jaxspec.requests.sampling_features import PENALTIES
 from jaxspec.requests.waiting_queue import urgency
 
-MIN_UNCACHED = 1000  # least uncached tokens for which caching the state at the end pays off
+MIN_UNCACHED = 1000  # least uncached tokens for which one repetition of a prompt pays for its state
 # Least new tokens of a chat turn for a cached state at its boundary. A step of Qwen3.5-9B takes as
 # long as about 200 prompt tokens: benchmarks/results, prefill_h200 and decode_h200.
 MIN_TURN = 250
@@ -79,7 +79,7 @@ class PrefixCache:
 
     def _forget(self) -> None:
         self._at: dict[Request, Node] = {}  # last node of each running request
-        self._stops: dict[Request, tuple[int, ...]] = {}  # chunk ends (`_wanted`)
+        self._stops: dict[Request, dict[int, bool]] = {}  # see `_wanted`
         self._found: tuple[Any, PrefixHit] = (None, PrefixHit())
         if self._arrivals is not None:
             self._arrivals.clear()
@@ -187,28 +187,30 @@ class PrefixCache:
 
     # Chunks and cached states
 
-    def _wanted(self, request: Request, hit: PrefixHit) -> tuple[int, ...]:
+    def _wanted(self, request: Request, hit: PrefixHit) -> dict[int, bool]:
         """Return the prefix lengths at which the chunks of a prompt should end.
 
         These are where it diverges from an earlier prompt, where later prompts will diverge, and
-        its end, which pays off if the same prompt is repeated. Each costs a step, and the latter
-        two save at most the tokens since the previous length.
+        its end, for a repetition. Each costs a step. The latter two save the tokens since the
+        previous length. If these are few but at least double what is found, the state is cached on
+        trial (True): a first repetition hits, but most short prompts are never repeated.
         """
-        end = len(request.tokens) - 1
-        stops = [hit.num_matched] if hit.num_matched > hit.num_cached else []
+        end, size = len(request.tokens) - 1, self.shapes.page_size
+        stops = {hit.num_matched: False} if hit.num_matched > hit.num_cached else {}
         last = max(hit.num_cached, hit.num_matched)
-        for boundary in sorted(request.cache_boundaries):
-            if min(boundary, end) - last >= self.min_turn:
-                last = min(boundary, end)
-                stops.append(last)
-        return (*stops, end) if end - last >= self.min_uncached else tuple(stops)
+        wanted = [(min(each, end), self.min_turn) for each in sorted(request.cache_boundaries)]
+        for stop, least in (*wanted, (end, self.min_uncached)):
+            num_saved = stop - last
+            if num_saved >= least or (num_saved >= size and num_saved >= last):
+                stops[stop], last = num_saved < least, stop
+        return stops
 
     def chunk_end(self, request: Request, end: int) -> int:
         """Return the end of the next chunk of a prompt, at most `end`."""
         if not self._has_states or request not in self._at:
             return end
         done, interval = request.num_computed, self.limits.checkpoint_interval
-        stops = [stop for stop in self._stops.get(request, ()) if stop > done]
+        stops = [stop for stop in self._stops.get(request, {}) if stop > done]
         if interval is not None:
             stops.append((done // interval + 1) * interval)
         return min(end, *stops) if stops else end
@@ -222,8 +224,9 @@ class PrefixCache:
             done, interval = request.num_computed, self.limits.checkpoint_interval
             is_prompt_end = self._keeps_ends and done == request.prefill_len - 1
             is_on_grid = interval is not None and done % interval == 0
-            if is_prompt_end or is_on_grid or done in self._stops.get(request, ()):
-                self.store.keep(request, self._at[request], done)
+            stops = self._stops.get(request, {})
+            if is_prompt_end or is_on_grid or done in stops:
+                self.store.keep(request, self._at[request], done, on_trial=stops.get(done, False))
 
     def given(self, request: Request) -> None:
         """Publish the pages of new output tokens; all but the newest token are computed."""
@@ -237,7 +240,9 @@ class PrefixCache:
         if self._is_on and finish is Finish.ERROR:
             self.clear()  # any page or state may hold the NaN
         elif request in self._at and self._keeps_ends:
-            self._keep_all(request, len(request.tokens) - 1)
+            length = len(request.tokens) - 1
+            is_new = any(self._stops.get(request, {}).values()) and length < self.min_uncached
+            self._keep_all(request, length, on_trial=is_new)
 
     def preempted(self, request: Request) -> None:
         """Cache a request that is about to lose its row and pages."""
@@ -266,8 +271,9 @@ class PrefixCache:
     def _publish(self, request: Request, num_computed: int) -> None:
         self._at[request] = self.store.publish(request, self._at[request], num_computed)
 
-    def _keep_all(self, request: Request, length: int) -> None:
-        self.store.keep(request, self._at[request], length, gives_page=True)
+    def _keep_all(self, request: Request, length: int, *, on_trial: bool = False) -> None:
+        at = self._at[request]
+        self.store.keep(request, at, length, gives_page=True, on_trial=on_trial)
 
 
 MAX_DISK_SECONDS = 10.0  # longest wait for the disk while no step runs

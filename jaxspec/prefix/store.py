@@ -19,6 +19,8 @@ from jaxspec.prefix.page_pool import PagePool
 from jaxspec.prefix.tree import Node, PrefixTree
 from jaxspec.requests.request import Request
 
+TRIAL_SHARE = 1 / 4  # of the slots for states on trial, once all are taken; two slots at least
+
 Copy = StateExport | Read | Write | SlotCopy
 """Export of a state, copy to or from a block, or start of a request at a cached prefix."""
 
@@ -79,6 +81,7 @@ class PrefixStore:
         # State slots 1..num_checkpoints; slot 0 is null.
         self.free_slots = list(range(self._shapes.num_checkpoints, 0, -1))
         self.states: OrderedDict[Node, None] = OrderedDict()  # nodes with a slot, by last use
+        self._on_trial: OrderedDict[Node, None] = OrderedDict()  # those of states not used yet
         self._pending: dict[Request, _Pending] = {}
         self.copies: list[Copy] = []  # before the step of the next plan
 
@@ -87,6 +90,7 @@ class PrefixStore:
     def touch(self, node: Node) -> None:
         """Mark the prefix that ends at `node` as used."""
         self.tree.touch(node)
+        self._on_trial.pop(node, None)
         if node in self.states:
             self.states.move_to_end(node)
 
@@ -123,10 +127,20 @@ class PrefixStore:
             node = self.tree.root(request.cache_salt)
         return self._add(request, node, count, request.pages[node.depth :])
 
-    def keep(self, request: Request, node: Node, length: int, *, gives_page: bool = False) -> None:
+    def keep(
+        self,
+        request: Request,
+        node: Node,
+        length: int,
+        *,
+        gives_page: bool = False,
+        on_trial: bool = False,
+    ) -> None:
         """Cache the state of a row at `length` tokens; `node` is their last full page.
 
         A partly filled page is copied, or with `gives_page` taken over from a request that leaves.
+        States on trial that no request has used have few slots, so that prompts that are never
+        repeated leave the states of others; they are not copied to the host.
         """
         tail = self._tail(request, length)
         if length < 1 or node.depth != length // self._shapes.page_size or self._has(node, tail):
@@ -141,7 +155,7 @@ class PrefixStore:
                 self._skip("no page", slot)
                 return
             source, (target,) = page, self.pool.allocate(1)
-        self._put(node, tail, target or page, slot)
+        self._put(node, tail, target or page, slot, on_trial=on_trial)
         self.pool.release([target] if target else [])
         self.copies.append(StateExport(request.row, slot, source, target))
 
@@ -208,8 +222,9 @@ class PrefixStore:
         return [node.page for node in gone]
 
     def _evict_state(self, node: Node) -> None:
-        if self._tier is not None:
+        if self._tier is not None and node not in self._on_trial:
             self.copies += self._tier.save_state(node)
+        self._on_trial.pop(node, None)
         del self.states[node]
         self.free_slots.append(node.checkpoint)
         self.tree.set_checkpoint(node, 0)
@@ -268,7 +283,9 @@ class PrefixStore:
         self.touch(there)
         return True
 
-    def _put(self, node: Node, tail: Sequence[int], page: int, slot: int) -> None:
+    def _put(
+        self, node: Node, tail: Sequence[int], page: int, slot: int, *, on_trial: bool = False
+    ) -> None:
         """Assign a slot to the state after `node` and `tail`, whose held page is `page`.
 
         Skipped if the allocation of the page or slot has evicted `node`.
@@ -279,6 +296,8 @@ class PrefixStore:
         node = self.tree.add(node, tail, page) if tail else node
         self.tree.set_checkpoint(node, slot)
         self.states[node] = None
+        if on_trial:
+            self._on_trial[node] = None
         self._metrics.num_checkpoints += 1
 
     def _slot(self, request: Request) -> int:
@@ -291,7 +310,9 @@ class PrefixStore:
     def _take_slot(self) -> int:
         """Return a slot for a state, evicting another one if needed; 0 if there is none."""
         if not self.free_slots and self.states:
-            oldest = next(iter(self.states))
+            most = max(2, int(TRIAL_SHARE * self._shapes.num_checkpoints))
+            is_full = len(self._on_trial) >= most
+            oldest = next(iter(self._on_trial if is_full else self.states))
             self._evict_state(oldest)
             if len(oldest.tokens) < self._shapes.page_size:  # a tail exists only for its state
                 self.pool.add_free(node.page for node in self.tree.remove(oldest))

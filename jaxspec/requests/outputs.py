@@ -69,6 +69,8 @@ class RequestOutput:
             for the first token. None unless `SamplingParams.prompt_logprobs` is set, and if the
             request ended before its prompt was computed.
         num_cached_tokens: Number of prompt tokens in the cached prefix.
+        num_pending: Number of unfinished samples without an entry in `outputs`; 0 unless
+            `output_kind` is DELTA.
     """
 
     prompt: str | None
@@ -77,6 +79,7 @@ class RequestOutput:
     request_id: str = ""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+    num_pending: int = 0
 
     @staticmethod
     def of(samples: "Sequence[Sample]") -> "RequestOutput":
@@ -91,10 +94,51 @@ class RequestOutput:
             num_cached_tokens=first.request.num_cached_tokens,
         )
 
+    @staticmethod
+    def due(samples: "Sequence[Sample]", deltas: "Sequence[TextDelta]") -> "RequestOutput | None":
+        """Return the output that vLLM yields after new deltas, as `output_kind` specifies.
+
+        Args:
+            samples: All samples of one prompt.
+            deltas: All deltas that were just taken from them, at least one.
+
+        Returns:
+            All output so far (CUMULATIVE), that of the deltas (DELTA), or all output once every
+            sample has finished and None before (FINAL_ONLY).
+        """
+        kind = samples[0].request.params.output_kind
+        if kind is RequestOutputKind.FINAL_ONLY and not all(each.is_taken for each in samples):
+            return None
+        if kind is not RequestOutputKind.DELTA:
+            return RequestOutput.of(samples)
+        first, found = samples[0], {delta.index: delta for delta in deltas}
+        return RequestOutput(
+            prompt=first.prompt_text,
+            prompt_token_ids=list(first.request.prompt),
+            outputs=[
+                CompletionOutput(
+                    index=each.index,
+                    text=delta.text,
+                    token_ids=delta.token_ids,
+                    finish_reason=delta.finish_reason,
+                    metrics=each.request.metrics,
+                    draft_positions=delta.draft_positions,
+                    stop_reason=delta.stop_reason,
+                    logprobs=delta.logprobs,
+                )
+                for each in samples
+                if (delta := found.get(each.index)) is not None
+            ],
+            request_id=first.request_id,
+            prompt_logprobs=found[first.index].prompt_logprobs if first.index in found else None,
+            num_cached_tokens=first.request.num_cached_tokens,
+            num_pending=sum(not each.is_taken and each.index not in found for each in samples),
+        )
+
     @property
     def finished(self) -> bool:
-        """True if all samples have finished."""
-        return all(output.finished() for output in self.outputs)
+        """True if all samples of the prompt have finished."""
+        return not self.num_pending and all(output.finished() for output in self.outputs)
 
     @property
     def metrics(self) -> RequestMetrics:
@@ -104,9 +148,10 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True)
 class TextDelta(DeferredLogprobs):
-    """Output of a streamed sample since its last delta, or as its `output_kind` specifies.
+    """Output of a streamed sample since its last delta.
 
-    The fields are those of `CompletionOutput`, for the tokens of the delta. Two are set only once:
+    With `output_kind` FINAL_ONLY a sample has one delta, at its end. The fields are those of
+    `CompletionOutput`, for the tokens of the delta. Two are set only once:
 
     Attributes:
         metrics: Set in the last delta of the sample, else None.
@@ -262,18 +307,14 @@ class Sample:
     def take(self) -> TextDelta | None:
         """Return the next delta, or None without new tokens and a new end.
 
-        With `output_kind` CUMULATIVE the delta has all output so far; with FINAL_ONLY it is
-        returned once, at the end.
+        With `output_kind` FINAL_ONLY there is one delta of all output, at the end.
         """
-        request, kind = self.request, self.request.params.output_kind
+        request = self.request
+        is_whole = request.params.output_kind is RequestOutputKind.FINAL_ONLY
         is_over = bool(request.finish) and not self.is_taken
-        is_due = is_over or (
-            request.num_output > self._num_tokens_taken and kind is not RequestOutputKind.FINAL_ONLY
-        )
-        if not is_due:
+        if not is_over and (is_whole or request.num_output <= self._num_tokens_taken):
             return None
-        is_delta = kind is RequestOutputKind.DELTA
-        first, start = (self._num_tokens_taken, self._num_characters_taken) if is_delta else (0, 0)
+        first, start = (0, 0) if is_whole else (self._num_tokens_taken, self._num_characters_taken)
         self._num_tokens_taken, self._num_characters_taken = request.num_output, len(self.text)
         is_first, self.is_taken = not self._is_begun, is_over
         self._is_begun = True

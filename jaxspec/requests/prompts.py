@@ -89,6 +89,8 @@ class TokenizedPrompt:
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any] | TokenizedPrompt
 _LISTS = (list, tuple, range, np.ndarray)  # types of token-id lists
 _KEYS = tuple(TokensPrompt.__annotations__)
+_OF_VLLM = ("prompt_embeds", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
+"""Keys of vLLM's prompts that may be None."""
 _RULE = (
     "A prompt must be a text, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
 )
@@ -177,7 +179,8 @@ def parts_of(prompt: Any) -> PromptParts:
         return PromptParts(None, prompt)
     if not isinstance(prompt, Mapping):
         raise ValueError(f"{_RULE}, got {shown(prompt)}.")
-    if unknown := [key for key in prompt if key not in _KEYS]:
+    neutral = {key for key in _OF_VLLM if prompt.get(key) is None}
+    if unknown := [key for key in prompt if key not in _KEYS and key not in neutral]:
         raise ValueError(
             f"A prompt's dict may have the keys {', '.join(map(repr, _KEYS))}, got the key "
             f"{shown(unknown[0])}, which jaxspec does not take. Leave it out."

@@ -132,10 +132,13 @@ GREEDY_BELOW = 1e-5
 
 
 class RequestOutputKind(enum.Enum):
-    """Contents of the outputs of a stream."""
+    """Contents of the `RequestOutput`s of `AsyncLLM.generate` and `LLMEngine.step`.
+
+    `TextDelta`s always have what is new; with FINAL_ONLY a sample has one, at its end.
+    """
 
     CUMULATIVE = 0  # all output so far
-    DELTA = 1  # output since the previous delta
+    DELTA = 1  # output since the previous one
     FINAL_ONLY = 2  # all output, once at the end
 
 
@@ -143,9 +146,9 @@ class RequestOutputKind(enum.Enum):
 class SamplingParams:
     """Sampling parameters of a request, under vLLM's names.
 
-    The defaults are those of vLLM, except `max_tokens` (16 in vLLM) and `output_kind` (CUMULATIVE
-    in vLLM). An object may be modified until it is used: each call validates it again and copies
-    it. NumPy numbers are converted to Python numbers.
+    The defaults are those of vLLM, except `max_tokens` (16 in vLLM). An object may be modified
+    until it is used: each call validates it again and copies it. NumPy numbers are converted to
+    Python numbers.
 
     Attributes:
         n: Number of samples per prompt. They have independent noise, and share one prefill as far
@@ -177,7 +180,7 @@ class SamplingParams:
             decoder separates all tokens by spaces.
         truncate_prompt_tokens: Number of final prompt tokens to keep; -1 keeps as many as leave
             room for `max_tokens`.
-        output_kind: Contents of the outputs of a stream.
+        output_kind: Contents of the outputs of a request that is read while it runs.
         num_speculative_tokens: Most drafts per verify step; 0 turns speculation off for the
             request, and None uses the engine's number.
         logprobs: Number of likeliest ids, from 0 to 20, whose log-probabilities are returned at
@@ -210,7 +213,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
-    output_kind: RequestOutputKind = RequestOutputKind.DELTA
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     num_speculative_tokens: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None

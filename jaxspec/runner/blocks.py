@@ -34,11 +34,13 @@ from jaxspec.cache.copies import (
     write_pages,
 )
 from jaxspec.cache.portable import checkpoint_of, names, pages_of, state_arrays, token_arrays
+from jaxspec.parallel import Group
 from jaxspec.plan.block_plan import Block, Copied
 from jaxspec.plan.plan import AnyProgram, CopyBlock, StepPlan, plan_layout
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.runner.batch_state import EngineState
 
+_ALONE = Group()
 MAX_STAGED_BYTES = 2**29  # limit of blocks on the device that are not written into pools yet
 
 
@@ -55,7 +57,9 @@ _Kept = tuple[Pools, Pools]
 Arrays = Mapping[str, np.ndarray]
 
 
-def check_host_bytes(specs: Iterable[CacheSpec], shapes: StepShapes, host_bytes: int) -> None:
+def check_host_bytes(
+    specs: Iterable[CacheSpec], shapes: StepShapes, host_bytes: int, group: Group = _ALONE
+) -> None:
     """Check that the host memory for prefixes has room for a block and exists.
 
     Raises:
@@ -63,7 +67,7 @@ def check_host_bytes(specs: Iterable[CacheSpec], shapes: StepShapes, host_bytes:
     """
     if not host_bytes:
         return
-    blocks = BlockCopies(specs, shapes)
+    blocks = BlockCopies(specs, shapes, group)
     least = blocks.num_bytes(is_state=False)
     if shapes.num_checkpoints:
         least += blocks.num_bytes(is_state=True)
@@ -79,8 +83,8 @@ def check_host_bytes(specs: Iterable[CacheSpec], shapes: StepShapes, host_bytes:
 class BlockCopies:
     """Copies blocks from the pools of an engine to the host, and back."""
 
-    def __init__(self, specs: Iterable[CacheSpec], shapes: StepShapes):
-        self.specs, self._shapes = tuple(specs), shapes
+    def __init__(self, specs: Iterable[CacheSpec], shapes: StepShapes, group: Group = _ALONE):
+        self.specs, self._shapes, self._group = tuple(specs), shapes, group
         self.sizes = PoolSizes(shapes.num_pages, shapes.page_size, shapes.num_slots, shapes.width)
         self._programs: dict[CopyBlock, jax.stages.Compiled] = {}
         self._staged: dict[Block, tuple[jax.Array, ...]] = {}
@@ -114,12 +118,13 @@ class BlockCopies:
 
         kept = self._kept(program, state)
         if program.direction == "read":
-            return jax.jit(read).lower(kept, packed)
+            return jax.jit(self._group.on_each(read, whole=1)).lower(kept, packed)
         arrays = tuple(
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._where)
             for leaf in jax.tree.leaves(like)
         )
-        return jax.jit(write, donate_argnums=0).lower(kept, arrays, packed)
+        on_each = self._group.on_each(write, whole=2)
+        return jax.jit(on_each, donate_argnums=0).lower(kept, arrays, packed)
 
     def warm_up(self, program: CopyBlock, state: EngineState) -> tuple[EngineState, float]:
         """Compile one of `plan.BLOCK_COPIES` and run it on an empty plan, which copies nothing.
@@ -285,7 +290,7 @@ class BlockCopies:
             pages = jnp.zeros(1 if is_state else self._shapes.block_pages, jnp.int32)
             return self._contents((pools, checkpoints), pages, jnp.int32(0))
 
-        return self._likes.setdefault(is_state, jax.eval_shape(make))
+        return self._likes.setdefault(is_state, self._group.like(jax.eval_shape(make)))
 
 
 def _joined(parts: Sequence[Pools]) -> Pools:

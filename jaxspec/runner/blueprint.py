@@ -16,6 +16,7 @@ from flax import nnx
 
 from jaxspec.cache import state_policy
 from jaxspec.models.base import CheckpointModule, Model, ModelSpec
+from jaxspec.parallel import Group
 from jaxspec.plan.plan import AnyProgram, Program, plan_layout
 from jaxspec.plan.step_shapes import StateConfig, StepShapes
 from jaxspec.proposers.base import Proposer
@@ -28,6 +29,7 @@ from jaxspec.runner.trace_worker import TraceRequest
 from jaxspec.sampling import Verifier
 
 _log = logging.getLogger(__name__)
+_ALONE = Group()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Blueprint:
         states: StateConfig,
         kv_dtype: jnp.dtype | None = None,
         drafter: CheckpointModule | None = None,
+        group: Group = _ALONE,
     ) -> "Blueprint":
         """Return the blueprint of an engine.
 
@@ -67,6 +70,7 @@ class Blueprint:
             states: Policy and dtype of recurrent states.
             kv_dtype: Dtype of the KV cache; None means `dtype`.
             drafter: Model or head that the proposer drafts with; its parameters may be abstract.
+            group: Devices that share the model; both models have the sizes of one of them.
         """
         graph, weights = nnx.split(model)
         leaves, tree = jax.tree.flatten(weights)
@@ -77,6 +81,7 @@ class Blueprint:
             dtype=dtype,
             kv_dtype=kv_dtype or dtype,
             states=states,
+            group=group,
         )
         config = StepConfig(
             shapes=shapes,
@@ -86,6 +91,7 @@ class Blueprint:
             verifier=verifier,
             specs=memory_usage.specs,
             states=state_policy(states),
+            group=group,
             # GPUs multiply float32 in TF32 by default.
             matmul_precision="highest" if dtype == jnp.float32 else None,
         )
@@ -119,7 +125,7 @@ class Blueprint:
         """
         keys = {p: self.fingerprint(p) for p in programs if isinstance(p, Program)}
         lacking = {p: key for p, key in keys.items() if key and program_cache.lacks(key)}
-        if not trace_processes.num_processes(len(lacking)):
+        if self.config.group.size > 1 or not trace_processes.num_processes(len(lacking)):
             lacking = {}
         requests = {key: self.request(program) for program, key in lacking.items()}
         return EarlyTraces({key: each for key, each in requests.items() if each is not None})

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec import device
 from jaxspec.cache import MEMORY_LABELS, CacheOptions, CacheSpec, holders, state_policy
 from jaxspec.models.base import CheckpointModule, Model
+from jaxspec.parallel import Group
 from jaxspec.plan.step_shapes import StateConfig, StepShapes
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState, empty_state
@@ -29,6 +29,9 @@ HOLDER_WORDS = {
 """Labels in plots for the keys of `MemoryUsage.bytes`."""
 
 
+_ALONE = Group()
+
+
 @dataclasses.dataclass(frozen=True)
 class MemoryBudget:
     """Limit for weights and caches together; a step's temporaries use the rest of the device."""
@@ -39,8 +42,10 @@ class MemoryBudget:
     others_bytes: int = 0  # bytes in use before loading, for example by another engine
 
     @staticmethod
-    def of(utilization: float, num_pages: int | None) -> "MemoryBudget | None":
-        """Return the budget of the default device; call it before anything is loaded.
+    def of(
+        utilization: float, num_pages: int | None, group: Group = _ALONE
+    ) -> "MemoryBudget | None":
+        """Return the budget of each device of a group; call it before anything is loaded.
 
         A GPU reports the memory that JAX may use: three quarters of it, or the fraction
         XLA_PYTHON_CLIENT_MEM_FRACTION.
@@ -53,11 +58,19 @@ class MemoryBudget:
         """
         if not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {utilization!r}.")
-        stats = device.default_device().memory_stats() or {}
-        if "bytes_limit" not in stats:
+        of_devices = [there.memory_stats() or {} for there in group.devices]
+        if any("bytes_limit" not in stats for stats in of_devices):
             return None
-        in_use = stats.get("bytes_in_use", 0)
-        return MemoryBudget(stats["bytes_limit"], utilization, num_pages is not None, in_use)
+        budgets = (
+            MemoryBudget(
+                stats["bytes_limit"],
+                utilization,
+                num_pages is not None,
+                stats.get("bytes_in_use", 0),
+            )
+            for stats in of_devices
+        )
+        return min(budgets, key=lambda budget: budget.max_bytes)
 
     @property
     def max_bytes(self) -> int:
@@ -66,7 +79,7 @@ class MemoryBudget:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryUsage:
-    """Arrays of a model's runner, as a function of its shapes; computed before allocation."""
+    """Arrays of a model's runner on each device, as a function of its shapes, before allocation."""
 
     weights: Any  # shapes and dtypes, as in `tables`
     tables: Any  # the drafter tables
@@ -83,13 +96,17 @@ class MemoryUsage:
         dtype: jnp.dtype,
         kv_dtype: jnp.dtype,
         states: StateConfig,
+        group: Group = _ALONE,
     ) -> "MemoryUsage":
-        """Return the memory use for a model and its drafter; their parameters may be abstract."""
+        """Return the memory use for a model and its drafter; their parameters may be abstract.
+
+        It is that of each device of the group that shares the model.
+        """
         options = CacheOptions(dtype, kv_dtype, jnp.dtype(states.dtype), state_policy(states))
         weights = _described(model)
         tables, drawn_ids, specs = (), 0, model.cache_specs(options)
         if proposer is not None:
-            tables = nnx.eval_shape(proposer.init_tables, model, drafter)
+            tables = _tables(model, proposer, drafter, group)
             drawn_ids = model.vocab_size if proposer.is_probabilistic else 0
             specs += proposer.cache_specs(options)
         return MemoryUsage(weights, tables, specs, drawn_ids, model.vocab_size)
@@ -109,6 +126,19 @@ class MemoryUsage:
             name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
             for name, pool in held.items()
         }
+
+
+def _tables(
+    model: Model, proposer: Proposer, drafter: CheckpointModule | None, group: Group
+) -> Any:
+    if group.size == 1:
+        return nnx.eval_shape(proposer.init_tables, model, drafter)
+    (graph, weights), (other, own) = nnx.split(model), nnx.split(drafter)
+
+    def tables(weights: Any, own: Any) -> Any:
+        return proposer.init_tables(nnx.merge(graph, weights), nnx.merge(other, own))
+
+    return group.local(tables, weights, own)
 
 
 def _described(model: Model) -> Any:

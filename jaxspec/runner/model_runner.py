@@ -15,6 +15,7 @@ from flax import nnx
 
 from jaxspec.models.base import CheckpointModule, Model
 from jaxspec.models.fingerprint import fingerprint
+from jaxspec.parallel import Group
 from jaxspec.plan.plan import (
     AnyProgram,
     CopyBlock,
@@ -25,6 +26,7 @@ from jaxspec.plan.plan import (
     output_layout,
     plan_layout,
 )
+from jaxspec.proposers.base import Proposer
 from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.runner.batch_state import EngineState
 from jaxspec.runner.blocks import BlockCopies
@@ -65,7 +67,7 @@ class ModelRunner:
         if early is not None:
             weakref.finalize(self, early.close)
         self._weights = tuple(jax.tree.leaves(nnx.split(model)[1]))
-        self._tables = proposer.init_tables(model, drafter) if proposer else ()
+        self._tables = self._init_tables(proposer, model, drafter) if proposer else ()
         self._places: dict[AnyProgram, Path | None] = {}  # files in the program cache
         self._state: EngineState | None = self._new_state()
         # Shapes to lower programs with: other threads lower while steps replace the arrays.
@@ -73,7 +75,12 @@ class ModelRunner:
         self._steps: dict[AnyProgram, jax.stages.Wrapped] = {}
         self._programs: dict[AnyProgram, jax.stages.Compiled] = {}
         self._watcher: Executor | None = None
-        self.blocks = BlockCopies(self._config.specs, self.shapes)
+        self.blocks = BlockCopies(self._config.specs, self.shapes, self.group)
+
+    @property
+    def group(self) -> Group:
+        """Devices that run the programs."""
+        return self._config.group
 
     def dispatch(self, plan: StepPlan) -> PendingOutput:
         """Enqueue a plan after all earlier ones, and return its pending output.
@@ -231,7 +238,9 @@ class ModelRunner:
         return self._weights, self._tables, self._like.of(program), self._empty_plan(program)
 
     def _place(self, program: AnyProgram) -> Path | None:
-        """Return the program's file in the program cache."""
+        """Return the program's file in the program cache, which has none of groups."""
+        if self.group.size > 1:
+            return None
         if program not in self._places:
             step, args = jitted_step(self._config, program), self._args(program)
             closed_over = self._blueprint.depends, program
@@ -239,7 +248,7 @@ class ModelRunner:
         return self._places[program]
 
     def _step(self, program: AnyProgram, args: tuple[Any, ...]) -> jax.stages.Wrapped:
-        # Stored here, too: `jitted_step`'s cache may have dropped it between two calls.
+        # Stored until `close`: `jitted_step` and `kept` share only what an engine holds.
         if program not in self._steps:
             step, place = jitted_step(self._config, program), self._place(program)
             features = program.features if isinstance(program, Program) else GREEDY
@@ -258,8 +267,25 @@ class ModelRunner:
 
     def _new_state(self) -> EngineState:
         """Return an empty state committed to its device like a step's outputs, to lower equally."""
+        group = self.group
+        if group.size > 1:
+            return jax.jit(group.on_each(lambda: self._holdings.empty_state(self.shapes)))()
         state = self._holdings.empty_state(self.shapes)
         return jax.device_put(state, state.page_tables.sharding)
+
+    def _init_tables(
+        self, proposer: Proposer, model: Model, drafter: CheckpointModule | None
+    ) -> Any:
+        group = self.group
+        if group.size == 1:
+            return proposer.init_tables(model, drafter)
+        graph, own = nnx.split(drafter)
+
+        def tables(weights: Any, own: Any) -> Any:
+            whole = nnx.merge(self._config.model, jax.tree.unflatten(self._config.weights, weights))
+            return proposer.init_tables(whole, nnx.merge(graph, own))
+
+        return jax.jit(group.on_each(tables))(self._weights, own)
 
     def _empty_plan(self, program: AnyProgram) -> np.ndarray:
         """Return a plan that keeps all rows in place and computes, moves and writes nothing."""

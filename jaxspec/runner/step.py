@@ -7,7 +7,7 @@ rows, write sampling tables or export states are made here, too.
 """
 
 import dataclasses
-import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import CacheSpec, Moves, SavedState, StatePolicy, copy, export, restore
 from jaxspec.models.base import Model
+from jaxspec.parallel import Group
 from jaxspec.plan.plan import (
     EXPORT,
     AnyProgram,
@@ -63,13 +64,32 @@ class StepConfig:
     verifier: Verifier
     specs: tuple[CacheSpec, ...]  # specs of the state's pools
     states: StatePolicy
+    group: Group = dataclasses.field(default_factory=Group)  # devices that run each program
     matmul_precision: str | None = None  # None means JAX's default
 
 
-@functools.lru_cache(maxsize=128)
+_jitted = weakref.WeakValueDictionary[tuple[StepConfig, AnyProgram], jax.stages.Wrapped]()
+
+
 def jitted_step(config: StepConfig, program: AnyProgram) -> jax.stages.Wrapped:
-    """Return `make_step` jitted with a donated state; engines with equal configs share it."""
-    return jax.jit(make_step(config, program), donate_argnums=2, compiler_options=XLA_OPTIONS)
+    """Return `make_step` jitted with a donated state; open engines with equal configs share it.
+
+    What JAX compiled for it is freed with the last engine that holds it.
+    """
+    step = _jitted.get((config, program))
+    if step is None:
+        step = _jitted[config, program] = new_step(config, program)
+    return step
+
+
+def new_step(config: StepConfig, program: AnyProgram) -> jax.stages.Wrapped:
+    """Return `make_step` jitted with a donated state, shared with no engine.
+
+    In a group each device runs the step on its part of the model and of the pools, with the plan as
+    a whole. The output is the same on all of them.
+    """
+    step = config.group.on_each(make_step(config, program), whole=3, equal=(False, True))
+    return jax.jit(step, donate_argnums=2, compiler_options=XLA_OPTIONS)
 
 
 def make_step(

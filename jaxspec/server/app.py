@@ -7,7 +7,16 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from jaxspec.api.async_llm import AsyncLLM
-from jaxspec.server.endpoints import chat, completions, monitoring, tokens, translated
+from jaxspec.flight.about import VERSION
+from jaxspec.server.endpoints import (
+    chat,
+    completions,
+    control,
+    monitoring,
+    tokens,
+    tokens_in,
+    translated,
+)
 from jaxspec.server.generation.service import Service
 from jaxspec.server.http.access import RequireKey
 from jaxspec.server.http.connection import ClientConnection
@@ -17,7 +26,7 @@ from jaxspec.server.metrics.server_metrics import ServerMetrics
 from jaxspec.server.metrics.snapshot import LocalWatch
 from jaxspec.server.options import ServerOptions
 
-_ENDPOINTS = (completions, chat, translated, tokens, monitoring)
+_ENDPOINTS = (completions, chat, translated, tokens, tokens_in, control, monitoring)
 
 
 def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
@@ -51,7 +60,7 @@ def app_of(service: Service) -> FastAPI:
     errors = (ApiError, HTTPException, RequestValidationError, *ENGINE_ERRORS, Exception)
     app = FastAPI(
         title="jaxspec",
-        version=monitoring.VERSION,
+        version=VERSION,
         middleware=before,
         exception_handlers=dict.fromkeys(errors, respond),
         docs_url=None,  # the page would load scripts from a CDN

@@ -12,6 +12,7 @@ from jaxspec import checks
 from jaxspec.checks import shown
 from jaxspec.options.engine_options import option
 from jaxspec.options.option_values import read
+from jaxspec.text.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +45,27 @@ class ServerOptions:
     trust_request_chat_template: bool = option(
         False, "accept chat templates in requests, which run in a sandbox"
     )
+    tool_call_parser: str | None = option(
+        None,
+        f"format of tool calls: {', '.join(TOOL_PARSERS)}",
+        none="the chat template's",
+    )
+    reasoning_parser: str | None = option(
+        None,
+        f"format of reasoning, between <think> and </think>: {', '.join(REASONING_PARSERS)}",
+        none="the chat template's",
+    )
+    enable_auto_tool_choice: bool = option(True, "accept tools, and parse the model's calls")
     max_body_mib: int = option(32, "maximum size of a request body, in MiB")
     max_n: int = option(128, "maximum number of samples per prompt")
     max_stop: int = option(16, "maximum number of stop strings per request", least=0)
+    max_stored_responses: int = option(
+        1000,
+        "maximum number of responses kept in memory for previous_response_id; with several API "
+        "processes, which share none, 0",
+        least=0,
+    )
+    max_stored_mib: int = option(64, "maximum size of stored responses together, in MiB")
     max_num_queued_reqs: int | None = option(
         None, "maximum number of waiting requests; more get status 503", none="no limit"
     )
@@ -81,6 +100,9 @@ class ServerOptions:
         "request waits for them",
     )
     access_log: bool = option(True, "log the route and status of each request")
+    throughput_log: bool = option(
+        True, "log tokens per second, requests and cache use every 10 seconds while requests run"
+    )
 
     def __post_init__(self) -> None:
         """Validate each option and convert it to a plain Python type."""
@@ -92,6 +114,19 @@ class ServerOptions:
             seconds = getattr(self, name)
             if seconds is not None and seconds <= 0:
                 raise ValueError(f"{name} must be seconds above 0, got {seconds}.")
+        for origin in self.allowed_origins:
+            if origin not in ("*", "null") and "://" not in origin:
+                raise ValueError(
+                    f"allowed_origins must be origins such as https://a.example, or *, got "
+                    f"{shown(origin)}. Repeat the option for several."
+                )
+        for name, known in _PARSERS.items():
+            given = getattr(self, name)
+            if given is not None and given not in known:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(known)}, got {shown(given)}. Leave it out, "
+                    "so that the chat template decides."
+                )
         if self.shutdown_timeout < 0:
             raise ValueError(
                 f"shutdown_timeout must be at least 0 seconds, got {self.shutdown_timeout}."
@@ -143,6 +178,7 @@ def _texts(name: str, values: Any) -> tuple[str, ...]:
 
 _MAX_TEXTS = 10_000
 _MAX_PROCESSES = 256
+_PARSERS = {"tool_call_parser": TOOL_PARSERS, "reasoning_parser": REASONING_PARSERS}
 _SECONDS = ("queue_timeout", "stream_stall_timeout", "stream_keep_alive")  # must be above 0
 OPTIONS = {field.name: field for field in dataclasses.fields(ServerOptions)}
 """Option fields by name, in order."""

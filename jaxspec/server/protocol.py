@@ -8,13 +8,15 @@ import dataclasses
 import difflib
 import itertools
 import logging
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from jaxspec.checks import shown
 from jaxspec.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.server.http.errors import ApiError
+from jaxspec.server import known_fields
+from jaxspec.server.known_fields import Refusal, refused
 
 _LOG = logging.getLogger(__name__)
 _NEAR = 0.85  # similarity from which a name counts as misspelt, such as "max_token" or "top_K"
@@ -35,6 +37,8 @@ class Body(BaseModel):
     """Common fields of requests. Unknown fields are ignored, as in vLLM."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+    refusals: ClassVar[Mapping[str, Refusal]] = {}
+    harmless: ClassVar[frozenset[str]] = frozenset()
 
     model: str | None = None
     user: str | None = None
@@ -42,6 +46,17 @@ class Body(BaseModel):
     def given(self) -> Json:
         """Return the fields that the request sets, including unknown ones."""
         return self.model_dump(exclude_unset=True)
+
+    def refuse_absent(self) -> None:
+        """Refuse known fields whose values are not supported.
+
+        Raises:
+            ApiError: 400, naming the field.
+        """
+        for name, value in (self.model_extra or {}).items():
+            refusal = self.refusals.get(name)
+            if refusal is not None and not refusal.takes(value):
+                raise refused(name, value, refusal.why)
 
     @model_validator(mode="after")
     def _spelt(self) -> "Body":
@@ -53,7 +68,9 @@ class Body(BaseModel):
                 f"{shown(next(iter(unknown)))}, and at most {_MAX_UNKNOWN} are ignored. Leave them "
                 "out"
             )
-        for name in itertools.islice(unknown, _MAX_COMPARED):
+        published = {*self.refusals, *self.harmless}
+        unpublished = (name for name in unknown if name not in published)
+        for name in itertools.islice(unpublished, _MAX_COMPARED):
             near = difflib.get_close_matches(name[:_MAX_NAME], type(self).model_fields, 1, _NEAR)
             # A name that goes on, such as repetition_penalty_range, is a field of another server.
             if near and abs(len(name) - len(near[0])) <= 2 and name not in _OF_OTHERS:
@@ -74,33 +91,11 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-_STRUCTURED = (
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "guided_decoding_backend",
-    "guided_whitespace_pattern",
-    "structural_tag",
-)
-_ABSENT = {
-    "use_beam_search": "beam search is a call of the library, LLM.beam_search",
-    "prompt_embeds": "prompts are texts or token ids",
-    "logits_processors": "nothing of a request is run as code",
-    "kv_transfer_params": "the KV cache stays in this process",
-    "mm_processor_kwargs": "prompts are text alone",
-    "thinking_token_budget": "reasoning is not limited apart from the answer. Use max_tokens",
-    "return_tokens_as_token_ids": "logprobs have texts. Use return_token_ids",
-    "logprob_token_ids": "logprobs are of the likeliest tokens",
-    "repetition_detection": "requests end at their stops and lengths alone",
-    "return_prompt_text": "answers have the prompt's ids. Use return_token_ids",
-    "stream_interval": "it is an option of the server, --stream-interval",
-}
-
-
 class Sampling(Body):
     """Fields shared by completions and chats; null means the checkpoint's default."""
+
+    refusals = known_fields.OF_SAMPLING
+    harmless = known_fields.HARMLESS_IN_CHATS
 
     n: int | None = None
     temperature: float | None = None
@@ -123,11 +118,13 @@ class Sampling(Body):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     num_speculative_tokens: int | None = None
     prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     response_format: Json | None = None
@@ -138,26 +135,10 @@ class Sampling(Body):
         return self.stream_options or StreamOptions()
 
     def refuse_absent(self) -> None:
-        """Refuse known fields whose values are not supported.
-
-        Raises:
-            ApiError: 400, naming the field.
-        """
-        kind = (self.response_format or {}).get("type", "text")
-        if kind != "text":
-            raise _no_structure("response_format", self.response_format)
-        extra = self.model_extra or {}
-        for name in _STRUCTURED:
-            if extra.get(name) is not None:
-                raise _no_structure(name, extra[name])
-        for name, why in _ABSENT.items():
-            if extra.get(name):
-                raise refused(name, extra[name], f"{why}. Leave it out.")
-        if extra.get("include_reasoning") is False:
-            raise refused("include_reasoning", False, "reasoning is in its own field. Ignore it.")
-        if extra.get("truncation_side") not in (None, "left"):
-            why = "truncate_prompt_tokens keeps the last tokens. Leave it out."
-            raise refused("truncation_side", extra["truncation_side"], why)
+        """Refuse as `Body` does, and also a schema of the answer."""
+        super().refuse_absent()
+        if (self.response_format or {}).get("type", "text") != "text":
+            raise refused("response_format", self.response_format, known_fields.STRUCTURE.why)
         if self.stream_options is not None and not self.stream:
             raise refused(
                 "stream_options", self.stream_options.model_dump(), "it goes with stream=true."
@@ -188,20 +169,6 @@ _SAME = Sampling.model_fields.keys() & {each.name for each in dataclasses.fields
 _SAME -= {"logit_bias", "max_tokens"}
 
 
-def refused(name: str, value: Any, why: str) -> ApiError:
-    """Return the error for a known field whose value is not supported."""
-    return ApiError(400, f"{name} can't be {shown(value)}: {why}", param=name)
-
-
-def _no_structure(name: str, value: Any) -> ApiError:
-    return refused(
-        name,
-        value,
-        "it asks for structured output, which jaxspec does not have yet. Leave it out, and check "
-        "the text that comes.",
-    )
-
-
 def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) < 12):
         raise ValueError(f"logit_bias must have token ids as keys, got {shown(key)}.")
@@ -211,14 +178,17 @@ def _token_id(key: str) -> int:
 class TokenizeRequest(Body):
     """A text or a conversation to tokenize."""
 
+    refusals = known_fields.OF_TOKENIZE
+
     prompt: str | None = None
     messages: Each[Json] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Each[Json] | None = None
+    chat_template: str | None = None
     chat_template_kwargs: Json | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Body):
@@ -230,11 +200,15 @@ class DetokenizeRequest(Body):
 class CountTokensRequest(Body):
     """A conversation in Anthropic's form, to count its tokens."""
 
+    refusals = known_fields.OF_MESSAGES
+    harmless = known_fields.HARMLESS_IN_MESSAGES
+
     messages: Each[Json]
     system: str | Each[Json] | None = None
     tools: Each[Json] | None = None
     tool_choice: Json | None = None
     thinking: Json | None = None
+    output_config: Json | None = None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -243,47 +217,66 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: int
     stop_sequences: Each[str] | None = None
     stream: bool | None = None
-    metadata: Any = None
 
 
-class ResponsesRequest(Body):
-    """A request of OpenAI's Responses API."""
+class ResponseInput(Body):
+    """The conversation of OpenAI's Responses API, in all its requests."""
 
-    input: str | Each[Json]
+    refusals = known_fields.OF_RESPONSES
+    harmless = known_fields.HARMLESS_IN_RESPONSES
+
+    input: str | Each[Json] | None = None
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    previous_response_id: str | None = None
     tools: Each[Json] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Json | None = None
     text: Json | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+    def refuse_absent(self) -> None:
+        """Refuse as `Body` does, and also a truncated input."""
+        super().refuse_absent()
+        if self.truncation == "auto":
+            why = "the server keeps all of the input. Send an input that fits the model."
+            raise refused("truncation", self.truncation, why)
+
+
+class ResponsesRequest(ResponseInput):
+    """A request of OpenAI's Responses API."""
+
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
     stream: bool | None = None
     store: bool | None = None
-    previous_response_id: str | None = None
-    metadata: Any = None
+    include: Each[str] | None = None
+    metadata: Json | None = None
+
+    def refuse_absent(self) -> None:
+        """Refuse as `ResponseInput` does, and also logprobs."""
+        super().refuse_absent()
+        if "message.output_text.logprobs" in (self.include or ()):
+            raise refused("include", self.include, self.refusals["top_logprobs"].why)
 
 
 class CompletionRequest(Sampling):
     """Prompts to complete, as texts or token ids; one answer holds the choices of all prompts."""
 
+    refusals = known_fields.OF_COMPLETIONS
+
     prompt: str | Each[str] | Each[int] | Each[Each[int]]
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
-    suffix: str | None = None
+    add_special_tokens: bool | None = None
 
     def refuse_absent(self) -> None:
-        """Refuse as `Sampling` does, and also `suffix` and a `best_of` other than `n`."""
+        """Refuse as `Sampling` does, and also a `best_of` other than `n`."""
         super().refuse_absent()
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise refused("best_of", self.best_of, "every sample is answered. Use n.")
-        if (self.model_extra or {}).get("add_special_tokens") is False:
-            why = "texts get the tokens that the tokenizer adds. Send token ids of /tokenize."
-            raise refused("add_special_tokens", False, why)
-        if self.suffix:
-            raise refused("suffix", self.suffix, "texts are not filled in. Leave it out.")
 
     @property
     def prompts(self) -> list[Any]:
@@ -293,19 +286,10 @@ class CompletionRequest(Sampling):
         return [prompt] if is_one else list(prompt)
 
 
-_NOT_IN_CHATS = {
-    "functions": "use tools",
-    "function_call": "use tools",
-    "echo": "answers hold what is new. Use /v1/completions",
-    "audio": "answers are text alone",
-    "web_search_options": "nothing is fetched",
-    "chat_template": "a template is a program, and only the server's own runs. Start the server "
-    "with --trust-request-chat-template to allow others",
-}
-
-
 class ChatCompletionRequest(Sampling):
     """A conversation, to generate the next message."""
+
+    refusals = known_fields.OF_CHATS
 
     messages: Each[Json]
     max_completion_tokens: int | None = None
@@ -321,18 +305,25 @@ class ChatCompletionRequest(Sampling):
     chat_template: str | None = None
     chat_template_kwargs: Json | None = None
     documents: Each[Json] | None = None
+    include_reasoning: bool | None = None
+    return_prompt_text: bool | None = None
     return_tokens: bool | None = None
 
     def refuse_absent(self, *, trusts_template: bool = False) -> None:
-        """Refuse as `Sampling` does, and also forced tool calls, audio and web search.
+        """Refuse as `Sampling` does, and also forced tool calls, audio and templates.
 
         `trusts_template`: allow `chat_template` in the request.
         """
         super().refuse_absent()
-        given = (self.model_extra or {}) | {"chat_template": self.chat_template}
-        for name, why in _NOT_IN_CHATS.items():
-            if given.get(name) and not (name == "chat_template" and trusts_template):
-                raise refused(name, given[name], f"{why}.")
+        if self.chat_template and not trusts_template:
+            why = (
+                "a template is a program, and only the server's own runs. Start the server with "
+                "--trust-request-chat-template to allow others."
+            )
+            raise refused("chat_template", self.chat_template, why)
+        if self.truncation_side == "right":
+            why = "the end of a chat begins the answer. Leave it out."
+            raise refused("truncation_side", "right", why)
         if self.modalities is not None and self.modalities != ["text"]:
             raise refused("modalities", self.modalities, "answers are text alone.")
         if self.tool_choice not in (None, "none", "auto"):
@@ -344,11 +335,11 @@ class ChatCompletionRequest(Sampling):
             )
         if self.tool_choice == "auto" and not self.tools:
             raise refused("tool_choice", "auto", "there are no tools. Leave it out.")
-        if (self.model_extra or {}).get("add_special_tokens"):
-            why = "the chat template writes special tokens. Leave it out."
-            raise refused("add_special_tokens", True, why)
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", self.top_logprobs, "it goes with logprobs=true.")
+        if self.prompt_logprobs is not None and self.stream:
+            why = "it goes without stream=true in chats. Leave one of the two out."
+            raise refused("prompt_logprobs", self.prompt_logprobs, why)
         if self.return_tokens and not self.stream:
             raise refused("return_tokens", True, "it goes with stream=true.")
 

@@ -12,6 +12,7 @@ from jaxspec.server.app import make_app
 from jaxspec.server.generation.service import tokenizer_of
 from jaxspec.server.http.http_server import HttpServer
 from jaxspec.server.http.request_ids import LOG
+from jaxspec.server.metrics.throughput_log import logging_throughput
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.processes.api_processes import ApiProcesses
 
@@ -70,7 +71,7 @@ async def serve(make_llm: Callable[[], AsyncLLM], options: ServerOptions) -> int
             kind = _ThisProcess if options.api_processes == 1 else ApiProcesses
             front = kind(llm, options, port)
             shutdown = _Shutdown(llm, front, options)
-            with shutdown.watching():
+            with shutdown.watching(), logging_throughput(llm, options, LOG.info):
                 is_whole = await front.serve(lambda: LOG.info("Serving at %s", where))
             await shutdown.wait()
             return 0 if is_whole and llm.error is None else 1

@@ -4,17 +4,18 @@ import concurrent.futures
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import Encoding, decoders
 
 from jaxspec import checks
-from jaxspec.checks import PromptTooLongError, are_integers, boolean, shown
+from jaxspec.checks import PromptTooLongError, are_integers, boolean, is_integer, shown
 from jaxspec.text import tokenizer_files
 from jaxspec.text.chat_boundaries import MAX_PART, AddedTokens
 from jaxspec.text.chat_template import ChatTemplate
+from jaxspec.text.conversations import conversations_of
 from jaxspec.text.template_process import Rendered
 from jaxspec.text.text_stream import UNFINISHED, TextStream
 from jaxspec.text.tokenizer_files import raise_for
@@ -31,6 +32,23 @@ class ChatPrompt(NamedTuple):
     text: str
     ids: list[int]
     boundaries: tuple[int, ...]  # numbers of leading tokens shared with prompts of later turns
+
+
+class TokenizedTexts(dict[str, Any]):
+    """Result of calling a `Tokenizer`, with the keys of transformers' tokenizers.
+
+    Attributes:
+        input_ids: Token ids of the text, or a list of those of each text.
+        attention_mask: A 1 for each of them.
+    """
+
+    @property
+    def input_ids(self) -> Any:
+        return self["input_ids"]
+
+    @property
+    def attention_mask(self) -> Any:
+        return self["attention_mask"]
 
 
 class Tokenizer:
@@ -60,6 +78,7 @@ class Tokenizer:
         end = special_tokens.get("eos_token")
         end_id = None if end is None else self._tokenizer.token_to_id(end)
         self.eos_ids = () if end_id is None else (end_id,)
+        self._special_tokens = special_tokens
 
     def __reduce__(self) -> tuple[type, tuple[Path]]:
         """Pickle the folder; unpickling reads it again."""
@@ -101,6 +120,101 @@ class Tokenizer:
                     f"Token ids must be integers from 0 to {2**32 - 1}, got {shown(ids)}."
                 ) from error
             raise_for(error, f"The tokenizer of {self._folder.name} fails on {shown(ids)}")
+
+    # Names of transformers' tokenizers, for scripts
+
+    def __call__(
+        self, text: str | Sequence[str], add_special_tokens: bool = True
+    ) -> TokenizedTexts:
+        """Return the token ids of a text or of each of several; see `encode`."""
+        texts = [text] if isinstance(text, str) else text
+        ids = [self.encode(each, add_special_tokens) for each in texts]
+        masks = [[1] * len(each) for each in ids]
+        if isinstance(text, str):
+            return TokenizedTexts(input_ids=ids[0], attention_mask=masks[0])
+        return TokenizedTexts(input_ids=ids, attention_mask=masks)
+
+    def __len__(self) -> int:
+        """Return the number of tokens, added ones included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens without added ones."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=False)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of each token, added ones included."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    @property
+    def eos_token(self) -> str | None:
+        """The EOS token, or None."""
+        return self._special_tokens.get("eos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the EOS token, or None."""
+        return self.eos_ids[0] if self.eos_ids else None
+
+    @property
+    def bos_token(self) -> str | None:
+        """The BOS token, or None."""
+        return self._special_tokens.get("bos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Id of the BOS token, or None."""
+        return None if self.bos_token is None else self._tokenizer.token_to_id(self.bos_token)
+
+    def batch_decode(
+        self, sequences: Iterable[Iterable[int]], skip_special_tokens: bool = True
+    ) -> list[str]:
+        """Return the text of each sequence of ids; see `decode`."""
+        return [self.decode(ids, skip_special_tokens) for ids in sequences]
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        """Return the id of a token, or a list of those of several; None for unknown ones."""
+        if isinstance(tokens, str):
+            return self._tokenizer.token_to_id(tokens)
+        return [self._tokenizer.token_to_id(token) for token in tokens]
+
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
+        """Return the token of an id, or a list of those of several; None for unknown ones."""
+        if is_integer(ids):
+            return self._tokenizer.id_to_token(int(ids))  # pyright: ignore[reportArgumentType]
+        return [self._tokenizer.id_to_token(int(each)) for each in ids]  # pyright: ignore
+
+    def apply_chat_template(
+        self,
+        conversation: Any,
+        tools: Iterable[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Render a conversation as transformers does: by default without the start of an answer.
+
+        Args:
+            conversation: A list of messages, or a list of conversations.
+            tools: As in `render_chat`.
+            add_generation_prompt: As in `render_chat`.
+            tokenize: Return token ids instead of text.
+            **kwargs: Further arguments of `render_chat`.
+
+        Returns:
+            The text or the token ids; a list of them for several conversations.
+
+        Raises:
+            ValueError: as in `render_chat`.
+        """
+        many = conversations_of(conversation)
+        call = self.chat if tokenize else self.render_chat
+        found = [call(each, tools, add_generation_prompt, **kwargs) for each in many]
+        return found[0] if many[0] is conversation else found
+
+    # Chats
 
     def chat(
         self,

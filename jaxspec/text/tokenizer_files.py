@@ -5,7 +5,7 @@ The contents are untrusted; errors name the file.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,6 +14,7 @@ import tokenizers
 from jaxspec.checks import shown
 from jaxspec.files import fill, open_file, read_json
 from jaxspec.gguf import is_gguf
+from jaxspec.text import vocabulary_files
 
 MAX_TOKENIZER_BYTES = 2**28
 """Largest size of a tokenizer.json."""
@@ -69,7 +70,8 @@ def read(source: Path) -> Contents:
     """
     if not is_gguf(source):
         config = settings(source / "tokenizer_config.json")
-        tokenizer, special = load(source), special_tokens(source, config)
+        tokenizer, named = load(source, config)
+        special = named | special_tokens(source, config)
         add_tokens(tokenizer, source, config, special)
         return Contents(tokenizer, config, special)
     from jaxspec.gguf.tokenizer import read_tokenizer  # needed only for GGUF files
@@ -84,29 +86,38 @@ def read(source: Path) -> Contents:
     return Contents(tokenizer, config, _tokens_in(config))
 
 
-def load(folder: Path) -> tokenizers.Tokenizer:
-    """Read the folder's tokenizer.json.
+def load(folder: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """Read the folder's tokenizer.json, or the files of `vocabulary_files` in its place.
+
+    Args:
+        folder: The checkpoint.
+        config: The content of its tokenizer_config.json.
+
+    Returns:
+        The tokenizer, and the special tokens by name that its own file gives.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is not a regular file, too large, or not readable by `tokenizers`.
+        FileNotFoundError: there is no tokenizer.
+        ValueError: a file is not a regular file, too large, or not readable by `tokenizers`.
     """
     path = folder / "tokenizer.json"
-    try:
-        with open_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"Text needs a tokenizer, but {folder} has no tokenizer.json. Copy the checkpoint's "
-            'there, or pass token ids: {"prompt_token_ids": [...]}.'
-        ) from error
+    if not os.path.lexists(path):
+        try:
+            return vocabulary_files.load(folder, config)
+        except (ValueError, FileNotFoundError):
+            raise
+        except BaseException as error:
+            what = f"The vocabulary in {folder} must be one that `tokenizers` runs, and is not"
+            raise_for(error, what, "its files")
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
     if size > MAX_TOKENIZER_BYTES:
         raise ValueError(
             f"{path} must have at most {MAX_TOKENIZER_BYTES:,} bytes, got {size:,}. Download it "
             "again."
         )
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_file(str(path)), {}
     except BaseException as error:
         raise_for(error, f"{path} must be one that `tokenizers` reads, and is not")
 
@@ -126,16 +137,18 @@ def add_tokens(
     Raises:
         ValueError: a token is malformed, or has another id in the tokenizer or none that is free.
     """
+    names = ("additional_special_tokens", "extra_special_tokens")
+    further = [text for name in names for text in _further(folder, name, config.get(name))]
+    special = {*further, *special_tokens.values()}
     found: dict[str, tuple[int | None, Any]] = {
-        **_ids_in(folder / "added_tokens.json"),
+        **_ids_in(folder / "added_tokens.json", special),
         **_declared(folder, config),
     }
-    for name in ("additional_special_tokens", "extra_special_tokens"):
-        for text in _further(folder, name, config.get(name)):
-            found.setdefault(text, (None, tokenizers.AddedToken(text, special=True)))
-    for text in special_tokens.values():
-        if tokenizer.token_to_id(text) is not None:
-            found.setdefault(text, (None, tokenizers.AddedToken(text, special=True)))
+    in_vocabulary = [
+        text for text in special_tokens.values() if tokenizer.token_to_id(text) is not None
+    ]
+    for text in (*further, *in_vocabulary):
+        found.setdefault(text, (None, tokenizers.AddedToken(text, special=True)))
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     missing = [(text, *entry) for text, entry in found.items() if text not in known]
     missing.sort(key=lambda entry: (entry[1] is None, entry[1] or 0))  # a stable sort
@@ -180,7 +193,7 @@ def _declared(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, A
     return found
 
 
-def _ids_in(path: Path) -> dict[str, tuple[int, Any]]:
+def _ids_in(path: Path, special: Collection[str]) -> dict[str, tuple[int, Any]]:
     """Return the tokens of added_tokens.json by their text, with their ids."""
     found = {}
     for text, token_id in settings(path).items():
@@ -190,7 +203,9 @@ def _ids_in(path: Path) -> dict[str, tuple[int, Any]]:
                 "again."
             )
         if text:
-            found[text] = token_id, tokenizers.AddedToken(text, normalized=False)
+            is_special = text in special
+            token = tokenizers.AddedToken(text, normalized=False, special=is_special)
+            found[text] = token_id, token
     return found
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from jaxspec.api.async_calls import AsyncCalls
 from jaxspec.plan.step_shapes import SchedulerLimits
-from jaxspec.requests.outputs import TextDelta
 from jaxspec.requests.prompts import TokenizedPrompt
 from jaxspec.requests.sampling_params import SamplingParams
 
@@ -36,9 +35,9 @@ class Stream:
     async def __aexit__(self, *error):
         self.is_left = True
 
-    async def __aiter__(self):
+    async def outputs(self):
         for text in "abc":
-            yield TextDelta(text, [1])
+            yield text
 
 
 class Calls(AsyncCalls):
@@ -49,6 +48,9 @@ class Calls(AsyncCalls):
         self.streams = []
 
     is_healthy = True
+
+    async def _control(self, call):
+        return call
 
     async def _submit(self, prepare):
         self.streams.append(Stream(prepare()))
@@ -83,8 +85,12 @@ def test_generate_reads_the_stream_and_leaves_it():
     calls = Calls()
 
     async def run():
-        assert [delta.text async for delta in calls.generate("text")] == ["a", "b", "c"]
-        early = calls.generate("text")
+        assert [output async for output in calls.generate("text")] == ["a", "b", "c"]
+        with pytest.raises(TypeError, match="no argument 'lora'"):
+            await anext(calls.generate("text", lora=None))
+        with pytest.raises(ValueError, match="lora_request must be None"):
+            await anext(calls.generate("text", lora_request="mine"))
+        early = calls.generate("text", None, "b", lora_request=None)
         await anext(early)
         await early.aclose()
 

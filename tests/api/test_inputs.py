@@ -65,7 +65,7 @@ def test_what_is_no_prompt_is_refused(prompt):
 @pytest.mark.parametrize("key", ["text", "multi_modal_data", "mm_processor_kwargs", 3])
 def test_a_key_that_no_prompt_has_is_refused_by_name(key):
     with pytest.raises(ValueError, match=f"got the key {key!r}, which jaxspec does not take"):
-        prompt_of({**IDS, key: None})
+        prompt_of({**IDS, key: {"image": 1}})
 
 
 def test_each_prompt_keeps_its_own_salt():

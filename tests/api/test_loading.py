@@ -33,6 +33,21 @@ def test_the_embedded_model_is_the_default():
     assert loaded.folder == EMBEDDED_MODEL and loaded.proposer is None
 
 
+def test_overrides_replace_what_config_json_says_for_loading_and_inspecting():
+    overrides = {"max_position_embeddings": 40}
+    config = EngineConfig(FIXTURES / "qwen3", max_num_seqs=1, hf_overrides=overrides)
+    loaded = load(config, progress=False)
+    assert loaded.runner.shapes.max_model_len == loaded.model.max_position_embeddings == 40
+    assert loaded.config.hf_overrides == overrides
+    found = inspect(FIXTURES / "qwen3", max_num_seqs=1, hf_overrides={"num_hidden_layers": 99})
+    assert any("layers" in fault for fault in found.refused)
+    with pytest.raises(ValueError, match="layers"):
+        load(
+            EngineConfig(FIXTURES / "qwen3", hf_overrides={"num_hidden_layers": 99}),
+            progress=False,
+        )
+
+
 def test_the_tokenizer_is_the_model_s_another_one_or_none():
     def tokenizer(model=FIXTURES / "qwen3_5", **options):
         return load(EngineConfig(model, max_num_seqs=1, **options), progress=False).tokenizer

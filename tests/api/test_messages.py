@@ -204,8 +204,8 @@ COMMAND = [
     ),
     (
         ["x", "--model", "CUT.gguf"],
-        "CUT.gguf must be a whole GGUF file, but it is cut short or damaged (24 bytes): 8 bytes "
-        "should follow byte 24 of its header. Download it again.",
+        "CUT.gguf must be a whole GGUF file, but it is cut short or damaged (24 bytes). In "
+        "metadata entry 0: 8 bytes should follow byte 24 of its header. Download it again.",
     ),
     (
         ["x", "--model", "OTHER.gguf"],
@@ -262,11 +262,17 @@ COMMAND = [
         "The tensors in MISFIT must be exactly those its config.json asks for. Missing (2): "
         "model.norm.weight, mtp.fc.weight. Unexpected (1): model.layers.9.extra. Wrong shape (1): "
         "model.layers.0.mlp.up_proj.weight [64, 96] instead of [96, 64]. Check that config.json "
-        "belongs to these weights, or download both again.",
+        "belongs to these weights, or download both again. The config.json has `head_dim` 32, "
+        "`hidden_size` 64, `intermediate_size` 96, `linear_conv_kernel_dim` 4, "
+        "`linear_key_head_dim` 16, `linear_num_key_heads` 2, `linear_num_value_heads` 6, "
+        "`linear_value_head_dim` 24, `max_position_embeddings` 512, `mtp_num_hidden_layers` 1, "
+        "`num_attention_heads` 4, `num_hidden_layers` 4, `num_key_value_heads` 2, `vocab_size` "
+        "264.",
     ),
     (
         ["x", "--model", "UNKNOWN"],
-        "UNKNOWN/config.json asks for the model 'DeepseekV3ForCausalLM', and jaxspec runs only "
+        "UNKNOWN/config.json asks for the model 'DeepseekV3ForCausalLM' in `architectures` or "
+        "`model_type`, and jaxspec runs only "
         "FalconH1ForCausalLM, GraniteMoeHybridForCausalLM, Lfm2ForCausalLM, Lfm2MoeForCausalLM,"
         " LlamaForCausalLM, Mamba2ForCausalLM, NemotronHForCausalLM, Qwen3ForCausalLM, "
         "Qwen3MoeForCausalLM, Qwen3NextForCausalLM, Qwen3_5ForCausalLM, "
@@ -279,20 +285,21 @@ COMMAND = [
     ),
     (
         ["x", "--model", "QUANTIZED"],
-        "config.json: `quantization_config` must be absent, got {'quant_method': 'fp8'}, which "
-        "jaxspec does not implement; without it the output would be wrong. Use a checkpoint that "
-        "does not need it.",
+        "QUANTIZED/config.json: `quantization_config` must be absent, got {'quant_method': 'fp8'}, "
+        "which jaxspec does not implement; without it the output would be wrong. Use a checkpoint "
+        "that does not need it.",
     ),
     (
         ["x", "--model", "BIASED"],
-        "config.json: `attention_bias` must be False, got True, which jaxspec does not implement; "
-        "without it the output would be wrong. Use a checkpoint that does not need it.",
+        "BIASED/config.json: `attention_bias` must be False, got True, which jaxspec does not "
+        "implement; without it the output would be wrong. Use a checkpoint that does not need it.",
     ),
     (
         ["x", "--model", "SCALED"],
-        "config.json: the rope type must be 'default' or 'llama3', got 'yarn', which jaxspec "
-        "does not implement. If the model was trained without the scaling, remove it to run within "
-        "the original context length; else use another checkpoint.",
+        "SCALED/config.json: `rope_parameters.rope_type`, the rope type, must be 'default' or "
+        "'llama3', got 'yarn', which jaxspec does not implement. If the model was trained "
+        "without the scaling, remove it to run within the original context length; else use "
+        "another checkpoint.",
     ),
     (
         ["x", "--model", "NO_TOKENIZER"],
@@ -454,8 +461,8 @@ CALLS = [
         "'beam'.",
     ),
     (
-        lambda llm: LLM(tensor_parallel_size=2),
-        "tensor_parallel_size must be 1 with jaxspec (one device), got 2. Several GPUs are not "
+        lambda llm: LLM(data_parallel_size=2),
+        "data_parallel_size must be 1 with jaxspec (one device), got 2. Several GPUs are not "
         "supported yet: use one.",
     ),
     (

@@ -14,6 +14,7 @@ from jaxspec.flight import file
 from jaxspec.models.base import Model
 from jaxspec.plan.plan import WRITE, WRITE_STATE, output_layout
 from jaxspec.runner import model_runner
+from jaxspec.runner.step import new_step
 
 OPTIONS = {
     "dtype": "float32",
@@ -139,7 +140,7 @@ def test_an_engine_with_a_bug_parts_from_the_flight(path, monkeypatch):
     logits = Model.logits
     biased = lambda *args: logits(*args).at[:, 11].add(np.float32(30.0))  # noqa: E731
     monkeypatch.setattr(Model, "logits", biased)
-    monkeypatch.setattr(model_runner, "jitted_step", model_runner.jitted_step.__wrapped__)
+    monkeypatch.setattr(model_runner, "jitted_step", new_step)
     result = replay(path)
     assert result.parting is not None and result.parting.replayed != result.parting.recorded
     assert any(found.replayed == 11 for found in result.token_partings)

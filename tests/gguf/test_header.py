@@ -6,7 +6,7 @@ import tracemalloc
 import gguf
 import numpy as np
 import pytest
-from gguf_bytes import ARRAY, STRING, UINT32, entry, gguf_file, tensor, text
+from gguf_bytes import ARRAY, BOOL, STRING, UINT32, entry, gguf_file, tensor, text
 from gguf_files import write_gguf
 
 from jaxspec.files import open_file
@@ -80,7 +80,11 @@ LIES = {
     f"{8 * BIG:,} bytes": gguf_file([entry("k", ARRAY, struct.pack("<IQ", STRING, BIG))]),
     f"{4 * BIG:,} bytes": gguf_file([entry("k", ARRAY, struct.pack("<IQ", UINT32, BIG))]),
     "general.alignment is 0": gguf_file([entry("general.alignment", UINT32, bytes(4))]),
-    "general.alignment is 'x'": gguf_file([entry("general.alignment", STRING, text("x"))]),
+    "general.alignment is 48": gguf_file([entry("general.alignment", UINT32, b"0\0\0\0")]),
+    "'k' has the byte 2": gguf_file([entry("k", BOOL, b"\2")]),
+    "general.alignment is of the type 8": gguf_file(
+        [entry("general.alignment", STRING, text("x"))]
+    ),
     "'x' twice": gguf_file(tensors=ONE * 2),
     "5 dimensions": gguf_file(tensors=[tensor("x", (1,) * 5)]),
     "0 dimensions": gguf_file(tensors=[tensor("x", ())]),

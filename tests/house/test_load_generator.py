@@ -90,14 +90,17 @@ def test_a_request_that_ends_early_is_no_measurement(monkeypatch):
 def test_an_async_llm_has_a_task_per_request_and_raises_its_error():
     """Portions of two tokens, of all requests at once."""
 
-    async def generate(prompt, params):
+    async def deltas(params):
         for _ in range(params.max_tokens // 2):
             await asyncio.sleep(0.001)
             yield types.SimpleNamespace(token_ids=[7, 8])
         if params.max_tokens > 9:
             raise ValueError("no")
 
-    llm = types.SimpleNamespace(generate=generate)
+    async def submit(prompt, params):
+        return deltas(params)
+
+    llm = types.SimpleNamespace(submit=submit)
     with asyncio.Runner() as runner:
         asked = [([1], SamplingParams(max_tokens=n)) for n in (4, 8, 10)]
         served = run(AsyncLLMClient(llm, runner, asked[:2]), 2)

@@ -72,8 +72,7 @@ def check(ask, deltas, kind=RequestOutputKind.DELTA):
     for index, request in enumerate(ask.requests(first_key=0)):
         tokens, finish, text = expected(request)
         mine = [delta for delta in deltas if delta.index == index]
-        if kind is not RequestOutputKind.DELTA:
-            mine = mine[-1:]
+        assert kind is not RequestOutputKind.FINAL_ONLY or len(mine) < 2
         reasons = [delta.finish_reason for delta in mine]
         assert not any(reasons[:-1])
         got = [token for delta in mine for token in delta.token_ids]
@@ -96,12 +95,12 @@ async def visit(llm, ask, way, random):
     prompt, count, deltas = llm._engine.ask(ask), int(random.integers(1, 4)), []
     pause = float(random.random()) * 0.02
     if way == "generator":
-        pieces = llm.generate(prompt, params)
-        async for delta in pieces:
-            deltas.append(delta)
-            if len(deltas) == count:
+        outputs = llm.generate(prompt, params)
+        async for output in outputs:
+            deltas = (deltas if kind is RequestOutputKind.DELTA else []) + output.outputs
+            if (count := count - 1) == 0:
                 break
-        await pieces.aclose()
+        await outputs.aclose()
         return check(ask, deltas, kind)
     submitting = llm.submit(prompt, params, priority=int(random.integers(0, 3)))
     if way == "cancelled submit":

@@ -85,7 +85,7 @@ def test_a_head_of_the_default_size_shares_the_channels_evenly(published):
 
 def test_a_scaling_beside_other_rope_parameters_is_not_passed_over(published):
     published["rope_scaling"] = {"type": "yarn", "factor": 4.0}
-    with pytest.raises(ValueError, match="the rope type must be 'default' or .*, got 'yarn'"):
+    with pytest.raises(ValueError, match="rope_scaling.type`, the rope type, .*, got 'yarn'"):
         parse_config(published)
 
 

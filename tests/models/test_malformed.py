@@ -403,6 +403,7 @@ FIELDS = {
     "attn_output_gate": [*NONE, True],
     "output_gate_type": NONE,
     "hidden_act": NONE,
+    "quantization": NONE,
     "quantization_config": NONE,
     "linear_num_key_heads": [],
     "linear_num_value_heads": [],

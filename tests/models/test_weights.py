@@ -113,11 +113,11 @@ def test_a_dtype_that_holds_no_weights_is_refused_with_all_else(folder):
     edit(folder, damage)
     with pytest.raises(ValueError) as caught:
         load_model(folder, jnp.float32)
-    assert str(caught.value).endswith(
+    assert (
         "Missing (1): mtp.fc.weight. Wrong dtype, which must be one of F32, BF16, F16 (2): "
         "lm_head.weight I8, model.norm.weight I8. Check that config.json belongs to these weights, "
         "or download both again."
-    )
+    ) in str(caught.value)
 
 
 def test_an_error_names_the_first_tensors_and_counts_the_others(folder):

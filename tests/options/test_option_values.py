@@ -1,9 +1,9 @@
 """Values of options: each comes out as the type of its field says, or is refused by name."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ class Options:
     flag: bool | None = option(None, "yes or no", none="it depends")
     sizes: Sequence[int] | None = option(None, "sizes", none="many")
     place: str | Path | None = option(None, "a path", none="here")
+    entries: Mapping[str, Any] | None = option(None, "a dict", none="nothing", is_hashed=False)
     unread: bytes = option(b"", "of a type that nothing reads")
 
 
@@ -43,6 +44,8 @@ FIELDS = {field.name: field for field in dataclasses.fields(Options)}
         ("sizes", np.arange(1, 4), (1, 2, 3)),
         ("place", Path("a"), Path("a")),
         ("place", None, None),
+        ("entries", {"a": {"b": [1, None]}}, {"a": {"b": [1, None]}}),
+        ("entries", '{"a": 1.5}', {"a": 1.5}),
     ],
 )
 def test_a_value_comes_out_as_the_type_says(name, value, want):
@@ -62,6 +65,9 @@ def test_a_value_comes_out_as_the_type_says(name, value, want):
         ("share", "all", "share must be a finite number, got 'all'."),
         ("flag", 1, "flag must be True or False"),
         ("sizes", 3, "sizes must be a list of at most 1024 sizes, got 3."),
+        ("entries", "{", "entries must be a dict of JSON values, or one as JSON text, got '{'."),
+        ("entries", [1], "entries must be a dict of JSON values"),
+        ("entries", {"a": object()}, "entries must be a dict of JSON values"),
         ("place", 3, "place must be a text or a Path, got 3."),
     ],
 )

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxspec.options import SpeculativeConfig
+from jaxspec.options.speculation import OTHER_NAMES
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,17 @@ def test_the_ids_to_draft_are_the_first_or_those_listed():
 def test_speculation_is_auto_none_a_method_or_a_dict(value):
     with pytest.raises(ValueError, match="speculati"):
         SpeculativeConfig.read(value)
+
+
+@pytest.mark.parametrize(("theirs", "own"), OTHER_NAMES.items())
+def test_vllms_names_of_methods_are_taken(theirs, own):
+    want = SpeculativeConfig(method=own, num_speculative_tokens=2)
+    for given in (
+        SpeculativeConfig(method=theirs, num_speculative_tokens=2),
+        SpeculativeConfig.read({"method": theirs, "num_speculative_tokens": 2}),
+    ):
+        assert given == want and given.method == own
+    assert SpeculativeConfig.read(theirs) == SpeculativeConfig(method=own)
 
 
 def test_numbers_of_numpy_are_kept_as_pythons():

@@ -3,7 +3,14 @@
 import pytest
 
 from jaxspec.options.engine_options import OPTIONS, EngineConfig
-from jaxspec.options.vllm_options import RENAMED, UNDERSTOOD, translated
+from jaxspec.options.vllm_options import (
+    CALL_ARGUMENTS,
+    RENAMED,
+    UNDERSTOOD,
+    check_call,
+    translated,
+    without_neutral,
+)
 
 
 def test_the_tables_and_the_options_do_not_overlap():
@@ -30,7 +37,7 @@ def test_values_that_mean_the_default_are_taken_and_others_refused_by_name(name)
 
 
 def test_one_is_no_true():
-    with pytest.raises(ValueError, match="trust_remote_code must be False .*, got 0"):
+    with pytest.raises(ValueError, match="trust_remote_code must be False or True .*, got 0"):
         translated({"trust_remote_code": 0})
     with pytest.raises(ValueError, match="tensor_parallel_size must be 1 .*, got True"):
         translated({"tensor_parallel_size": True})
@@ -67,3 +74,37 @@ def test_an_option_under_two_names_and_a_wrong_value_of_another_name_are_refused
 def test_a_word_close_to_one_of_vllms_is_led_there():
     with pytest.raises(TypeError, match="no option 'tensor_parallel'; the nearest is 'tensor_para"):
         EngineConfig.of(None, {"tensor_parallel": 2})
+
+
+def test_options_without_an_effect_are_named_in_one_line(caplog):
+    given = {"trust_remote_code": True, "limit_mm_per_prompt": {"image": 2}, "block_size": 8}
+    quiet = {"tensor_parallel_size": 1, "swap_space": 0, "hf_token": None, "enforce_eager": False}
+    assert EngineConfig.of(None, given | quiet) == EngineConfig(page_size=8)
+    (line,) = caplog.messages
+    assert "trust_remote_code" in line and "limit_mm_per_prompt" in line
+    assert not any(name in line for name in quiet)
+
+
+def test_defaults_of_vllm_are_passed_without_a_word(caplog):
+    defaults = {name: given.values[0] for name, given in UNDERSTOOD.items() if given.values}
+    assert EngineConfig.of(None, defaults) == EngineConfig() and not caplog.messages
+
+
+@pytest.mark.parametrize("word", ["float16", "half"])
+def test_float16_is_refused_with_the_dtype_to_use(word):
+    with pytest.raises(ValueError, match=f"^dtype must be .*, got '{word}': .* Use 'bfloat16'"):
+        EngineConfig.of(None, {"dtype": word})
+
+
+@pytest.mark.parametrize("name", CALL_ARGUMENTS)
+def test_arguments_of_calls_ask_for_nothing_or_are_refused_by_name(name):
+    for value in CALL_ARGUMENTS[name].values:
+        assert without_neutral({name: value, "tools": []}) == {"tools": []}
+        check_call("generate", {name: value})
+    with pytest.raises(ValueError, match=f"^{name} must be .* with jaxspec"):
+        check_call("generate", {name: object()})
+
+
+def test_other_arguments_of_calls_are_unknown():
+    with pytest.raises(TypeError, match=r"generate\(\) has no argument 'prompt'"):
+        check_call("generate", {"prompt": None, "lora_request": None})

@@ -80,12 +80,36 @@ def test_a_prompt_is_found_up_to_its_last_token(depth):
         check_that_nothing_is_left(loop)
 
 
-def test_a_short_prompt_gets_no_step_of_its_own_for_a_state_at_its_end():
-    loop = loop_of(ALL, min_uncached=1000)
+def test_a_short_prompt_is_found_when_it_is_first_repeated():
+    """By a state before its last token, unless it has less than a page in front of that."""
+    for length in (2, 4, 5, 6, 16, 17, 22, 35):
+        loop = loop_of(ALL, min_uncached=1000)
+        cached = [run(loop, group_of(seed, length, length)) for seed in (1, 2, 3)]
+        want = [length - 1] if length > 4 else [0]
+        assert cached == [[0], want, want]
+        check_that_nothing_is_left(loop)
+
+
+def test_a_short_end_of_a_long_known_prompt_gets_no_step_of_its_own():
+    loop = loop_of(ALL, min_uncached=1000, chunk=64)
     run(loop, group_of(1, 22, 22))
-    assert [tokens for _, chunks in loop.device.log for _, tokens in chunks] == [16, 6]
-    assert run(loop, group_of(2, 22, 22)) == [0]  # pages alone: here two prompts part
-    assert run(loop, group_of(3, 22, 22)) == [20]
+    before = len(loop.device.log)
+    assert run(loop, group_of(2, 22, 34)) == [21]
+    assert [tokens for _, chunks in loop.device.log[before:] for _, tokens in chunks] == [13]
+    assert run(loop, group_of(3, 0, 3)) == [0]
+
+
+def test_prompts_that_are_never_repeated_leave_the_states_of_others():
+    """Those of their ends and outputs have few slots; the newest of them is found, too."""
+    loop = loop_of({**ALL, "num_checkpoints": 8}, min_uncached=1000, num_pages=400)
+    assert [run(loop, group_of(n, 22, 22)) for n in (1, 2)] == [[0], [21]]
+    for n in range(10, 40):
+        run(loop, group_of(n, 0, 9 + n % 20))
+    assert run(loop, group_of(3, 22, 22)) == [21]
+    (again,) = group_of(40, 0, 28)
+    again.prompt = loop.requests[39].prompt
+    again.tokens = list(again.prompt)
+    assert run(loop, [again]) == [27]
 
 
 def test_the_third_prompt_is_found_where_the_first_two_part():
@@ -133,12 +157,13 @@ def test_a_prompt_leaves_a_state_where_the_next_turn_will_part_from_it():
 
 
 def test_a_boundary_costs_a_step_only_where_it_saves_enough():
-    """Between it and the place before there are tokens of a turn; then the end needs no step."""
+    """Where it doubles what is found or ends a turn; then the end may need no step."""
     loop = loop_of(ALL, min_uncached=1000, chunk=64)
     loop.scheduler.prefixes.min_turn = 8
-    assert boundaries_of(loop, 30) == [30]
-    assert boundaries_of(loop, 30, 7) == [30]
-    assert boundaries_of(loop, 30, 8) == [8, 30]
+    assert boundaries_of(loop, 30) == [29]
+    assert boundaries_of(loop, 30, 3) == [29]  # less than a page
+    assert boundaries_of(loop, 30, 8) == [8, 29]
+    assert boundaries_of(loop, 30, 15, 18) == [15, 30]
     assert boundaries_of(loop, 30, 20, 9, 16) == [9, 20, 30]
     assert boundaries_of(loop, 30, 30) == [29]  # the last token is a row of its own
     loop.scheduler.prefixes.min_uncached = 10

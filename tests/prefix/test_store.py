@@ -11,8 +11,8 @@ def make(num_checkpoints=2, **sizes):
     return PrefixStore(shapes, PrefixMetrics())
 
 
-def running(store, num_tokens=10, seed=1, row=3):
-    (request,) = make_group(seed, num_tokens, 4)
+def running(store, num_tokens=10, seed=1, row=3, salt=None):
+    (request,) = make_group(seed, num_tokens, 4, salt=salt)
     request.pages = store.pool.allocate(-(-num_tokens // 4))
     request.row = row
     return request
@@ -114,6 +114,26 @@ def test_a_row_in_flight_is_kept_where_it_turns_out_to_stand():
     hit = store.tree.match(None, request.tokens, 13)
     assert len(hit.nodes) == 3 and hit.at_checkpoint.tokens == (request.tokens[12],)
     assert store.pool.num_evictable == 4 and store.pool.num_free == store._shapes.num_pages - 1
+
+
+def test_only_requests_with_the_same_salt_find_what_a_request_has_left():
+    """Of one that had no page yet when it was preempted, and of one whose pages were evicted."""
+    store, salts = make(), (None, "", "a", "b")
+    preempted = running(store, 3, salt="a")
+    preempted.pages += store.pool.allocate(1)
+    store.keep_unsettled(preempted, store.tree.root("a"))
+    leave(store, preempted)
+    preempted.tokens += [1, 2, 3]
+    store.settle(preempted)
+    evicted = running(store, 8, seed=2, salt="b")
+    gone = store.publish(evicted, store.tree.root("b"), 4)
+    store.tree.remove(gone)
+    store.publish(evicted, gone, 8)
+    for request, num_pages, has_state in ((preempted, 1, True), (evicted, 2, False)):
+        for salt in salts:
+            nodes, state = store.tree.match(salt, request.tokens, len(request.tokens))
+            is_own = salt == request.cache_salt
+            assert (len(nodes), state is not None) == (num_pages * is_own, has_state and is_own)
 
 
 def test_clear_frees_what_nobody_holds():

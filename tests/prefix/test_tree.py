@@ -1,5 +1,7 @@
 """The tree of pages by itself: what it finds, what it keeps and what goes first."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -171,3 +173,38 @@ def test_counts_add_up_over_random_lives():
         free = [node for node in tree._by_page.values() if not node.is_held]
         assert tree.num_evictable == len(free)
         assert all(node.is_alive and node.parent.is_alive for node in tree._by_page.values())
+
+
+def test_a_leaf_that_a_request_holds_again_stays():
+    tree = PrefixTree(2)
+    with_text(tree, [1, 2])
+    other = with_text(tree, [3, 4], first_page=2)
+    tree.unpin(1)
+    tree.unpin(2)
+    tree.pin(1)
+    assert tree.oldest() is other
+
+
+def test_the_version_changes_with_every_match():
+    """Lookups of waiting requests are repeated only then."""
+    tree, text = PrefixTree(2), [1, 2, 3]
+
+    def look():
+        nodes, state = tree.match(None, text, 3)
+        return [node.page for node in nodes], state and state.checkpoint
+
+    seen = [(tree.version, look())]
+    node = with_text(tree, text[:2])
+    for change in (
+        lambda: None,
+        lambda: tree.set_checkpoint(node, 1),
+        lambda: tree.set_checkpoint(tree.add(node, [3], 2), 2),
+        lambda: tree.remove(node.tails[3,]),
+        lambda: tree.set_checkpoint(node, 0),
+        lambda: tree.remove(node),
+    ):
+        change()
+        seen.append((tree.version, look()))
+    pairs = list(itertools.pairwise(seen))
+    assert all(before[1] != after[1] for before, after in pairs)
+    assert all(before[0] != after[0] for before, after in pairs)

@@ -141,17 +141,45 @@ def test_the_model_s_own_end_is_no_stop_reason():
     ("kind", "texts", "ids"),
     [
         (RequestOutputKind.DELTA, ["a", "bc"], [[97], [98, 99]]),
-        (RequestOutputKind.CUMULATIVE, ["a", "abc"], [[97], [97, 98, 99]]),
+        (RequestOutputKind.CUMULATIVE, ["a", "bc"], [[97], [98, 99]]),
         (RequestOutputKind.FINAL_ONLY, [None, "abc"], [None, [97, 98, 99]]),
     ],
 )
-def test_the_kind_of_output_says_what_a_piece_holds(kind, texts, ids):
+def test_a_piece_holds_what_is_new_or_all_at_the_end(kind, texts, ids):
     sample = make_sample(output_kind=kind)
     deltas = feed(sample, ["a", "bc"], Finish.LENGTH)
     assert [delta and delta.text for delta in deltas] == texts
     assert [delta and delta.token_ids for delta in deltas] == ids
     assert [len(d.draft_positions) for d in deltas if d] == [len(own) for own in ids if own]
     assert deltas[-1].finish_reason == "length" and sample.is_taken and sample.take() is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "want"),
+    [
+        (
+            RequestOutputKind.CUMULATIVE,
+            [({0: "a", 1: ""}, False), ({0: "a", 1: "x"}, False), ({0: "abc", 1: "xy"}, True)],
+        ),
+        (
+            RequestOutputKind.DELTA,
+            [({0: "a"}, False), ({1: "x"}, False), ({0: "bc", 1: "y"}, True)],
+        ),
+        (RequestOutputKind.FINAL_ONLY, [None, None, ({0: "abc", 1: "xy"}, True)]),
+    ],
+)
+def test_an_output_holds_what_its_kind_says_of_all_samples(kind, want):
+    samples = [make_sample(output_kind=kind) for _ in range(2)]
+    samples[1].index = samples[1].request.index = 1
+    found = []
+    for new in ({0: "a"}, {1: "x"}, {0: "bc", 1: "y"}):
+        deltas = []
+        for index, text in new.items():
+            finish = Finish.LENGTH if len(new) == 2 else Finish.RUNNING
+            deltas += [d for d in feed(samples[index], [text], finish) if d is not None]
+        output = RequestOutput.due(samples, deltas)
+        found.append(output and ({c.index: c.text for c in output.outputs}, output.finished))
+    assert found == want
 
 
 def test_a_request_is_finished_when_all_of_its_samples_are():

@@ -133,13 +133,13 @@ def test_one_stop_string_is_a_list_of_one():
     assert SamplingParams().stop == SamplingParams().stop_token_ids == []
 
 
-def test_defaults_are_vllms_but_for_the_length_and_the_pieces_of_a_stream():
+def test_defaults_are_vllms_but_for_the_length():
     mine = dataclasses.asdict(SamplingParams())
     theirs = {"n": 1, "temperature": 1.0, "top_p": 1.0, "seed": None, "min_tokens": 0}
     theirs |= {"ignore_eos": False, "detokenize": True, "skip_special_tokens": True}
     theirs |= {"spaces_between_special_tokens": True, "include_stop_str_in_output": False}
     assert mine | theirs == mine
-    assert (mine["max_tokens"], mine["output_kind"]) == (128, RequestOutputKind.DELTA)
+    assert (mine["max_tokens"], mine["output_kind"]) == (128, RequestOutputKind.CUMULATIVE)
 
 
 def test_an_object_may_be_changed_and_is_checked_when_it_is_cloned():

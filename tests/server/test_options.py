@@ -30,6 +30,10 @@ def test_the_defaults_keep_to_themselves():
         ({"stream_stall_timeout": -1}, "stream_stall_timeout must be seconds above 0, got -1"),
         ({"access_log": "yes"}, "access_log must be True or False"),
         ({"api_key": ("a", "")}, "Each of api_key must be a text that is not empty"),
+        ({"allowed_origins": ['["*"]']}, "allowed_origins must be origins"),
+        ({"tool_call_parser": "kimi_k2"}, "tool_call_parser must be one of .*hermes.*'kimi_k2'"),
+        ({"reasoning_parser": "gemma4"}, "reasoning_parser must be one of .*qwen3.*'gemma4'"),
+        ({"max_stored_responses": -1}, "max_stored_responses must be an integer of at least 0"),
         ({"served_model_name": "x"}, "served_model_name must be a list"),
     ],
 )

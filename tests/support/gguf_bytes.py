@@ -2,7 +2,7 @@
 
 import struct
 
-STRING, ARRAY, UINT32 = 8, 9, 4
+STRING, ARRAY, UINT32, BOOL = 8, 9, 4, 7
 F32 = 0
 
 

@@ -14,6 +14,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.models import load_model, unread_model_or_head
 from jaxspec.models.base import ModelSpec
 from jaxspec.options import SpeculativeConfig
+from jaxspec.parallel import Group
 from jaxspec.plan.step_shapes import SchedulerLimits, StateConfig, StepShapes
 from jaxspec.prefix.disk_tier import DiskTier
 from jaxspec.prefix.host_tier import HostTier
@@ -31,6 +32,7 @@ from jaxspec.scheduler.scheduler import Scheduler
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 HYBRID = "qwen3_5, one layer of each kind"
 ROWS, MAX_LEN = 4, 96
+ALONE = Group()
 NUM_PAGES = 400  # of every engine's pools, so that engines which may use fewer share programs
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SAMPLED = SamplingParams(temperature=0.8, max_tokens=12)
@@ -50,15 +52,21 @@ def folder_of(fixture: str) -> Path:
 
 
 @functools.cache
-def model(fixture: str):
-    return load_model(folder_of(fixture), jnp.dtype("float32"))
+def model(fixture: str, group: Group = ALONE):
+    return load_model(folder_of(fixture), jnp.dtype("float32"), group=group)
 
 
 @functools.cache
-def drafting(fixture: str):
+def drafting(fixture: str, group: Group = ALONE):
     """A model or a head that drafts for another fixture."""
-    with unread_model_or_head(folder_of(fixture), jnp.dtype("float32")) as found:
+    folder = folder_of(fixture)
+    with unread_model_or_head(folder, jnp.dtype("float32"), group=group) as found:
         return found.read()
+
+
+def abstract(module):
+    """Return the model with the shapes of one device, and without values."""
+    return module and ModelSpec.of(module, jnp.dtype("float32")).model()
 
 
 @functools.cache
@@ -126,6 +134,7 @@ class Harness:
         host_bytes: int = 0,
         block_pages: int = 4,
         folder: Path | None = None,  # of files of pieces
+        group: Group = ALONE,
     ):
         speculation = None
         if drafts:
@@ -172,20 +181,22 @@ class Harness:
                 accuracy=accuracy,
             )
         elif speculation is not None:
-            model_spec = drafter and ModelSpec.of(drafting(drafter), jnp.dtype("float32"))
+            given = drafter and drafting(drafter, group)
+            model_spec = given and ModelSpec.of(given, jnp.dtype("float32"))
             self.proposer = make_proposer(speculation, model(fixture), model_spec)
-        given = drafter and drafting(drafter)
+        given = drafter and drafting(drafter, group)
         blueprint = Blueprint.of(
-            model(fixture),
+            abstract(model(fixture, group)),
             dataclasses.replace(self.buckets, num_pages=max(num_pages, NUM_PAGES)),
             self.proposer,
             dtype=jnp.dtype("float32"),
             verifier=make_verifier(speculation),
             states=states,
             kv_dtype=kv_dtype,
-            drafter=given,
+            drafter=abstract(given),
+            group=group,
         )
-        self.runner = ModelRunner(model(fixture), blueprint, drafter=given)
+        self.runner = ModelRunner(model(fixture, group), blueprint, drafter=given)
         compiled = programs(self.buckets, self.limits, feature_sets)
         warm_up(self.runner, compiled)
         drafts_on_host = make_host_drafter(speculation)

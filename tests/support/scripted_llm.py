@@ -67,6 +67,11 @@ class ScriptedLLM:
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return ScriptedStream(text, ids, self.pieces, self.reason)
 
+    async def submit(self, prompt, sampling_params=None, *, request_id=None, priority=0):
+        self.asked, self.params = {"prompt": prompt}, sampling_params
+        ids = prompt if isinstance(prompt, list) else self.tokenizer.encode(prompt)
+        return ScriptedStream(str(prompt), ids, self.pieces, self.reason)
+
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.0)
 

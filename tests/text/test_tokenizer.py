@@ -27,6 +27,34 @@ def test_special_tokens_are_decoded_only_on_request(tokenizer):
     assert tokenizer.decode(ids, skip_special_tokens=False) == "a<|im_end|>b"
 
 
+def test_scripts_find_the_names_of_transformers(tokenizer):
+    ids = tokenizer.encode("a<|im_end|>")
+    assert tokenizer("a<|im_end|>").input_ids == ids
+    both = tokenizer(["a", "bc"], add_special_tokens=False)
+    assert both["input_ids"] == [[97], [98, 99]] and both.attention_mask == [[1], [1, 1]]
+    vocabulary = tokenizer.get_vocab()
+    assert len(tokenizer) == len(vocabulary) >= tokenizer.vocab_size
+    assert vocabulary["<|im_end|>"] == 258
+    assert tokenizer.convert_ids_to_tokens([258]) == ["<|im_end|>"]
+    assert tokenizer.convert_ids_to_tokens(258) == "<|im_end|>"
+    assert tokenizer.convert_tokens_to_ids(["<|im_end|>", "unknown"]) == [258, None]
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == 258
+    assert tokenizer.batch_decode([[97], [98, 258]]) == ["a", "b"]
+    if tokenizer.eos_token is not None:
+        assert vocabulary[tokenizer.eos_token] == tokenizer.eos_token_id
+    assert (tokenizer.bos_token_id is None) == (tokenizer.bos_token is None)
+
+
+def test_a_template_is_applied_as_in_transformers(tokenizer):
+    chat = [{"role": "user", "content": "a"}]
+    text = tokenizer.render_chat(chat, None, False)
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == text
+    assert tokenizer.apply_chat_template(chat) == tokenizer.encode(text, add_special_tokens=False)
+    opened = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert opened == tokenizer.render_chat(chat) and opened.startswith(text) and opened != text
+    assert tokenizer.apply_chat_template([chat, chat], tokenize=False) == [text, text]
+
+
 def test_an_id_without_a_token_decodes_to_nothing(tokenizer):
     assert tokenizer.decode([97, 99_999, 98]) == "ab"
 

@@ -31,6 +31,7 @@ Options of `jaxspec.LLM(model, **options)` and `jaxspec.generate(prompts, model,
 _VLLM = """
 ## Options of vLLM
 These names are accepted, too. Where the table lists values, other values raise `ValueError`.
+Values that are not vLLM's default and have no effect are named in one line of the log.
 
 | option of vLLM | values | meaning in jaxspec |
 |---|---|---|

@@ -34,6 +34,7 @@ from jaxspec.models.layers.parallel import Parallel
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.short_conv import ShortConv
 from jaxspec.models.model_inputs import ModelInputs, Selection
+from jaxspec.pallas.norm import residual
 from jaxspec.pallas.norm.residual import Pending
 
 # Entry of `ModelConfig.layer_types` -> mixer.
@@ -155,14 +156,16 @@ class DecoderLayer(nnx.Module):
             flat = jax.tree.map(lambda x: x[split:], tokens)
             chunks, pools = mixer.prefill(flat, inputs, pools, self.cache_layer)
             heads = jnp.concatenate([mixer.finish(heads, rectangle), chunks])
-        return mixer.output(heads, tokens), pools
+        return residual.reduced(mixer.output(heads, tokens)), pools
 
     def _feed(
         self, stream: Stream, pending: Pending, inputs: ModelInputs
     ) -> tuple[Stream, Pending]:
         if self.feed_forward is None:
             return stream, pending
-        return self.feed_forward(stream, pending, self.feed_forward_norm, inputs.live)
+        norm = self.feed_forward_norm
+        stream, pending = self.feed_forward(stream, pending, norm, inputs.live)
+        return stream, residual.reduced(pending)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         if self.mixer is not None:

@@ -1,5 +1,6 @@
 """Weights of a layer's experts, in two stacks."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
@@ -58,7 +59,9 @@ class ExpertStacks(nnx.Module):
         features, width = self.down.shape[1:]
         rows = {name: slice(i * width, i * width + width) for i, name in enumerate(self._pieces)}
         name = "gate_up_proj" if len(rows) == 2 else "up_proj"
-        yield self._stack(prefix + "experts.", name, self.up, rows)
+        segments = 1, (width,) * len(rows)
+        up = self._stack(prefix + "experts.", name, self.up, rows)
+        yield dataclasses.replace(up, segments=segments)
         rows = {"down_proj": slice(0, features)}
         yield self._stack(prefix + "experts.", "down_proj", self.down, rows)
         yield from self._shared(prefix + "shared_expert.")
@@ -101,7 +104,7 @@ class ExpertStacks(nnx.Module):
                     index=(expert, slice(place * width, place * width + held)),
                     part=part,
                 )
-                joined = f"{prefix}gate_up_proj.weight", len(pieces) * size, place * size
+                joined = f"{prefix}gate_up_proj.weight", (size,) * len(pieces), place * size
                 yield piece.or_part_of(*joined) if len(pieces) > 1 else piece
             yield Placement(
                 f"{prefix}down_proj.weight",

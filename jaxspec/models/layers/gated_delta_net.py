@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxspec.cache import PerSlot, RecurrentPool, Ring
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import ModelConfig, share
 from jaxspec.models.fields import Fields, check_groups
 from jaxspec.models.kinds import SIZE
 from jaxspec.models.layers.linear import Linear
@@ -55,15 +55,28 @@ class GatedDeltaNetConfig:
         check_groups(sizes.value_heads, sizes.key_heads, "linear_num_{value,key}_heads")
         return sizes
 
+    def local(self, devices: int) -> "GatedDeltaNetConfig":
+        """Return the sizes that each of `devices` devices holds."""
+        return dataclasses.replace(
+            self,
+            key_heads=share(self.key_heads, devices, "linear_num_key_heads"),
+            value_heads=share(self.value_heads, devices, "linear_num_value_heads"),
+        )
+
     @property
     def values(self) -> int:
         """Total channels of all value heads."""
         return self.value_heads * self.value_dim
 
     @property
-    def conv_dim(self) -> int:
+    def conv_parts(self) -> tuple[int, int, int]:
         """Channels of the convolution: queries, keys, values."""
-        return 2 * self.key_heads * self.key_dim + self.values
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.values
+
+    @property
+    def conv_dim(self) -> int:
+        return sum(self.conv_parts)
 
 
 class GatedDeltaNet(RecurrentMixer):
@@ -144,9 +157,19 @@ class GatedDeltaNet(RecurrentMixer):
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         prefix += "linear_attn."
         taps, channels = self.conv.shape
-        by_key_head = self.sizes.by_key_head
-        yield from (self._by_key_head if by_key_head else self.in_proj.checkpoint)(prefix)
-        yield Placement(prefix + "conv1d.weight", (channels, 1, taps), self.conv, transpose=True)
+        segments = 0, self.sizes.conv_parts
+        if self.sizes.by_key_head:
+            yield from self._by_key_head(prefix)
+        else:
+            qkv, *others = self.in_proj.checkpoint(prefix)
+            yield from (dataclasses.replace(qkv, segments=segments), *others)
+        yield Placement(
+            prefix + "conv1d.weight",
+            (channels, 1, taps),
+            self.conv,
+            transpose=True,
+            segments=segments,
+        )
         for column, name in enumerate(("A_log", "dt_bias")):
             yield Placement(prefix + name, self.decay.shape[:1], self.decay, index=(..., column))
         yield from self.norm.checkpoint(prefix + "norm")

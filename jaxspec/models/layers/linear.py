@@ -9,14 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec import parallel
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import NORMAL, Init, Placement, declare
 from jaxspec.pallas.gpu.device import ALIGNED_COLUMNS
-from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul
+from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul, best_columns
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.products import matmul
+from jaxspec.pallas.matmul.scores import PartialArgmax, combine
 from jaxspec.pallas.matmul.split_matmul import gated_norm_matmul, split_matmul
 from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
 from jaxspec.pallas.norm.residual import Pending, Stream
@@ -123,7 +125,7 @@ class Linear(nnx.Module):
                 place
                 if self.joined_name is None
                 else place.or_part_of(
-                    f"{prefix}{self.joined_name}.weight", sum(dict(self.outputs).values()), row
+                    f"{prefix}{self.joined_name}.weight", tuple(dict(self.outputs).values()), row
                 )
             )
             row += end - start
@@ -186,10 +188,15 @@ class LMHead(nnx.Module):
 
     The weight is stored `[hidden, vocab]` like that of `Linear`. Reading a few columns as
     embeddings costs less than a slower matmul would.
+
+    The devices of a group hold equal shares of the columns, in order of the ids; or all, if the
+    vocabulary is no multiple of their number.
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int, dtype: jnp.dtype):
-        self.weight = declare((hidden_size, vocab_size), dtype)
+    def __init__(self, hidden_size: int, vocab_size: int, dtype: jnp.dtype, devices: int = 1):
+        self.is_shared = devices > 1 and vocab_size % devices == 0
+        columns = vocab_size // devices if self.is_shared else vocab_size
+        self.weight = declare((hidden_size, columns), dtype)
 
     @property
     def operand(self) -> Dense:
@@ -199,7 +206,8 @@ class LMHead(nnx.Module):
         self, hidden: Float[Array, "n hidden"], columns: Weight | None = None
     ) -> Float[Array, "n ids"]:
         """Return the float32 logits of all ids, or of those in `columns`."""
-        return matmul(hidden, self.operand if columns is None else columns, jnp.float32)
+        logits = matmul(hidden, self.operand if columns is None else columns, jnp.float32)
+        return parallel.gather(logits, axis=1) if self.is_shared else logits
 
     def greedy_tokens(
         self,
@@ -212,16 +220,44 @@ class LMHead(nnx.Module):
         With `columns` it is an index into their ids. `forbidden` ids or indices (int32) are
         skipped; -1 forbids nothing (`argmax_matmul`).
         """
-        return argmax_matmul(hidden, self.operand if columns is None else columns, forbidden)
+        weight = self.operand if columns is None else columns
+        if not self.is_shared:
+            return argmax_matmul(hidden, weight, forbidden)
+        first = parallel.first_of(weight.outer)
+        best = best_columns(hidden, weight, forbidden - first)
+        best = best._replace(column=best.column + first)
+        parts = PartialArgmax(*(parallel.gather(each[None], axis=0) for each in best))
+        return combine(parts, axis=0).winner
 
     def columns(self, ids: Int[Array, " ids"] | None) -> Dense:
-        """Copy the columns for `ids` (int32, all in range); None returns the head itself."""
-        return self.operand if ids is None else self.operand.columns(ids)
+        """Copy the columns for `ids` (int32, all in range); None returns the head itself.
+
+        The devices of a group share the copy as they share the head.
+
+        Raises:
+            ValueError: They cannot: the number of ids is no multiple of the number of devices.
+        """
+        if ids is None or not self.is_shared:
+            return self.operand if ids is None else self.operand.columns(ids)
+        columns, is_here = self._here(ids)
+        return Dense(parallel.scatter(jnp.where(is_here, columns, 0), axis=1))
 
     def embed(self, tokens: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
         """Return the embeddings of `tokens`; out-of-range ids are clamped."""
+        if self.is_shared:
+            columns, is_here = self._here(tokens)
+            return parallel.reduce(jnp.where(is_here, columns, 0).T)
         table = self.weight[...]
         return table[:, jnp.clip(tokens, 0, table.shape[1] - 1)].T
+
+    def _here(
+        self, ids: Int[Array, " ids"]
+    ) -> tuple[Float[Array, "hidden ids"], Bool[Array, " ids"]]:
+        """Return this device's columns for `ids`, and which of them it has."""
+        table, devices = self.weight[...], parallel.size()
+        own = table.shape[1]
+        index = jnp.clip(ids, 0, own * devices - 1) - parallel.first_of(own)
+        return table[:, jnp.clip(index, 0, own - 1)], (index >= 0) & (index < own)
 
     def checkpoint(self, name: str) -> Iterator[Placement]:
         yield Placement(name, self.weight.shape[::-1], self.weight, transpose=True)

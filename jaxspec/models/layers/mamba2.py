@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from jaxspec.cache import PerSlot, RecurrentPool, Ring
 from jaxspec.checks import shown
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import ModelConfig, share, share_or_copy
 from jaxspec.models.fields import Fields, check_groups
 from jaxspec.models.kinds import FLAG, SIZE, number, whole
 from jaxspec.models.layers.linear import Linear
@@ -56,6 +56,7 @@ class Mamba2Config:
     heads: Mamba2Heads
     conv_kernel: int  # taps of the causal convolution
     norm_groups: int  # groups of features that are normed separately; 0 means no output norm
+    norm_devices: int = 1  # devices that share the features of a norm group
     conv_bias: bool = True
     gate_first: bool = True  # gate before the norm, not after it
     # Falcon-H1's factors of the projection's parts z, x, B, C and dt.
@@ -80,6 +81,23 @@ class Mamba2Config:
             conv_kernel=fields.need(names.conv_kernel, _TAPS),
             norm_groups=sizes.groups if norm_by_group else 1,
             conv_bias=bias is None or bias,
+        )
+
+    def local(self, devices: int) -> "Mamba2Config":
+        """Return the sizes that each of `devices` devices holds.
+
+        Fewer groups than devices are copied, each to the devices that have its heads.
+        """
+        heads = self.heads._replace(
+            heads=share(self.heads.heads, devices, "the number of Mamba2 heads"),
+            groups=share_or_copy(self.heads.groups, devices, "the number of Mamba2 groups"),
+        )
+        norm_groups = self.norm_groups and max(1, self.norm_groups // devices)
+        return dataclasses.replace(
+            self,
+            heads=heads,
+            norm_groups=norm_groups,
+            norm_devices=max(1, devices // max(1, self.norm_groups)),
         )
 
 
@@ -155,6 +173,7 @@ class Mamba2(RecurrentMixer):
             groups=sizes.norm_groups or 1,
             eps=self.eps,
             gate_first=sizes.gate_first,
+            devices=sizes.norm_devices,
         )
 
     def output(self, heads: Heads, projected: Projected) -> Pending:
@@ -163,11 +182,14 @@ class Mamba2(RecurrentMixer):
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         prefix += "mamba."
-        taps, channels = self.conv.shape
+        heads, channels = self.sizes.heads, self.sizes.heads.channels
         yield from self._projection(prefix + "in_proj.weight")
-        yield Placement(prefix + "conv1d.weight", (channels, 1, taps), self.conv, transpose=True)
+        features, keys = heads.features, heads.groups * heads.state_dim
+        parts = 0, (features, keys, keys)
+        taps = prefix + "conv1d.weight", (channels, 1, self.conv.shape[0]), self.conv
+        yield Placement(*taps, transpose=True, segments=parts)
         if self.conv_bias is not None:
-            yield Placement(prefix + "conv1d.bias", (channels,), self.conv_bias)
+            yield Placement(prefix + "conv1d.bias", (channels,), self.conv_bias, segments=parts)
         for column, name in enumerate(("A_log", "dt_bias", "D")):
             yield Placement(prefix + name, self.rates.shape[:1], self.rates, index=(..., column))
         if self.norm is not None:
@@ -190,6 +212,7 @@ class Mamba2(RecurrentMixer):
                 index=self.in_proj.index(column, column + size),
                 part=slice(row, row + size),
                 scale=scale,
+                segments=(0, sizes),
             )
             row += size
 

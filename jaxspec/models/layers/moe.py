@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import ModelConfig, share
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import SIZE, Kind, number, whole
 from jaxspec.models.layers.experts import ExpertStacks
@@ -68,6 +68,14 @@ class MoEConfig:
             intermediate_size=width,
             shared_size=fields.need("shared_expert_intermediate_size", wide) if shared else 0,
             gated_shared=shared,
+        )
+
+    def local(self, devices: int) -> "MoEConfig":
+        """Return the sizes that each of `devices` devices holds: a share of every expert."""
+        return dataclasses.replace(
+            self,
+            intermediate_size=share(self.intermediate_size, devices, "moe_intermediate_size"),
+            shared_size=share(self.shared_size, devices, "the width of the shared expert"),
         )
 
     @property

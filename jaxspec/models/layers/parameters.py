@@ -29,6 +29,9 @@ class Placement:
     index: Any = ...  # into the parameter: integers, slices and `...`, as in NumPy
     part: Any = ...  # into the tensor, likewise; also an array of indices >= 0 per axis
     scale: float = 1.0  # applied in float32; the result is rounded once
+    # Axis of the tensor, and sizes of the parts along it that devices share one by one; None means
+    # that each axis is one part.
+    segments: tuple[int, tuple[int, ...]] | None = None
     instead: Callable[[], Iterator["Placement"]] | None = None  # None if there is one spelling
 
     def scaled(self, factor: float) -> "Placement":
@@ -39,10 +42,13 @@ class Placement:
         others = None if instead is None else lambda: (each.scaled(factor) for each in instead())
         return dataclasses.replace(self, scale=scale, instead=others)
 
-    def or_part_of(self, name: str, rows: int, first: int) -> "Placement":
+    def or_part_of(self, name: str, rows: tuple[int, ...], first: int) -> "Placement":
         """Return the placement with an alternative: rows from `first` on of the tensor `name`.
 
-        That tensor has `rows` rows in all.
+        Args:
+            name: Name of that tensor.
+            rows: Sizes of its parts, as in `segments`.
+            first: Its first row of this one.
         """
         own = self.part if self.part is not ... else slice(0, self.shape[0])
 
@@ -50,7 +56,8 @@ class Placement:
             yield dataclasses.replace(
                 self,
                 name=name,
-                shape=(rows, *self.shape[1:]),
+                shape=(sum(rows), *self.shape[1:]),
+                segments=(0, rows),
                 part=slice(first + own.start, first + own.stop),
             )
 

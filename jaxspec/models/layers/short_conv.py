@@ -10,9 +10,9 @@ from jaxtyping import Array, Float
 
 from jaxspec.cache import CacheOptions, Pools
 from jaxspec.cache import ShortConv as ShortConvSpec
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import ModelConfig, share
 from jaxspec.models.fields import Fields
-from jaxspec.models.kinds import whole
+from jaxspec.models.kinds import SIZE, whole
 from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.mixer import LayerInputs, Projected
 from jaxspec.models.layers.parameters import Placement, declare
@@ -21,7 +21,7 @@ from jaxspec.pallas.norm.residual import Pending
 from jaxspec.pallas.recurrent.conv_update import conv_prefill, conv_update
 from jaxspec.regions import DecodeRegion
 
-_Channels = Float[Array, "tokens hidden"]
+_Channels = Float[Array, "tokens channels"]
 _TAPS = whole(2, 64)
 
 
@@ -30,12 +30,18 @@ class ShortConvConfig:
     """Sizes of a short convolution: a part of a `ModelConfig`."""
 
     taps: int  # inputs per output
+    channels: int
 
     @classmethod
     def read(cls, fields: Fields) -> "ShortConvConfig":
         """Read the sizes from LFM2's fields; biases are refused."""
         fields.refuse_all_but({"conv_bias": (False,)})
-        return cls(fields.need("conv_L_cache", _TAPS))
+        return cls(fields.need("conv_L_cache", _TAPS), fields.need("hidden_size", SIZE))
+
+    def local(self, devices: int) -> "ShortConvConfig":
+        """Return the sizes that each of `devices` devices holds."""
+        channels = share(self.channels, devices, "hidden_size")
+        return dataclasses.replace(self, channels=channels)
 
 
 @flax.struct.dataclass
@@ -56,11 +62,11 @@ class ShortConv(nnx.Module):
     pool = "short_conv"
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        hidden_size = config.hidden_size
-        self.in_proj = Linear(hidden_size, {"in_proj": 3 * hidden_size}, dtype)
+        hidden_size, sizes = config.hidden_size, config.part(ShortConvConfig)
+        self.in_proj = Linear(hidden_size, {"in_proj": 3 * sizes.channels}, dtype)
         # Transposed on load; the GPU kernel reads one tap of many channels at once.
-        self.conv = declare((config.part(ShortConvConfig).taps, hidden_size), dtype)
-        self.out_proj = Linear(hidden_size, {"out_proj": hidden_size}, dtype)
+        self.conv = declare((sizes.taps, sizes.channels), dtype)
+        self.out_proj = Linear(sizes.channels, {"out_proj": hidden_size}, dtype)
 
     @property
     def projection(self) -> Linear:
@@ -109,6 +115,7 @@ class ShortConv(nnx.Module):
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         prefix += "conv."
         taps, channels = self.conv.shape
-        yield from self.in_proj.checkpoint(prefix)
+        for place in self.in_proj.checkpoint(prefix):
+            yield dataclasses.replace(place, segments=(0, (channels,) * 3))
         yield Placement(prefix + "conv.weight", (channels, 1, taps), self.conv, transpose=True)
         yield from self.out_proj.checkpoint(prefix)

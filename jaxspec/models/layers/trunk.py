@@ -34,7 +34,7 @@ class Trunk(nnx.Module):
             layers.append(DecoderLayer(config, *kinds, layers, dtype))
         self.layers = nnx.List(layers)
         self.norm = residual_norm(config, dtype)
-        self.lm_head = LMHead(config.hidden_size, config.vocab_size, dtype)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, dtype, config.devices)
 
     def embed(self, tokens: Int[Array, " tokens"]) -> Stream:
         return self.lm_head.embed(tokens) if self.embedding is None else self.embedding(tokens)

@@ -22,8 +22,18 @@ def argmax_matmul(
 ) -> Int[Array, " rows"]:
     """Return the column (int32) of the largest entry of each row of `x @ weight`, in float32.
 
-    The lowest column wins ties. A row where an allowed score is NaN, or where no allowed score is
-    finite, returns -1 (`NO_TOKEN`).
+    A row where an allowed score is NaN, or where no allowed score is finite, returns -1
+    (`NO_TOKEN`). Arguments and errors are those of `best_columns`.
+    """
+    return best_columns(x, weight, forbidden).winner
+
+
+def best_columns(
+    x: Float[Array, "rows features"],
+    weight: Weight,
+    forbidden: Int[Array, "rows n"],
+) -> PartialArgmax:
+    """Return the argmax of each row of `x @ weight`, in float32; the lowest column wins ties.
 
     For 8 or more rows in 16 bits, one kernel keeps the scores in registers. XLA writes and reads
     them: 254 MB for 256 rows and a vocabulary of 248,320.

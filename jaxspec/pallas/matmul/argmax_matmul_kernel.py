@@ -34,7 +34,7 @@ _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 @functools.partial(jax.jit, static_argnames=("cluster", "interpret"))
 def argmax_matmul_kernel(x, weight, forbidden, *, cluster=None, interpret=None):
-    """Run `argmax_matmul` for `x` in the dtype of `weight`, a `Dense` or a `Float8`.
+    """Run `best_columns` for `x` in the dtype of `weight`, a `Dense` or a `Float8`.
 
     `cluster` blocks share their rows, by default 1 or 2; the interpreter cannot copy to several.
     """
@@ -65,7 +65,7 @@ def argmax_matmul_kernel(x, weight, forbidden, *, cluster=None, interpret=None):
     )
     table, low, high = _forbidden_table(forbidden, ids, tiling.padded)
     parts = PartialArgmax(*kernel(x, weight.array, table, low, high))
-    return combine(parts, axis=0)[:rows]
+    return PartialArgmax(*(part[:rows] for part in combine(parts, axis=0)))
 
 
 def _forbidden_table(forbidden, ids, rows):

@@ -20,12 +20,14 @@ class PartialArgmax(NamedTuple):
     # The largest -abs(score): NaN if a score is NaN, -inf if none is finite.
     nearest: Float[Array, "..."]
 
+    @property
+    def winner(self) -> Int[Array, "..."]:
+        """The column (int32); -1 if a score is NaN or none is finite."""
+        return jnp.where(self.nearest > -jnp.inf, self.column, NO_TOKEN)
 
-def combine(parts: PartialArgmax, axis: int) -> Int[Array, " rows"]:
-    """Return the column (int32) of the largest score along an axis of `parts`; the lowest on ties.
 
-    It is -1 in a row where a score is NaN or no score is finite.
-    """
+def combine(parts: PartialArgmax, axis: int) -> PartialArgmax:
+    """Return the argmax of all parts along an axis; the lowest column wins ties."""
 
     def better(a, b):
         ((score_a, column_a, nearest_a), (score_b, column_b, nearest_b)) = a, b
@@ -40,8 +42,7 @@ def combine(parts: PartialArgmax, axis: int) -> Int[Array, " rows"]:
 
     # One reduction over all three: XLA would run three reductions as three kernels.
     identity = -jnp.inf, jnp.int32(NO_COLUMN), -jnp.inf
-    _, column, nearest = lax.reduce(tuple(parts), identity, better, (axis,))
-    return jnp.where(nearest > -jnp.inf, column, NO_TOKEN)
+    return PartialArgmax(*lax.reduce(tuple(parts), identity, better, (axis,)))
 
 
 def mask_columns(

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxspec import parallel
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
 from jaxspec.pallas.norm.gated_norm import check_gates
@@ -25,7 +26,8 @@ class GatedGroupNorm:
         otherwise     rms(y) * weight * silu(z)
         no weight     y * silu(z)
 
-    `rms` divides each of `groups` equal parts of the features by `sqrt(mean square + eps)`.
+    `rms` divides each of `groups` equal parts of the features by `sqrt(mean square + eps)`. If
+    there are fewer groups than devices in a tensor-parallel group, `devices` devices share each.
     Everything is in float32; the result is rounded to the dtype of `gates`.
 
     `gates` is the whole projection. The gates are its columns from `first` on; the other columns
@@ -40,6 +42,7 @@ class GatedGroupNorm:
     groups: int = flax.struct.field(pytree_node=False)
     eps: float = flax.struct.field(pytree_node=False)
     gate_first: bool = flax.struct.field(pytree_node=False, default=True)
+    devices: int = flax.struct.field(pytree_node=False, default=1)
 
     def check(self, tokens: int, features: int) -> None:
         """Check that gates, weight and groups match the numbers of tokens and features.
@@ -93,13 +96,18 @@ def gated_group_norm_reference(norm, y):
 def _normed(y, weight, norm):
     tokens, features = y.shape
     parts = y.reshape(tokens, norm.groups, features // norm.groups)
-    root = lax.rsqrt(jnp.mean(parts * parts, axis=2, keepdims=True) + norm.eps)
+    square = jnp.mean(parts * parts, axis=2, keepdims=True)
+    if norm.devices > 1:
+        square = parallel.mean(square, norm.devices)
+    root = lax.rsqrt(square + norm.eps)
     return (parts * root).reshape(y.shape) * jnp.broadcast_to(weight, y.shape)
 
 
 def _why_not_kernel(norm, heads):
     if norm.weight is None:
         return "there is no weight, and XLA makes a gate alone one kernel"
+    if norm.devices > 1:
+        return f"groups shared by {norm.devices} devices"
     dtypes = heads.dtype, norm.weight.dtype
     if dtypes != (jnp.float32, jnp.float32) or norm.gates.dtype not in _DTYPES:
         return f"heads and weight in {dtypes[0]} and {dtypes[1]}, gates in {norm.gates.dtype}"

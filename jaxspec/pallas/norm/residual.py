@@ -16,6 +16,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxspec import parallel
+
 Stream = Float[Array, "tokens features"]
 
 # None, features in the dtype of the stream, or float32 partial sums of them.
@@ -27,6 +29,17 @@ def sum_parts(
 ) -> Float[Array, "tokens features"]:
     """Sum partial sums, rounding once to `dtype`; without partial sums, return `pending`."""
     return pending if pending.ndim == 2 else jnp.sum(pending, axis=0).astype(dtype)
+
+
+def reduced(pending: Pending) -> Pending:
+    """Return `pending` summed over the devices of a group, of which each has a part.
+
+    Partial sums of one device are added first: there is less to send.
+    """
+    if pending is None or not parallel.in_group():
+        return pending
+    parts = jnp.sum(pending, axis=0, keepdims=True) if pending.ndim == 3 else pending
+    return parallel.reduce(parts)
 
 
 def add(stream: Stream, pending: Pending) -> Stream:

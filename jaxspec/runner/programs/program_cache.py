@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import weakref
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ from jaxspec.runner.programs.own_files import own_folder, read_own, write_own
 
 _log = logging.getLogger(__name__)
 _MAX_BYTES = 2**28  # limit for all files; a program of Qwen3.5-9B has 1.5 MB
-_MAX_CALLS = 128  # limit of functions in this process, as in `jitted_step`
-_calls: dict[str, jax.stages.Wrapped] = {}  # by file name; engines with equal programs share them
+# By file name: open engines with equal programs share them, and free them when they are closed.
+_calls = weakref.WeakValueDictionary[str, jax.stages.Wrapped]()
 _handed: dict[str, bytes] = {}  # unused programs from other processes, by file name
 
 
@@ -50,7 +51,8 @@ def kept(
     """
     if file is None:
         return function
-    if file.name not in _calls:
+    call = _calls.get(file.name)
+    if call is None:
         try:
             call = _found(file, function, args, results, donated)
             if call is None:
@@ -60,10 +62,8 @@ def kept(
         except Exception as error:  # JAX can't export everything, such as `jax.debug.print`
             _log.info("a program is not kept: %r", error)
             return function
-        if len(_calls) == _MAX_CALLS:
-            del _calls[next(iter(_calls))]
         _calls[file.name] = call
-    return _calls[file.name]
+    return call
 
 
 def place(function: Any, args: tuple[Any, ...], closed_over: Any) -> Path | None:

@@ -38,7 +38,8 @@ async def _events(
     chunks, options = Chunks(**shared, object="chat.completion.chunk"), body.usage_options
     try:
         async with contextlib.aclosing(conversation.pieces()) as pieces:
-            for number in range(conversation.num_choices):
+            yield chunks.chunk(first_choice(0), **conversation.prompt_fields())
+            for number in range(1, conversation.num_choices):
                 yield chunks.chunk(first_choice(number))
             async for number, piece in pieces:
                 usage = (

@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import orjson
@@ -39,11 +40,32 @@ async def create_completion(body: CompletionRequest, service: ServiceOf) -> Resp
         "created": int(time.time()),
         "model": model,
     }
-    generation = await service.complete(body, body.prompts, params, shared["id"])
+    encode = functools.partial(_encoded, service, body) if _is_encoded_here(body) else None
+    generation = await service.complete(body, body.prompts, params, shared["id"], encode)
     pieces = _pieces(generation, CompletionPieces(body, params, service.tokenizer))
     if body.stream:
         return service.stream(_events(body, shared, generation, pieces))
     return json_response(await _whole(body, shared, generation, pieces))
+
+
+def _is_encoded_here(body: CompletionRequest) -> bool:
+    """Return whether the engine, which adds special tokens and keeps last ones, would be wrong."""
+    return body.add_special_tokens is False or body.truncation_side == "right"
+
+
+def _encoded(service: Service, body: CompletionRequest, prompt: Any) -> Sequence[int]:
+    """Return the token ids of a prompt, cut at the right if the request says so."""
+    kept, most = body.truncate_prompt_tokens, service.llm.max_model_len
+    ids = prompt
+    if isinstance(prompt, str):
+        special = body.add_special_tokens is not False
+        ids = service.tokenizer.encode(prompt, special, most if kept is None else None)
+    if body.truncation_side != "right" or kept is None:
+        return ids
+    if kept == -1:
+        wanted = body.max_tokens or most
+        kept = most - (wanted if wanted < most else 1)
+    return ids[:kept]
 
 
 _Numbered = AsyncGenerator[tuple[int, CompletionPiece], None]

@@ -7,7 +7,7 @@ from fastapi import Query
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 from starlette.responses import HTMLResponse, Response
 
-from jaxspec.flight.about import version_of
+from jaxspec.flight.about import VERSION
 from jaxspec.requests.request import AcceptanceCounts
 from jaxspec.server.generation.service import Service, ServiceOf
 from jaxspec.server.http.errors import json_response
@@ -17,8 +17,6 @@ from jaxspec.server.metrics.step_watch import MAX_STEPS
 from jaxspec.server.page.document import DOCUMENT, HEADERS
 from jaxspec.viz.timeline import StepRow
 
-VERSION = version_of("jaxspec") or "unknown"
-"""Installed version, or "unknown" for sources that are not installed."""
 router = make_router()
 _SAME = ("num_running", "num_waiting", "kv_cache_usage", "num_tokens", "num_steps",
          "num_preemptions", "tokens_per_second", "max_in_flight", "memory_bytes")  # fmt: skip
@@ -110,6 +108,7 @@ async def load(service: ServiceOf) -> Response:
 
 
 @router.get("/v1/models")
+@router.get("/v1/models/", include_in_schema=False)
 async def list_models(service: ServiceOf) -> Response:
     """List the model under all its names."""
     found = [_model(service, name) for name in service.names]

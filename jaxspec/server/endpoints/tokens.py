@@ -10,18 +10,18 @@ from jaxspec.server.generation.conversation import prompt_tokens
 from jaxspec.server.generation.service import Service, ServiceOf
 from jaxspec.server.http.errors import ApiError, json_response
 from jaxspec.server.http.routing import make_router
+from jaxspec.server.known_fields import refused
 from jaxspec.server.protocol import (
     ChatCompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    refused,
 )
 
 router = make_router()
 _MAX_ID = 2**32 - 1
 _OF_CHATS = {
     *("messages", "tools", "add_generation_prompt", "continue_final_message"),
-    "chat_template_kwargs",
+    *("chat_template", "chat_template_kwargs"),
 }
 
 
@@ -29,6 +29,7 @@ _OF_CHATS = {
 async def tokenize(body: TokenizeRequest, service: ServiceOf) -> Response:
     """Return the token ids of a text, or of a conversation rendered by the chat template."""
     service.check_model(body.model)
+    body.refuse_absent()
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(
             400, "Either prompt or messages must be given, and not both.", param="prompt"
@@ -56,12 +57,19 @@ async def detokenize(body: DetokenizeRequest, service: ServiceOf) -> Response:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(service: ServiceOf) -> Response:
-    """Return the tokenizer's class, end-of-sequence ids and the context length."""
+    """Return the tokenizer's class, special tokens and chat template, and the context length.
+
+    The BOS token is the one that the tokenizer puts before a text, if it does.
+    """
+    tokenizer = service.tokenizer
     return json_response(
         {
-            "tokenizer_class": type(service.tokenizer).__name__,
+            "tokenizer_class": type(tokenizer).__name__,
             "max_model_len": service.llm.max_model_len,
-            "eos_token_ids": list(service.tokenizer.eos_ids),
+            "bos_token": _text(tokenizer.encode("")[:1], service) or None,
+            "eos_token": _text(list(tokenizer.eos_ids[:1]), service) or None,
+            "eos_token_ids": list(tokenizer.eos_ids),
+            "chat_template": tokenizer.chat_template,
         }
     )
 
@@ -72,9 +80,9 @@ def _tokens(body: TokenizeRequest, service: Service) -> list[int]:
         return service.tokenizer.encode(body.prompt or "", add_special_tokens=special)
     if body.add_special_tokens:
         raise refused("add_special_tokens", True, "the template writes a chat's. Leave it out.")
-    return prompt_tokens(
-        service, ChatCompletionRequest.model_validate(body.model_dump(include=_OF_CHATS))
-    )
+    chat = ChatCompletionRequest.model_validate(body.model_dump(include=_OF_CHATS))
+    chat.refuse_absent(trusts_template=service.options.trust_request_chat_template)
+    return prompt_tokens(service, chat)
 
 
 def _texts(tokens: list[int], service: Service) -> list[str]:

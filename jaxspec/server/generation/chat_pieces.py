@@ -114,6 +114,11 @@ class ChatPiece(NamedTuple):
     unfinished: Mapping[int, str] = {}  # `OutputParser.unfinished`, in the last piece
     tokens: Sequence[Sequence[Token]] | None = None  # of each of `pieces`
 
+    def without_reasoning(self) -> "ChatPiece":
+        kept = [n for n, piece in enumerate(self.pieces) if piece.kind != "reasoning"]
+        tokens = None if self.tokens is None else [self.tokens[n] for n in kept]
+        return self._replace(pieces=[self.pieces[n] for n in kept], tokens=tokens)
+
     def as_bytes(self, number: int) -> list[bytes]:
         """Return the JSON choices of its chunks: one per piece and one for the finish reason."""
         deltas = [_delta(piece) for piece in self.pieces]
@@ -181,7 +186,9 @@ class ChatPieces:
         tokens = [tokens for _, tokens in attributed] if self._body.return_tokens else None
         num_top, logprobs = self._body.num_logprobs, None
         if num_top is not None:
-            logprobs = chat_logprobs(delta.logprobs or (), num_top, self._tokenizer)
+            as_ids = bool(self._body.return_tokens_as_token_ids)
+            places = delta.logprobs or ()
+            logprobs = chat_logprobs(places, num_top, self._tokenizer, as_ids=as_ids)
         ids = list(delta.token_ids) if self._body.return_token_ids else None
         return ChatPiece(pieces, logprobs, reason, delta.stop_reason, ids, unfinished, tokens)
 
@@ -221,8 +228,8 @@ class Choice:
         """Return OpenAI's `choice` object."""
         answer = assemble(self.pieces, self.last.unfinished)
         message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
-        if answer.reasoning:  # clients read either name
-            message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
+        reasoning = answer.reasoning or None
+        message |= {"reasoning_content": reasoning, "reasoning": reasoning}  # clients read either
         if answer.tool_calls:
             message["content"] = answer.content or None
             message["tool_calls"] = [

@@ -82,9 +82,10 @@ class CompletionPieces:
         return piece if reader is None else piece._replace(logprobs=reader.read(places, tokens))
 
     def _begin(self, number: int) -> None:
-        num_top = self._body.logprobs
-        reader = None if num_top is None else LegacyLogprobs(num_top, self._tokenizer)
-        self._readers[number] = reader
+        num_top, as_ids = self._body.logprobs, bool(self._body.return_tokens_as_token_ids)
+        self._readers[number] = (
+            None if num_top is None else LegacyLogprobs(num_top, self._tokenizer, as_ids=as_ids)
+        )
 
     def _prompt_text(self, number: int, token_ids: Sequence[int]) -> str:
         prompt = self._body.prompts[number // self._params.n]

@@ -85,7 +85,8 @@ class Conversation:
             async for number, delta in deltas:
                 found = self._pieces.of(number, delta)
                 self._reasoning += [p.text for p in found.pieces if p.kind == "reasoning"]
-                yield number, found
+                is_hidden = self._body.include_reasoning is False
+                yield number, found.without_reasoning() if is_hidden else found
 
     async def choices(self) -> list[Choice]:
         """Return all choices once they are complete."""
@@ -99,7 +100,7 @@ class Conversation:
         """Return the chat completion, without `id`, `object` and `created`."""
         choices = [choice.as_object(number) for number, choice in enumerate(await self.choices())]
         usage = (await self.usage()).as_object()
-        return {"model": model, "choices": choices, "usage": usage} | self._prompt_fields()
+        return {"model": model, "choices": choices, "usage": usage} | self.prompt_fields()
 
     async def usage(self) -> Usage:
         """Return the final usage; `reasoning_tokens` is counted by encoding the reasoning text."""
@@ -109,14 +110,16 @@ class Conversation:
             self._generation.usage.reasoning_tokens = len(tokens)
         return self._generation.usage
 
-    def _prompt_fields(self) -> dict[str, Any]:
-        """Return vLLM's extra fields about the prompt, if requested."""
+    def prompt_fields(self) -> dict[str, Any]:
+        """Return vLLM's extra fields about the prompt, as far as the request has them."""
         fields: dict[str, Any] = {}
         (stream,) = self._generation.streams
         if self._body.prompt_logprobs is not None and stream.prompt_logprobs is not None:
             fields["prompt_logprobs"] = prompt_logprobs(stream.prompt_logprobs)
         if self._body.return_token_ids:
             fields["prompt_token_ids"] = list(stream.prompt_token_ids)
+        if self._body.return_prompt_text:
+            fields["prompt_text"] = stream.prompt
         return fields
 
 

@@ -123,7 +123,7 @@ class Generation:
 
     def _note_end(self, finish_reason: str, metrics: RequestMetrics | None) -> None:
         """Count a finished sample; raise ApiError if it failed."""
-        self._metrics.note_end(finish_reason, metrics)
+        self._metrics.note_end(finish_reason)
         if metrics is not None:
             self.usage.accepted_tokens += metrics.num_accepted_tokens
             self.usage.rejected_tokens += metrics.num_draft_tokens - metrics.num_accepted_tokens

@@ -12,13 +12,20 @@ Places = Iterable[Mapping[int, Logprob] | None]
 
 
 def chat_logprobs(
-    places: Iterable[Mapping[int, Logprob]], num_top: int, tokenizer: Tokenizer
+    places: Iterable[Mapping[int, Logprob]],
+    num_top: int,
+    tokenizer: Tokenizer,
+    *,
+    as_ids: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return the entries of a chat's `logprobs.content`, one per token."""
+    """Return the entries of a chat's `logprobs.content`, one per token.
+
+    With `as_ids`, names of tokens are their ids, as in "token_id:17".
+    """
 
     def entry(token: int, logprob: Logprob) -> dict[str, Any]:
         raw = tokenizer.bytes_of(token)
-        text = raw.decode("utf-8", "replace")
+        text = _id_name(token) if as_ids else raw.decode("utf-8", "replace")
         return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
 
     content = []
@@ -32,8 +39,9 @@ def chat_logprobs(
 class LegacyLogprobs:
     """Logprobs of a completion as parallel lists; one object per choice."""
 
-    def __init__(self, num_top: int, tokenizer: Tokenizer):
-        self._num_top, self._tokenizer = num_top, tokenizer
+    def __init__(self, num_top: int, tokenizer: Tokenizer, *, as_ids: bool = False):
+        """`as_ids`: as in `chat_logprobs`."""
+        self._num_top, self._tokenizer, self._as_ids = num_top, tokenizer, as_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0  # characters in the tokens so far
 
@@ -67,11 +75,17 @@ class LegacyLogprobs:
 
     def _name(self, token: int) -> str:
         """Return a token's text, or a distinct hexadecimal name if its bytes are not UTF-8."""
+        if self._as_ids:
+            return _id_name(token)
         raw = self._tokenizer.bytes_of(token)
         try:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _id_name(token: int) -> str:
+    return f"token_id:{token}"
 
 
 def prompt_logprobs(places: Iterable[Mapping[int, Logprob] | None]) -> list[Any]:

@@ -1,8 +1,9 @@
 """Service: state shared by all routes, and submission of their requests to the engine."""
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from jaxspec.engine.async_stream import AsyncStream
 from jaxspec.engine.errors import DrainingError, EngineDeadError, QueueFullError
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.server.generation.generation import Generation
+from jaxspec.server.generation.response_store import ResponseStore
 from jaxspec.server.http.errors import ApiError
 from jaxspec.server.http.sse import EventStream
 from jaxspec.server.metrics.server_metrics import ServerMetrics
@@ -67,10 +69,19 @@ class Service:
         """
         self.llm, self.options, self.metrics, self.watch = llm, options, metrics, watch
         self.tokenizer = tokenizer_of(llm)
-        self.dialect = parser_for(self.tokenizer.chat_template, self.tokenizer.has_token)
+        dialect = parser_for(
+            self.tokenizer.chat_template,
+            self.tokenizer.has_token,
+            tool_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
+        )
+        self.dialect = dialect if options.enable_auto_tool_choice else dialect._replace(readers={})
         self.tags_are_special = any(map(self._is_hidden, self.dialect.tags))
         self.names = options.served_model_name or (_name_of(llm.model_name),)
         self.created = int(time.time()) if created is None else created
+        # A later turn may come to another process.
+        num_stored = options.max_stored_responses if options.api_processes == 1 else 0
+        self.responses = ResponseStore(num_stored, options.max_stored_mib * 2**20)
         self.is_draining = False  # True during shutdown: new requests are refused
 
     def check_model(self, name: str | None) -> str:
@@ -108,9 +119,17 @@ class Service:
             return body.sampling_params(default, max_tokens, logprobs)
 
     async def complete(
-        self, body: Sampling, prompts: Sequence[Any], params: SamplingParams, request_id: str
+        self,
+        body: Sampling,
+        prompts: Sequence[Any],
+        params: SamplingParams,
+        request_id: str,
+        encode: Callable[[Any], Sequence[int]] | None = None,
     ) -> Generation:
         """Submit prompts (texts or lists of token ids) to the engine, which validates them.
+
+        `encode` returns the token ids of a prompt, in a worker thread; None leaves it to the
+        engine.
 
         Raises:
             ApiError: 400, a prompt is invalid.
@@ -121,15 +140,17 @@ class Service:
                 raise ValueError("prompt must hold at least one prompt, got []. Give some text.")
             self._check("prompt x n", len(prompts) * params.n, MAX_CHOICES)
 
-        submissions = (
-            self.llm.submit(
+        async def submit(number: int, prompt: Any) -> AsyncStream:
+            if encode is not None:
+                prompt = await asyncio.to_thread(encode, prompt)
+            return await self.llm.submit(
                 _salted(prompt, body.cache_salt),
                 params,
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
                 priority=body.priority or 0,
             )
-            for number, prompt in enumerate(prompts)
-        )
+
+        submissions = (submit(*each) for each in enumerate(prompts))
         return await self._submit_each(body, params, submissions)
 
     async def chat(

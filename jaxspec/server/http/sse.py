@@ -35,9 +35,14 @@ class Chunks:
         """`shared`: fields of every chunk, such as id, object, created and model."""
         self._head = b"data: " + orjson.dumps(shared)[:-1] + b',"choices":['
 
-    def chunk(self, choice: bytes, usage: Mapping[str, Any] | None = None) -> bytes:
-        """Return one event with a choice in JSON; empty bytes mean no choice."""
+    def chunk(self, choice: bytes, usage: Mapping[str, Any] | None = None, **fields: Any) -> bytes:
+        """Return one event with a choice in JSON; empty bytes mean no choice.
+
+        `fields`: further fields beside the choices.
+        """
         extra = b"" if usage is None else b',"usage":' + orjson.dumps(usage)
+        if fields:
+            extra += b"," + orjson.dumps(fields)[1:-1]
         return b"".join((self._head, choice, b"]", extra, b"}\n\n"))
 
 

@@ -11,7 +11,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector as Base
 
-from jaxspec.engine.metrics import Counter, Gauge, Vector
+from jaxspec.engine.metrics import Counter, Gauge, Histogram, Vector, labels_of
+from jaxspec.engine.request_histograms import TEXTS
 from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.server.metrics.server_metrics import LATENCIES, SIZES
 from jaxspec.server.metrics.snapshot import Snapshot
@@ -39,6 +40,7 @@ _TEXTS = {
     "jaxspec:host_seconds": "Seconds of the engine thread by stage.",
     "jaxspec:engine_steps": "Number of dispatched steps.",
     "jaxspec:event_loop_lag_seconds": "Seconds until the event loop had run all ready tasks.",
+    **{f"vllm:{name}": text for name, text in (TEXTS | LATENCIES | SIZES).items()},
 }
 _SLEEP_STATES = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
 _ENGINE_SECONDS = ("plan_time", "dispatch_time", "wait_time", "collect_time")
@@ -51,7 +53,7 @@ class Collector(Base):
         self, snapshot: Snapshot, shapes: StepShapes, limits: SchedulerLimits, model_name: str
     ):
         self._snapshot, self._shapes, self._limits = snapshot, shapes, limits
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self._labels = labels_of(model_name)
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing, so that registration does not collect metrics."""
@@ -63,11 +65,8 @@ class Collector(Base):
         yield from self._settings()
         metrics = self._snapshot.requests
         for group, texts in ((metrics.latencies, LATENCIES), (metrics.sizes, SIZES)):
-            for name, text in texts.items():
-                family = HistogramMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
-                found = group[name]
-                family.add_metric(list(self._labels.values()), found.buckets(), found.total)
-                yield family
+            for name in texts:
+                yield self._histogram(group[name].metric(f"vllm:{name}", self._labels))
 
     def _engine(self) -> Iterator[Metric]:
         for metric in self._snapshot.by_vllm:
@@ -78,6 +77,8 @@ class Collector(Base):
                 yield self._counters(metric.name, None, {"": metric.value})
             elif isinstance(metric, Gauge):
                 yield self._gauge(metric.name, metric.value)
+            elif isinstance(metric, Histogram):
+                yield self._histogram(metric)
         engine = self._snapshot.engine
         seconds = {name.removesuffix("_time"): engine[name] for name in _ENGINE_SECONDS}
         yield self._counters("jaxspec:host_seconds", "stage", seconds)
@@ -121,6 +122,11 @@ class Collector(Base):
         family = CounterMetricFamily(name, _TEXTS.get(name, name), labels=labels)
         for key, value in values.items():
             family.add_metric([*self._labels.values(), *([key] if label else ())], value)
+        return family
+
+    def _histogram(self, metric: Histogram) -> Metric:
+        family = HistogramMetricFamily(metric.name, _TEXTS[metric.name], labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), list(metric.buckets.items()), metric.sum)
         return family
 
     def _gauge(self, name: str, value: float) -> Metric:

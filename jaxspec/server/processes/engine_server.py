@@ -68,6 +68,9 @@ class RemoteEngineServer:
             "release": self._release,
             "snapshot": snapshot,
             "last_steps": last_steps,
+            "reset_prefix_cache": llm.reset_prefix_cache,
+            "start_profile": llm.start_profile,
+            "stop_profile": llm.stop_profile,
         }
 
     async def run(self) -> None:

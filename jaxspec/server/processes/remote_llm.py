@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from jaxspec.api.async_calls import AsyncCalls, Prepare
+from jaxspec.api.async_calls import AsyncCalls, EngineCall, Prepare
 from jaxspec.api.async_llm import WorkerSpec
 from jaxspec.engine.async_stream import AsyncStream, OutputQueue
 from jaxspec.engine.errors import EngineDeadError, EngineGoneError, ServiceError
@@ -60,6 +60,9 @@ class RemoteLLM(AsyncCalls):
 
     async def last_steps(self, count: int) -> list[StepRow]:
         return await self._call("last_steps", count)
+
+    async def _control(self, call: EngineCall) -> Any:
+        return await self._call(call)
 
     def end(self, error: ServiceError) -> None:
         """Stop serving: every stream ends with `error`."""

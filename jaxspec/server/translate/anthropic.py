@@ -92,9 +92,19 @@ def _messages(message: Mapping[str, Any], place: str) -> list[Json]:
 
 
 def _tool_result(part: Mapping[str, Any], place: str) -> Json:
-    output = content(part.get("content"), f"{place}.content", ("text",))
+    given = part.get("content")
+    if isinstance(given, list):
+        given = [_named_tool(*each) for each in objects(given, f"{place}.content")]
+    output = content(given, f"{place}.content", ("text",))
     call = text(part.get("tool_use_id"), f"{place}.tool_use_id")
     return {"role": "tool", "tool_call_id": call, "content": output}
+
+
+def _named_tool(place: str, part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a reference to a tool as text; the request's tools are all offered from the start."""
+    if part.get("type") != "tool_reference":
+        return part
+    return {"type": "text", "text": text(part.get("tool_name"), f"{place}.tool_name")}
 
 
 def _assistant(given: Any, place: str) -> Json:

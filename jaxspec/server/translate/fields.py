@@ -82,6 +82,7 @@ def named(body: Mapping[str, Any], names: Sequence[str]) -> Json:
 SAMPLING = (
     *("model", "stream", "user", "temperature", "top_p", "top_k", "min_p", "seed"),
     *("stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("stop", "include_stop_str_in_output", "skip_special_tokens"),
     *("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids", "logit_bias"),
     *("chat_template_kwargs", "priority", "cache_salt", "num_speculative_tokens"),
 )

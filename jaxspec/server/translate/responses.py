@@ -1,12 +1,14 @@
-"""Conversion of OpenAI's Responses API to chat completions and back, without stored responses.
+"""Conversion of OpenAI's Responses API to chat completions and back.
 
 API: https://platform.openai.com/docs/api-reference/responses.
 """
 
+import base64
+import binascii
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxspec.server.translate.fields import (
@@ -25,28 +27,19 @@ from jaxspec.server.translate.fields import (
 _LOG = logging.getLogger(__name__)
 _TEXTS = ("input_text", "output_text", "text")
 _ROLES = ("user", "assistant", "system", "developer")
-_STATELESS = "needs stored responses, which the server does not keep: it can't be {}. Send the "
-_ABSENT = {
-    "previous_response_id": f"{_STATELESS}earlier items as input.",
-    "conversation": f"{_STATELESS}earlier items as input.",
-    "prompt": f"{_STATELESS}text itself as instructions.",
-    "background": f"{_STATELESS}request with stream=true instead.",
-    "top_logprobs": "is no part of these answers; it can't be {}. Use /v1/chat/completions.",
-    "context_management": "can't be {}: the server keeps all of the input. Send less of it.",
-}
 _OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 _CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 _ITEMS = ("message", *_CALLS, *_OUTPUTS, "reasoning")
 _RUN_ELSEWHERE = (
     *("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call"),
-    *("tool_search_call", "tool_search_output", "mcp_list_tools", "mcp_call", "compaction"),
+    *("tool_search_call", "tool_search_output", "mcp_list_tools", "mcp_call"),
 )
 """Items about tools that other servers run; the model does not read them."""
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user")
 
 
-def chat_request(body: Mapping[str, Any]) -> Json:
-    """Convert a body of /v1/responses to a chat request; `store` is ignored.
+def chat_request(body: Mapping[str, Any], earlier: Sequence[Json] = ()) -> Json:
+    """Convert a body of /v1/responses to a chat request, after the `earlier` items.
 
     The functions of the request are offered, those of a namespace under a joined name. Tools of
     other types are not: agents send tools such as `web_search` beside their own to every server.
@@ -55,15 +48,13 @@ def chat_request(body: Mapping[str, Any]) -> Json:
     refused by the chat.
 
     Raises:
-        FieldError: a field is invalid, or needs stored responses.
+        FieldError: a field is invalid.
     """
-    for name, rule in _ABSENT.items():
-        if body.get(name):
-            raise FieldError(name, rule, body[name])
-    if body.get("truncation") not in (None, "disabled"):
-        rule = "must be 'disabled', got {}. Send an input that fits the model."
-        raise FieldError("truncation", rule, body["truncation"])
-    messages = _messages(body.get("input"))
+    given = body.get("input")
+    if given is None and not earlier:
+        raise FieldError("input", "must be a text or a list of items, got {}.", None)
+    given = input_items(() if given is None else given)
+    messages = _messages([*objects(earlier, "earlier"), *objects(given, "input")])
     if body.get("instructions"):
         instructions = text(body["instructions"], "instructions")
         messages.insert(0, {"role": "system", "content": instructions})
@@ -142,13 +133,18 @@ def names_of_calls(body: Mapping[str, Any]) -> dict[str, Json]:
     }
 
 
-def _messages(given: Any) -> list[Json]:
-    """Convert an input to messages; adjacent assistant items with one content are merged."""
+def input_items(given: Any) -> Any:
+    """Return an input as items; a text is a message of the user."""
     if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+        return [{"type": "message", "role": "user", "content": given}]
+    return given
+
+
+def _messages(items: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Json]:
+    """Convert items to messages; adjacent assistant items with one content are merged."""
     messages = list[Json]()
-    for place, item in objects(given, "input"):
-        if item.get("type") in _RUN_ELSEWHERE:
+    for place, item in items:
+        if item.get("type") in _RUN_ELSEWHERE or _is_foreign_compaction(item):
             continue
         message = _message(item, place)
         last = messages[-1] if messages else {}
@@ -189,6 +185,8 @@ def _message(item: Mapping[str, Any], place: str) -> Json:
         output = content(item.get("output"), f"{place}.output", _TEXTS)
         call_id = text(item.get("call_id"), f"{place}.call_id")
         return {"role": "tool", "tool_call_id": call_id, "content": output}
+    if kind == "compaction":
+        return {"role": "user", "content": _summary(item, f"{place}.encrypted_content")}
     one_of(item, place, _ITEMS)
     thoughts = [
         text(one_of(part, where, ("reasoning_text", "summary_text")).get("text"), f"{where}.text")
@@ -213,6 +211,55 @@ def _called(item: Mapping[str, Any], place: str) -> Json:
     return {"name": name, "arguments": arguments}
 
 
+COMPACT = (
+    "Summarize this conversation, so that it can go on from your summary alone: the task, what was "
+    "decided and done, what is open, and all names, paths and values that matter. Write nothing "
+    "else."
+)
+_OWN, _SUMMARY = "jaxspec:", "Summary of the conversation before this point:\n"
+
+
+def compacted(items: Iterable[Json], chat: Mapping[str, Any]) -> Json:
+    """Return a conversation's compaction: the user's messages, and the summary in `chat`."""
+    kept = [
+        {"id": new_id("msg_"), **item, "type": "message", "status": "completed"}
+        for item in items
+        if item.get("type", "message") == "message" and item.get("role") == "user"
+    ]
+    written = chat["choices"][0]["message"]["content"] or ""
+    sealed = _OWN + base64.b64encode(written.encode()).decode()
+    return {
+        "id": new_id("resp_"),
+        "object": "response.compaction",
+        "created_at": int(time.time()),
+        "output": [
+            *(item | {"content": _parts(item.get("content"))} for item in kept),
+            {"id": new_id("cmp_"), "type": "compaction", "encrypted_content": sealed},
+        ],
+        "usage": usage(chat["usage"]),
+    }
+
+
+def _parts(given: Any) -> Any:
+    return [{"type": "input_text", "text": given}] if isinstance(given, str) else given
+
+
+def _is_foreign_compaction(item: Mapping[str, Any]) -> bool:
+    """Return whether another server has compacted items, which only that server can read."""
+    sealed = item.get("encrypted_content")
+    is_own = isinstance(sealed, str) and sealed.startswith(_OWN)
+    return item.get("type") == "compaction" and not is_own
+
+
+def _summary(item: Mapping[str, Any], place: str) -> str:
+    try:
+        raw = base64.b64decode(item["encrypted_content"].removeprefix(_OWN), validate=True)
+        return _SUMMARY + raw.decode()
+    except (binascii.Error, UnicodeDecodeError) as error:
+        rule = "must be as /v1/responses/compact returned it, got {}. Send it unchanged."
+        raise FieldError(place, rule, item["encrypted_content"]) from error
+
+
 def begin(body: Mapping[str, Any], model: str) -> Json:
     tools = [
         {"strict": None, "parameters": {}, **tool} if tool.get("type") == "function" else dict(tool)
@@ -233,8 +280,8 @@ def begin(body: Mapping[str, Any], model: str) -> Json:
         "tools": tools,
         "text": {"format": {"type": "text"}},
         "truncation": "disabled",
-        "previous_response_id": None,
-        "store": False,
+        "previous_response_id": body.get("previous_response_id"),
+        "store": bool(body.get("store")),
         "usage": None,
     } | {name: body.get(name) for name in _ECHOED}
 

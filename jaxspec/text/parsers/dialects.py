@@ -49,9 +49,23 @@ _BY_SIGN = {
 # Tokens that identify a dialect in the vocabulary, for templates without a sign.
 _BY_TOKEN = {"<TOOLCALL>": NEMOTRON_NANO_2, "<|tool_call_start|>": LFM2, CALL: XML}
 
+TOOL_PARSERS = {
+    **{dialect.name: dialect for dialect in (XML, HERMES, LLAMA, LFM2, NEMOTRON_NANO_2)},
+    **dict.fromkeys(("qwen3_coder", "qwen3_xml", "mimo"), XML),
+    **dict.fromkeys(("llama3_json", "llama4_json"), LLAMA),
+    "granite4": HERMES,
+}
+"""Dialects by their names and by those of vLLM's tool parsers."""
+REASONING_PARSERS = ("deepseek_r1", "mimo", "nemotron_v3", "qwen3")
+"""Names of vLLM's reasoning parsers for text between `<think>` and `</think>`."""
+
 
 def parser_for(
-    chat_template: str | None, has_token: Callable[[str], bool] = lambda text: False
+    chat_template: str | None,
+    has_token: Callable[[str], bool] = lambda text: False,
+    *,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
 ) -> Dialect:
     """Return the dialect of a model; call it to create the parser of a text.
 
@@ -59,6 +73,8 @@ def parser_for(
         chat_template: Source of the template; None for models without one, such as base models.
         has_token: Returns whether the vocabulary has a token. It decides for templates that list
             tools without an example of a call, such as LFM2.5's.
+        tool_parser: A name of `TOOL_PARSERS`, which decides in place of the template.
+        reasoning_parser: A name of `REASONING_PARSERS`, for templates without `</think>`.
 
     Returns:
         The dialect, or `PLAIN` if none is recognized; it also parses reasoning if the template has
@@ -70,7 +86,9 @@ def parser_for(
     if dialect is PLAIN and "tools" in source:
         tokens = (token for token in _BY_TOKEN if has_token(token))
         dialect = _BY_TOKEN.get(next(tokens, ""), PLAIN)
-    if THINK_ENDS not in source:
+    if tool_parser is not None:
+        dialect = TOOL_PARSERS[tool_parser]
+    if THINK_ENDS not in source and reasoning_parser is None:
         return dialect
     return dialect._replace(thinks=True, tags=dialect.tags + _THINK_TAGS)
 

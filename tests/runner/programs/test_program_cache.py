@@ -1,11 +1,13 @@
 """Programs on disk: a later process traces nothing, gives the same, and takes nothing stale."""
 
+import gc
 import json
 import logging
 import os
 import stat
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import jax
@@ -36,7 +38,7 @@ def folder(monkeypatch, tmp_path):
 
 def forget(monkeypatch):
     """As in a new process."""
-    monkeypatch.setattr(program_cache, "_calls", {})
+    monkeypatch.setattr(program_cache, "_calls", weakref.WeakValueDictionary())
     monkeypatch.setattr(program_cache, "_handed", {})
     monkeypatch.setattr(dispatch, "_chosen", {})
 
@@ -129,14 +131,16 @@ def test_what_is_kept_does_the_same_in_the_memory_it_is_given(folder, counted, m
     assert counted.count == 1
 
 
-def test_a_process_reads_a_program_once(folder, counted, monkeypatch):
-    monkeypatch.setattr(program_cache, "_MAX_CALLS", 2)
+def test_a_program_is_read_once_for_all_who_hold_it(folder, counted):
     first = counted.kept()
     assert counted.kept() is first
-    for other in "bc":
-        counted.kept(other)
-    assert len(program_cache._calls) == 2 and counted.kept() is not first
-    assert counted.count == 3
+    others = [counted.kept(other) for other in "bc"]
+    assert len(program_cache._calls) == 3 and len(set(others)) == 2
+    del first, others
+    gc.collect()
+    assert not program_cache._calls
+    counted.kept()
+    assert counted.count == 3  # from the folder
 
 
 def test_what_ops_run_as_is_known_of_programs_that_others_traced(
@@ -210,7 +214,8 @@ def test_what_another_process_traced_is_called_written_or_not(
         monkeypatch.setattr(program_cache, "write_own", write)
     program_cache.hand_over(file, content)
     assert program_cache.is_there(file) is not is_full
-    assert total(counted.kept()) == 8 and counted.count == 1
+    call = counted.kept()
+    assert total(call) == 8 and counted.count == 1
     assert program_cache.is_there(file) and not program_cache._handed
 
 

@@ -2,8 +2,11 @@
 
 import openai
 import pytest
+from scripted_llm import ScriptedLLM, TemplateTokenizer
+from served import serving
 
 from jaxspec import SamplingParams
+from jaxspec.api.loading import EMBEDDED_MODEL
 
 PROMPT = "def fibonacci(n):"
 MODEL = "short"
@@ -241,3 +244,47 @@ def test_a_sample_that_ends_before_the_first_one_is_told_the_prompt_s_logprobs_t
         assert other["token_logprobs"][:num_prompt] == first["token_logprobs"][:num_prompt]
         assert other["tokens"][:num_prompt] == first["tokens"][:num_prompt]
     assert None not in first["token_logprobs"][1:]
+
+
+class _WithBos(TemplateTokenizer):
+    """Puts the id 0 before texts."""
+
+    def encode(self, text, add_special_tokens=True, max_model_len=None):
+        return [0] * add_special_tokens + super().encode(text, False, max_model_len)
+
+
+def test_special_tokens_and_the_side_of_truncation_are_the_request_s():
+    made = ScriptedLLM([" "], "")
+    made.tokenizer = _WithBos(EMBEDDED_MODEL, "")
+    ids = made.tokenizer.encode(PROMPT, add_special_tokens=False)
+    assert len(ids) > 3
+    cases = [
+        ({}, PROMPT),
+        ({"add_special_tokens": True, "truncation_side": "left"}, PROMPT),
+        ({"add_special_tokens": False}, ids),
+        ({"add_special_tokens": False, "truncate_prompt_tokens": 3}, ids),  # the engine cuts
+        ({"truncation_side": "right"}, [0, *ids]),
+        ({"truncation_side": "right", "truncate_prompt_tokens": 3}, [0, *ids[:2]]),
+        (
+            {"truncation_side": "right", "truncate_prompt_tokens": -1, "max_tokens": 4094},
+            [0, ids[0]],
+        ),
+    ]
+    with serving(lambda: made) as served:
+        for fields, want in cases:
+            assert served.post("/v1/completions", prompt=PROMPT, **fields).status_code == 200
+            assert made.asked["prompt"] == want, fields
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_tokens_of_logprobs_may_be_named_by_their_ids(served, path):
+    fields = {"max_tokens": 4, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    if path == "/v1/completions":
+        (choice,) = served.post(path, prompt=PROMPT, logprobs=1, **fields).json()["choices"]
+        found = choice["logprobs"]["tokens"]
+    else:
+        messages = [{"role": "user", "content": "Hi"}]
+        told = served.post(path, messages=messages, logprobs=True, **fields).json()
+        (choice,) = told["choices"]
+        found = [entry["token"] for entry in choice["logprobs"]["content"]]
+    assert found == [f"token_id:{token}" for token in choice["token_ids"]]

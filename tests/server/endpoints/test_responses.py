@@ -28,6 +28,9 @@ def test_a_response_is_the_library_s_chat(client, reference):
         ({"input": [{"role": "judge", "content": "x"}]}, "input.0.role"),
         ({"text": {"format": {"type": "json_object"}}}, "response_format"),
         ({"tools": [{"type": 3}]}, "tools.0.type"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"extra_body": {"stop": 3}}, "stop"),
     ],
 )
 def test_what_can_t_be_done_is_a_400_that_names_the_field(client, fields, said):

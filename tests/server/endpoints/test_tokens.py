@@ -21,8 +21,13 @@ def test_a_conversation_is_written_by_its_template(served, reference):
     assert chat["usage"]["prompt_tokens"] == len(found)
 
 
-def test_the_tokenizer_is_described(served):
-    assert served.get("/tokenizer_info").json()["max_model_len"] == 512
+def test_the_tokenizer_is_described(served, reference):
+    found = served.get("/tokenizer_info").json()
+    assert found["max_model_len"] == 512 and found["bos_token"] is None
+    assert found["eos_token_ids"] == list(reference.tokenizer.eos_ids)
+    ids = served.post("/tokenize", prompt=found["eos_token"], add_special_tokens=False).json()
+    assert ids["tokens"] == found["eos_token_ids"]
+    assert found["chat_template"] == reference.tokenizer.chat_template
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_anthropic_s_client_gets_blocks(speaking):
 def test_responses_have_items(speaking):
     client, _ = speaking
     tools = [{"type": "function", **TOOL["function"], "strict": False}]
-    ask = {"model": "scripted", "input": "Weather?", "tools": tools, "store": True}
+    ask = {"model": "scripted", "input": "Weather?", "tools": tools}
     whole = client.responses.create(**ask)
     events = list(client.responses.create(**ask, stream=True))
     assert [e.sequence_number for e in events] == list(range(len(events)))
@@ -148,8 +148,51 @@ def test_responses_have_items(speaking):
         assert message.content[0].text.strip() == "Let me see."
         assert call.name == "weather" and json.loads(call.arguments) == ARGUMENTS
         assert found.status == "completed"
-    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
-        client.responses.create(**ask, previous_response_id="resp_1")
+
+
+def test_reasoning_may_be_left_out_and_is_counted(speaking):
+    client, _ = speaking
+    hidden = {"extra_body": {"include_reasoning": False}}
+    whole = client.chat.completions.create(**ASK, tools=[TOOL])
+    found = client.chat.completions.create(**ASK, tools=[TOOL], **hidden)
+    message = found.choices[0].message
+    assert message.reasoning is None and message.content == whole.choices[0].message.content
+    assert message.tool_calls[0].function.name == "weather"
+    assert found.usage == whole.usage
+    deltas = [
+        chunk.choices[0].delta
+        for chunk in client.chat.completions.create(**ASK, tools=[TOOL], stream=True, **hidden)
+    ]
+    assert not any(hasattr(delta, "reasoning") for delta in deltas)
+    assert "".join(delta.content or "" for delta in deltas) == message.content
+
+
+def test_the_prompt_s_text_is_returned_whole_or_with_the_first_chunk():
+    with scripted(["</think>Sunny."]) as (client, served):
+        ask = {**ASK, "extra_body": {"return_prompt_text": True, "return_token_ids": True}}
+        found = client.chat.completions.create(**ask)
+        assert found.prompt_text == served.llm.tokenizer.render_chat(ASK["messages"])
+        first, *rest = client.chat.completions.create(**ask, stream=True)
+        assert first.prompt_text == found.prompt_text
+        assert first.prompt_token_ids == found.prompt_token_ids
+        assert not any(hasattr(chunk, "prompt_text") for chunk in rest)
+        plain = client.chat.completions.create(**ASK)
+        assert not hasattr(plain, "prompt_text")
+
+
+def test_parsers_chosen_by_name_decide_in_place_of_the_template():
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    text = 'Hm</think><tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    ask = {**ASK, "tools": [TOOL]}
+
+    def served(template, **options):
+        return serving(lambda: ScriptedLLM(["<think>", text], template), **options)
+
+    with served(plain, tool_call_parser="hermes", reasoning_parser="qwen3") as found:
+        (choice,) = found.post("/v1/chat/completions", **ask).json()["choices"]
+        assert choice["message"]["reasoning"] == "Hm" and choice["finish_reason"] == "tool_calls"
+    with served(TEMPLATE, enable_auto_tool_choice=False) as found:
+        assert found.post("/v1/chat/completions", **ask).json()["error"]["param"] == "tools"
 
 
 def test_thinking_may_be_turned_off_by_the_template():
@@ -158,7 +201,8 @@ def test_thinking_may_be_turned_off_by_the_template():
         assert plain.reasoning == "Sunny." and not plain.content
         off = {"chat_template_kwargs": {"enable_thinking": False}}
         told = client.chat.completions.create(**ASK, extra_body=off).choices[0].message
-        assert told.content == "Sunny." and not hasattr(told, "reasoning")
+        assert told.content == "Sunny." and told.reasoning is None
+        assert told.reasoning_content is None
 
 
 def test_a_call_that_is_not_whole_comes_back_as_content():

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxspec.engine.metrics import Counter, Gauge, Vector
+from jaxspec.engine.metrics import Counter, Gauge, Histogram, Vector
 from jaxspec.plan.step_shapes import SchedulerLimits
 from jaxspec.server.metrics.collector import Collector
 from jaxspec.server.metrics.server_metrics import ServerMetrics
@@ -20,6 +20,7 @@ BY_VLLM = [
     Gauge("vllm:num_requests_running", LABELS, 3),
     Counter("vllm:generation_tokens", LABELS, 9),
     Vector("vllm:spec_decode_num_accepted_tokens_per_pos", LABELS, [5, 2]),
+    Histogram("vllm:request_prompt_tokens", LABELS, 2, 9.0, {"5.0": 1, "+Inf": 2}),
 ]
 
 
@@ -54,8 +55,11 @@ def test_metrics_of_engine_and_server_become_families():
     assert found["vllm:inter_token_latency_seconds_count",] == 4
     assert found["vllm:inter_token_latency_seconds_bucket", "0.0025"] == 0
     assert found["vllm:inter_token_latency_seconds_bucket", "0.005"] == 4
+    assert found["vllm:request_prompt_tokens_bucket", "5.0"] == 1
+    assert found["vllm:request_prompt_tokens_bucket", "+Inf"] == 2
+    assert found["vllm:request_prompt_tokens_sum",] == 9
     assert 'model_name="a"' in text and 'engine="0"' in text
-    assert text.count("# HELP") == text.count("# TYPE") >= 20
+    assert text.count("# HELP") == text.count("# TYPE") >= 19
     states = {key[1]: value for key, value in found.items() if key[0] == "vllm:engine_sleep_state"}
     assert states == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
 

@@ -1,40 +1,7 @@
 """What the server counts of requests."""
 
-from jaxspec.requests.request import RequestMetrics
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.server.metrics.server_metrics import ServerMetrics
-
-
-def test_a_sample_s_times_are_those_of_its_metrics():
-    metrics = ServerMetrics()
-    sample = RequestMetrics(arrival_time=1.0)
-    sample.record_row(1.125)
-    sample.record_tokens(1, 1.5)
-    sample.record_tokens(4, 3.5)
-    metrics.note_end("stop", sample)
-    totals = {name: found.total for name, found in metrics.latencies.items() if found.count}
-    assert totals == {
-        "time_to_first_token_seconds": 0.5,
-        "e2e_request_latency_seconds": 2.5,
-        "request_queue_time_seconds": 0.125,
-        "request_prefill_time_seconds": 0.375,
-        "request_decode_time_seconds": 2.0,
-        "request_inference_time_seconds": 2.375,
-        "request_time_per_output_token_seconds": 0.5,
-    }
-    assert metrics.sizes["request_generation_tokens"].total == 5
-    assert metrics.ends == {"stop": 1}
-
-
-def test_a_sample_without_tokens_has_no_times():
-    metrics = ServerMetrics()
-    metrics.note_end("abort", RequestMetrics())
-    metrics.note_end("error", None)
-    begun = RequestMetrics()
-    begun.record_row(begun.arrival_time)
-    metrics.note_end("abort", begun)
-    assert not any(found.count for found in metrics.latencies.values())
-    assert metrics.ends == {"abort": 2, "error": 1}
 
 
 def test_a_prompt_counts_when_the_engine_took_it():
@@ -63,7 +30,7 @@ def test_counts_of_several_event_loops_add_up():
     parts = [ServerMetrics(), ServerMetrics()]
     for number, part in enumerate(parts, 1):
         part.note_request(number, SamplingParams(n=3))
-        part.note_end("stop", None)
+        part.note_end("stop")
         part.rejections["queue_full"] += 1
     parts[1].num_cached_tokens = 2
     together = ServerMetrics.total(parts)

@@ -90,6 +90,13 @@ def test_a_conversation_with_tools():
     ]
 
 
+def test_a_reference_to_a_tool_names_it():
+    found = [{"type": "tool_reference", "tool_name": "weather"}, part("1 of 9")]
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": found}
+    request = chat_request({"messages": [USER, {"role": "user", "content": [result]}]})
+    assert request["messages"][-1]["content"] == [part("weather"), part("1 of 9")]
+
+
 def test_a_last_message_of_the_assistant_is_continued():
     request = chat_request({"messages": [USER, {"role": "assistant", "content": "I"}]})
     assert request["continue_final_message"] and not request["add_generation_prompt"]
@@ -123,6 +130,17 @@ WRONG = [
     (
         {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
         "messages.0.content.0.tool_use_id",
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "content": [{"type": "tool_reference"}]}],
+                }
+            ]
+        },
+        "messages.0.content.0.content.0.tool_name",
     ),
     (
         {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": "{}"}]}]},

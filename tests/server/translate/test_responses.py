@@ -15,6 +15,7 @@ USAGE = {
 }
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+SUMMARY = {"type": "compaction", "id": "cmp_1"}
 
 
 def chat(finish="stop", **message):
@@ -102,7 +103,8 @@ WRONG = [
     ({"input": 3}, "input"),
     ({"input": ["Hi"]}, "input.0"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+    ({"input": [{"type": "item"}]}, "input.0.type"),
+    ({"input": [SUMMARY | {"encrypted_content": "jaxspec:?"}]}, "input.0.encrypted_content"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
     ({"input": [CALL | {"arguments": 3}]}, "input.0.arguments"),
     ({"input": "Hi", "tools": [{"type": 3}]}, "tools.0.type"),
@@ -113,12 +115,6 @@ WRONG = [
     ({"input": [CALL | {"namespace": 3}]}, "input.0.namespace"),
     ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "a"}]}, "input.0.input"),
     ({"input": "Hi", "instructions": 3}, "instructions"),
-    ({"input": "Hi", "previous_response_id": "resp_1"}, "previous_response_id"),
-    ({"input": "Hi", "conversation": "conv_1"}, "conversation"),
-    ({"input": "Hi", "background": True}, "background"),
-    ({"input": "Hi", "prompt": {"id": "p"}}, "prompt"),
-    ({"input": "Hi", "truncation": "auto"}, "truncation"),
-    ({"input": "Hi", "top_logprobs": 2}, "top_logprobs"),
     ({"input": "Hi", "text": "json"}, "text"),
 ]
 

@@ -8,6 +8,8 @@ from jaxspec.text.parsers.dialects import (
     LFM2,
     LLAMA,
     NEMOTRON_NANO_2,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
     XML,
     parser_for,
     starts_in_reasoning,
@@ -43,6 +45,14 @@ def test_the_vocabulary_decides_for_a_template_without_an_example():
     assert parser_for(lists, {"<|tool_call_start|>"}.__contains__) == LFM2
     assert parser_for(lists, {"<tool_call>"}.__contains__) == XML
     assert parser_for("{{ messages }}", {"<tool_call>"}.__contains__) == PLAIN
+
+
+def test_names_of_parsers_decide_in_place_of_the_template():
+    for name, dialect in TOOL_PARSERS.items():
+        assert parser_for("<TOOLCALL>", tool_parser=name) == dialect
+    for name in REASONING_PARSERS:
+        assert parser_for(None, reasoning_parser=name).thinks
+    assert parser_for("</think>", tool_parser="hermes").thinks
 
 
 @pytest.mark.parametrize(

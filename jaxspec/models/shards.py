@@ -1,0 +1,64 @@
+"""The parts of a checkpoint's tensors that each device of a tensor-parallel group holds."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from jaxspec.models.blocks import box
+from jaxspec.models.layers.parameters import Placement
+
+
+def shards(
+    whole: Sequence[Placement], local: Sequence[Placement], rank: int, devices: int
+) -> Iterator[Placement]:
+    """Yield the placements of one device's parameters.
+
+    Where sizes of `whole` and `local` differ, the devices share that axis of the tensor: equally,
+    or each entry goes to several consecutive devices if there are fewer entries than devices.
+
+    Args:
+        whole: Placements of the model, as on a single device.
+        local: Placements of a model of `ModelConfig.local` sizes, in the same order. Their tensors
+            have the sizes of one device, and their parameters are those to fill.
+        rank: Number of the device.
+        devices: Number of devices.
+    """
+    for of_all, own in zip(whole, local, strict=True):
+        assert of_all.name == own.name
+        yield _shard(of_all, own, rank, devices)
+
+
+def _shard(whole: Placement, local: Placement, rank: int, devices: int) -> Placement:
+    if whole.shape == local.shape:
+        return local
+    held = [
+        _held(_segments(whole, axis), _segments(local, axis), rank, devices)
+        for axis in range(len(whole.shape))
+    ]
+    wanted = box(local.shape, local.part)
+    part = tuple(_as_slice(indices[np.asarray(w)]) for indices, w in zip(held, wanted, strict=True))
+    return dataclasses.replace(local, shape=whole.shape, part=part)
+
+
+def _segments(placement: Placement, axis: int) -> tuple[int, ...]:
+    if placement.segments is not None and placement.segments[0] == axis:
+        return placement.segments[1]
+    return (placement.shape[axis],)
+
+
+def _held(whole: tuple[int, ...], local: tuple[int, ...], rank: int, devices: int) -> np.ndarray:
+    """Return the indices along an axis that the device holds, of segments of these sizes."""
+    held, start = [], 0
+    for size, own in zip(whole, local, strict=True):
+        pieces = size // own
+        first = start + rank * pieces // devices * own
+        held.append(np.arange(first, first + own))
+        start += size
+    return np.concatenate(held)
+
+
+def _as_slice(indices: np.ndarray) -> slice | np.ndarray:
+    first, last = int(indices[0]), int(indices[-1])
+    is_run = last - first + 1 == len(indices) and bool((np.diff(indices) == 1).all())
+    return slice(first, last + 1) if is_run else indices

@@ -1,0 +1,196 @@
+"""The laws for models that several devices share: their tokens are those of the oracle, too."""
+
+import importlib
+
+import harness
+import numpy as np
+import pytest
+from harness import (
+    GREEDY,
+    HYBRID,
+    REPLAY,
+    SAMPLED,
+    SNAPSHOT,
+    Harness,
+    continuations,
+    prompts,
+)
+from kept_prefixes import ask, keeping
+from pairwise import soak
+
+from jaxspec import parallel
+from jaxspec.options.draft_methods import DraftModelOptions, Eagle3Options, MTPOptions
+from jaxspec.parallel import Group
+from jaxspec.requests.sampling_params import SamplingParams
+
+SHARDS = importlib.import_module("jaxspec.models.shards")  # the package has a function of it
+PROMPTS = prompts(5, seed=3)
+PAIR, FOUR = Group(2), Group(4)
+NUCLEUS = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, max_tokens=12)
+MIXED = (0.8, 0.5, 0.5)
+
+
+def sharing(fixture, group, params=GREEDY, *, drafts=3, **options) -> Harness:
+    """An engine whose drafts are right now and then."""
+    wanted = [(prompt, params, seed) for seed, prompt in enumerate(PROMPTS)]
+    oracle = {"accuracy": MIXED, "continuations": continuations(fixture, wanted), "vary": True}
+    given = {"chunk": 7, "feature_sets": (params.features,), **(oracle if drafts else {})}
+    return Harness(fixture, group=group, drafts=drafts, **given | options)
+
+
+def served(engine: Harness, params: SamplingParams) -> Harness:
+    """Add a request now and then, and run them all."""
+    rng = np.random.default_rng(0)
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(prompt, params, number)
+        for _ in range(rng.integers(0, 4)):
+            engine.step()
+            assert_equal_on_all_devices(engine)
+    return engine.run()
+
+
+def assert_equal_on_all_devices(engine: Harness) -> None:
+    for array in (engine.runner.state.rows.fields, engine.runner.state.page_tables):
+        first, *others = np.split(np.asarray(array), array.sharding.mesh.size)
+        for other in others:
+            np.testing.assert_array_equal(first, other)
+
+
+@pytest.mark.parametrize(
+    ("fixture", "group", "states", "drafts", "params"),
+    [
+        (HYBRID, PAIR, REPLAY, 3, NUCLEUS),
+        ("nemotron_h", FOUR, REPLAY, 3, GREEDY),
+        *(
+            soak(*case)
+            for case in [
+                (HYBRID, PAIR, SNAPSHOT, 3, GREEDY),
+                (HYBRID, PAIR, REPLAY, 0, SAMPLED),
+                ("qwen3_5_moe", PAIR, REPLAY, 3, GREEDY),
+                ("qwen3_5_moe_wide", FOUR, REPLAY, 0, SAMPLED),
+                ("qwen3_next", PAIR, SNAPSHOT, 3, GREEDY),
+                ("nemotron_h_latent", FOUR, SNAPSHOT, 0, GREEDY),
+                ("falcon_h1", PAIR, SNAPSHOT, 3, SAMPLED),
+                ("granitemoehybrid", FOUR, SNAPSHOT, 0, GREEDY),
+                ("mamba2", FOUR, REPLAY, 3, SAMPLED),
+                ("lfm2", FOUR, SNAPSHOT, 3, GREEDY),
+                ("qwen3", FOUR, SNAPSHOT, 3, NUCLEUS),
+                ("qwen3_moe", FOUR, SNAPSHOT, 0, GREEDY),
+            ]
+        ),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, SamplingParams) else str(each),
+)
+def test_tokens_are_those_of_one_device(fixture, group, states, drafts, params):
+    engine = sharing(fixture, group, params, drafts=drafts, states=states)
+    assert served(engine, params).check() <= 1
+
+
+METHODS = {
+    "mtp": (HYBRID, None, MTPOptions()),
+    "mtp of some ids": (HYBRID, None, MTPOptions(draft_vocab=200)),
+    "eagle3": ("llama", "llama_eagle3", Eagle3Options("somewhere")),
+    "draft_model": ("llama", "llama_draft", DraftModelOptions("somewhere")),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "is_drawn"),
+    [
+        ("mtp of some ids", GREEDY, False),
+        *(
+            soak(*case)
+            for case in [
+                ("mtp", NUCLEUS, True),
+                ("mtp of some ids", SAMPLED, True),
+                ("eagle3", GREEDY, False),
+                ("draft_model", SAMPLED, True),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_every_drafter_is_shared_too(name, params, is_drawn):
+    fixture, drafter, options = METHODS[name]
+    shared, alone = (
+        Harness(
+            fixture,
+            group=group,
+            drafts=2,
+            method=name.partition(" ")[0],
+            options=options,
+            drafter=drafter,
+            probabilistic=is_drawn,
+            feature_sets=(params.features,),
+        )
+        for group in (PAIR, harness.ALONE)
+    )
+    for engine in (shared, alone):
+        for seed, prompt in enumerate(PROMPTS):
+            engine.add(prompt, params, seed)
+        engine.run()
+    assert [r.output for r in shared.requests] == [r.output for r in alone.requests]
+    drafts = [sum(r.metrics.num_draft_tokens for r in e.requests) for e in (shared, alone)]
+    assert drafts[0] == drafts[1] > 0
+
+
+def test_forks_and_preemption_and_several_steps_a_dispatch():
+    params = SamplingParams(temperature=0.8, max_tokens=12, n=2)
+    engine = sharing(HYBRID, PAIR, SAMPLED, states=REPLAY, num_pages=16, steps_per_dispatch=2)
+    samples = [sample for prompt in PROMPTS for sample in engine.add(prompt, params, 5)]
+    for sample in samples:
+        sample.params = SAMPLED
+    assert engine.run().check() <= 1
+    assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.soak
+def test_cached_prefixes_on_the_devices_and_the_host():
+    """A prefix that was evicted comes back from host memory, with the parts of all devices."""
+    prompt, others = (1, 2, 3, 4) * 9, [(seed, 7) * 18 for seed in range(20, 32)]
+    engine = keeping(
+        [prompt], group=PAIR, states=REPLAY, num_pages=40, host_bytes=2**22, num_checkpoints=3
+    )
+    first = ask(engine, prompt)
+    second = ask(engine, prompt)
+    for other in others:
+        ask(engine, other)
+    third = ask(engine, prompt)
+    assert engine.check() <= 1
+    assert first.output == second.output == third.output
+    assert second.num_cached_tokens > 0 and third.num_cached_tokens > 0
+
+
+def _whole_width(placement, axis):
+    return (placement.shape[axis],)
+
+
+def _by_rank(whole, local, rank, devices):
+    """Of few heads each device takes the one of its number, modulo theirs."""
+    starts = np.cumsum((0, *whole))
+    return np.concatenate(
+        [
+            np.arange(own) + start + rank % (size // own) * own
+            for size, own, start in zip(whole, local, starts[:-1], strict=True)
+        ]
+    )
+
+
+BUGS = {
+    "fused weights cut by their whole width": (SHARDS, "_segments", _whole_width, HYBRID, PAIR),
+    "no sum over devices": (parallel, "reduce", lambda parts: parts, HYBRID, PAIR),
+    "ids of every device from 0": (parallel, "first_of", lambda count: 0, HYBRID, PAIR),
+    "key-value heads modulo their number": (SHARDS, "_held", _by_rank, "qwen3", FOUR),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_seen(name, monkeypatch, fresh_programs):
+    """The tokens differ from the oracle's with the bug."""
+    module, attribute, wrong, fixture, group = BUGS[name]
+    monkeypatch.setattr(module, attribute, wrong)
+    monkeypatch.setattr(harness, "model", harness.model.__wrapped__)  # loaded anew
+    engine = sharing(fixture, group, drafts=0)
+    with pytest.raises(AssertionError):
+        served(engine, GREEDY).check()

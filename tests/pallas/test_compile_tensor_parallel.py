@@ -1,0 +1,87 @@
+"""A step of several GPUs compiles for machines that are not there: all state in place."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from sm90 import H200, nothing_kept_on_disk
+
+from benchmarks.measure.model_shapes import SHAPES
+from jaxspec import device, parallel
+from jaxspec.api.loading import settle
+from jaxspec.models import unread
+from jaxspec.options.engine_options import EngineConfig
+from jaxspec.parallel import Group
+from jaxspec.plan.plan import Program, plan_layout
+from jaxspec.requests.sampling_features import GREEDY
+from jaxspec.runner.blueprint import Blueprint
+from jaxspec.runner.step import new_step
+from jaxspec.sampling import make_verifier
+
+BFLOAT16 = jnp.dtype("bfloat16")
+LAYERS, ROWS = 4, 8
+
+
+@pytest.fixture
+def group(h200, monkeypatch):
+    """Two H200s that are not there; one layer of attention after three of Gated DeltaNet."""
+    from jax.experimental import topologies
+
+    there = topologies.get_topology_desc(
+        platform="cuda", topology_name="", topology="1x1x2", target_config=H200
+    ).devices
+    mesh = Mesh(np.array(there), (parallel.AXIS,))
+    monkeypatch.setattr(device, "default_device", lambda: there[0])
+    monkeypatch.setattr(Group, "mesh", mesh)
+    return Group(2)
+
+
+@pytest.mark.mosaic
+def test_a_step_of_the_9b_on_two_gpus(group, tmp_path):
+    """Two sums over the devices a layer; the donated state is written in place."""
+    fields = SHAPES["qwen3.5-9b"].config() | {"num_hidden_layers": LAYERS}
+    fields["layer_types"] = fields["layer_types"][:LAYERS]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with unread(tmp_path, BFLOAT16, load_format="dummy", group=group) as found:
+        model = found.model
+    options = EngineConfig(
+        tmp_path,
+        load_format="dummy",
+        speculative_config=None,
+        max_num_seqs=ROWS,
+        max_model_len=1024,
+        num_pages=ROWS * 64 + 1,
+    )
+    settled = settle(options, model, BFLOAT16, None, group)
+    blueprint = Blueprint.of(
+        model,
+        settled.shapes,
+        settled.proposer,
+        dtype=BFLOAT16,
+        verifier=make_verifier(settled.speculation),
+        states=settled.states,
+        group=group,
+    )
+    program = Program(ROWS, 0, GREEDY)
+
+    def placed(leaf, *axes):
+        where = NamedSharding(group.mesh, PartitionSpec(*axes))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    given = group.like((blueprint.weights, blueprint.memory_usage.tables))
+    state = group.like(blueprint.state.of(program))
+    size = plan_layout(program, settled.shapes).size
+    plan = placed(jax.ShapeDtypeStruct((size,), jnp.int32))
+    shared = jax.tree.map(lambda leaf: placed(leaf, parallel.AXIS), (*given, state))
+    lowered = new_step(blueprint.config, program).lower(*shared, plan)
+    with nothing_kept_on_disk():
+        compiled = lowered.compile()
+    text = compiled.as_text()
+    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 2 * LAYERS
+    assert len(re.findall(r" all-gather(?:-start)?\(", text)) == 1
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) // 2
+    assert compiled.memory_analysis().alias_size_in_bytes == held

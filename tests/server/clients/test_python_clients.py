@@ -1,0 +1,39 @@
+"""Client libraries of Python: prompt, tool call, result, answer, and a second turn."""
+
+import os
+import sys
+from pathlib import Path
+
+import client_programs
+import pytest
+from installed import needs, run_program
+
+pytestmark = pytest.mark.soak
+_OLDER = os.environ.get("JAXSPEC_OLDER_CLIENTS", "")  # the Python of an environment: see .ci/run
+
+
+def run(name, obedient, home, python=sys.executable):
+    run_program([python, client_programs.__file__, name, obedient.root], home)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "openai",
+        "anthropic",
+        pytest.param("langchain", marks=needs("langchain")),
+        pytest.param("langgraph", marks=needs("langgraph")),
+        pytest.param("litellm", marks=needs("litellm")),
+        pytest.param("pydantic_ai", marks=needs("pydantic_ai")),
+        pytest.param("agents", marks=needs("agents")),
+        pytest.param("smolagents", marks=needs("smolagents")),
+    ],
+)
+def test_a_client_holds_its_conversation(name, obedient, tmp_path):
+    run(name, obedient, tmp_path)
+
+
+@pytest.mark.skipif(not _OLDER, reason="JAXSPEC_OLDER_CLIENTS names no Python")
+@pytest.mark.parametrize("name", ["llama_index", "instructor"])
+def test_clients_that_need_an_older_openai_do_too(name, obedient, tmp_path):
+    run(name, obedient, tmp_path, str(Path(_OLDER)))
