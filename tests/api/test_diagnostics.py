@@ -31,7 +31,9 @@ def test_a_trace_has_every_step_and_when_the_device_was_done(llm):
         assert step.dispatch_start < step.device_end < step.collect_end + 0.1
         assert step.num_decodes <= step.program.decode_rows
         assert step.num_prompt_tokens <= step.program.prefill_tokens
-    assert sum(step.num_prompt_tokens for step in steps) == sum(map(len, PROMPTS))
+    # A last token that is computed alone, behind a cached state, runs as a decode.
+    num_alone = sum(map(len, PROMPTS)) - sum(step.num_prompt_tokens for step in steps)
+    assert 0 <= num_alone <= len(PROMPTS)
     with llm.trace(), pytest.raises(RuntimeError, match="one trace at a time"):
         llm.trace().__enter__()
     llm.generate(PROMPTS, GREEDY)

@@ -283,8 +283,7 @@ def travels(engines):
             sender.session.add(samples)
             for _ in range(5):
                 sender.session.step()
-            for sample in samples:
-                state = by_wire(sender.export_request(sample.request_id))
+            for state in [by_wire(sender.export_request(each.request_id)) for each in samples]:
                 receiver.check(state, receiver.finish(state).tokens)
 
 
