@@ -38,7 +38,7 @@ def run(monkeypatch):
         model = load_model(folder_of(fixture), jnp.dtype("float32"))
         if poisons is not None:
             poisons(model)
-        monkeypatch.setattr(harness, "model", lambda fixture: model)
+        monkeypatch.setattr(harness, "model", lambda *_: model)
         engine = Harness(fixture, drafts=3, feature_sets=(params.features,), **options)
         drafts = set()
         for seed, prompt in enumerate(PROMPTS):

@@ -53,7 +53,7 @@ def best_columns(
     products.check_inner(x.shape[1], weight)
     why = why_not_kernel(x, weight)
     if not dispatch.runs_kernel("argmax_matmul", why, rows=x.shape[0], by_choice=True):
-        return argmax_matmul_reference(x, weight, forbidden)
+        return _best_columns(x, weight, forbidden)
     from jaxspec.pallas.matmul.argmax_matmul_kernel import argmax_matmul_kernel
 
     if isinstance(weight, Float8):
@@ -69,6 +69,10 @@ def gains_from_float8(weight: Weight) -> bool:
 
 
 def argmax_matmul_reference(x, weight, forbidden):
+    return _best_columns(x, weight, forbidden).winner
+
+
+def _best_columns(x, weight, forbidden):
     scores = mask_columns(matmul(x, weight, jnp.float32), forbidden)
     columns = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
     return combine(PartialArgmax(scores, columns, -jnp.abs(scores)), axis=1)

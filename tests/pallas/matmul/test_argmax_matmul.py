@@ -118,8 +118,8 @@ def test_the_kernel_equals_the_oracle_without_races(
     monkeypatch.setattr(device, "MULTIPROCESSORS", 2)
     x, weight, forbidden = operands(rows, features, ids, num_forbidden)
     kernel = functools.partial(argmax_matmul_kernel.__wrapped__, cluster=1)
-    tokens = kernel(x, Dense(weight), jnp.asarray(forbidden, jnp.int32), interpret=interpreter)
-    np.testing.assert_array_equal(tokens, oracle(x, weight, forbidden))
+    best = kernel(x, Dense(weight), jnp.asarray(forbidden, jnp.int32), interpret=interpreter)
+    np.testing.assert_array_equal(best.winner, oracle(x, weight, forbidden))
     assert not get_races().races_found
 
 
@@ -166,8 +166,8 @@ def test_the_kernel_in_8_bits_equals_the_oracle_without_races(
         forbidden[::2, i] = oracle(x, dense, forbidden)[::2]
     weight, (in_8_bits, _) = Float8.of(Dense(dense)), to_float8(x, axis=1)
     kernel = functools.partial(argmax_matmul_kernel.__wrapped__, cluster=1)
-    tokens = kernel(in_8_bits, weight, jnp.asarray(forbidden, jnp.int32), interpret=interpreter)
-    np.testing.assert_array_equal(tokens, oracle(x, dense, forbidden))
+    best = kernel(in_8_bits, weight, jnp.asarray(forbidden, jnp.int32), interpret=interpreter)
+    np.testing.assert_array_equal(best.winner, oracle(x, dense, forbidden))
     assert not get_races().races_found
 
 

@@ -19,14 +19,15 @@ def test_parts_combine_to_the_first_of_the_largest():
     score = jnp.asarray([[2.0, 5.0], [5.0, 1.0], [4.0, 5.0]])  # [parts, rows]
     column = jnp.asarray([[3, 14], [12, 11], [21, 20]], jnp.int32)
     parts = PartialArgmax(score, column, -jnp.abs(score))
-    assert combine(parts, axis=0).tolist() == [12, 14]
+    assert combine(parts, axis=0).winner.tolist() == [12, 14]
 
 
 def test_a_part_with_a_nan_or_nothing_finite_spoils_its_row_alone():
     score = jnp.asarray([[2.0, -INF, 1.0], [3.0, -INF, 2.0]])
     nearest = jnp.asarray([[NAN, -INF, -1.0], [-3.0, -INF, -2.0]])
     column = jnp.asarray([[0, 0, 0], [1, 1, 1]], jnp.int32)
-    assert combine(PartialArgmax(score, column, nearest), axis=0).tolist() == [-1, -1, 1]
+    best = combine(PartialArgmax(score, column, nearest), axis=0)
+    assert best.winner.tolist() == [-1, -1, 1]
 
 
 def test_masked_columns_are_minus_infinity_and_others_stay():

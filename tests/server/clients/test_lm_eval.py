@@ -8,7 +8,7 @@ from installed import needs, run_program
 
 from jaxspec import SamplingParams
 
-pytestmark = [pytest.mark.soak, needs("lm_eval")]
+pytestmark = [pytest.mark.clients, needs("lm_eval")]
 TASK = """\
 task: {name}
 dataset_path: json

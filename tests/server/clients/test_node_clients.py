@@ -8,7 +8,7 @@ import pytest
 from client_programs import AGAIN, ANSWER, CALL, FUNCTION
 from installed import npm_install, run_program
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.clients
 COMMAND = "echo $((6*7)) > made.txt && cat made.txt"
 
 

@@ -8,8 +8,9 @@ import client_programs
 import pytest
 from installed import needs, run_program
 
-pytestmark = pytest.mark.soak
-_OLDER = os.environ.get("JAXSPEC_OLDER_CLIENTS", "")  # the Python of an environment: see .ci/run
+pytestmark = pytest.mark.clients
+# The Python of an environment with instructor, llama-index-core and llama-index-llms-openai-like.
+_OLDER = os.environ.get("JAXSPEC_OLDER_CLIENTS", "")
 
 
 def run(name, obedient, home, python=sys.executable):
