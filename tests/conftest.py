@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 import warnings
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,6 +61,10 @@ GIB = 2**30
 NOT_HERE = pytest.StashKey[collections.Counter]()  # why, and how many tests
 
 
+def pytest_addoption(parser):
+    parser.addoption("--share", default="0/1", help="K/N: part K modulo N of the test functions")
+
+
 def pytest_configure(config):
     config.stash[NOT_HERE] = collections.Counter()
 
@@ -74,7 +79,17 @@ def pytest_collection_modifyitems(config, items):
     reasons = {item: reason for item in items if (reason := _why_not_here(item))}
     config.stash[NOT_HERE].update(reasons.values())
     config.hook.pytest_deselected(items=list(reasons))
-    items[:] = [item for item in items if item not in reasons]
+    chosen, num_shares = map(int, config.getoption("share").split("/"))
+    items[:] = [
+        item
+        for item in items
+        if item not in reasons and _share(item, num_shares) == chosen % num_shares
+    ]
+
+
+def _share(item, num_shares):
+    """All cases of a function are in one share, for they share programs."""
+    return zlib.crc32(item.nodeid.split("[")[0].encode()) % num_shares
 
 
 def _why_not_here(item):
