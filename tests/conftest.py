@@ -36,10 +36,6 @@ else:
     # another keeps one of XLA's threads meanwhile; with too few of those they wait for ever.
     os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 
-# Traces are long-lived graphs of small objects: by default Python's collector would walk all of
-# them every few programs: over a third of the time of tests/laws/test_laws.py.
-gc.set_threshold(50_000, 10, 20)
-
 # For the processes of `pytest -n 2`: a second thread of OpenBLAS's spins where products are small.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
