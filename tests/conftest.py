@@ -62,6 +62,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if _is_for_devices(config):
+        # A sum over devices holds one of XLA's threads for each of them until the last has come.
+        os.environ["NPROC"] = "8"
     config.stash[NOT_HERE] = collections.Counter()
 
 
@@ -88,8 +91,14 @@ def _share(item, num_shares):
     return zlib.crc32(item.nodeid.split("[")[0].encode()) % num_shares
 
 
+def _is_for_devices(config):
+    return config.getoption("markexpr").startswith("devices")
+
+
 def _why_not_here(item):
     """What a test needs that is not here, or None."""
+    if item.get_closest_marker("devices") and not _is_for_devices(item.config):
+        return "need several devices (`pytest -m devices`)"
     _, missing = dispatch.kernels_here()
     if missing and item.get_closest_marker("gpu"):
         return f"need a Hopper GPU with kernels ({missing})"

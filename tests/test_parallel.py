@@ -8,6 +8,7 @@ import pytest
 from jaxspec import parallel
 from jaxspec.parallel import Group
 
+pytestmark = pytest.mark.devices
 PAIR = Group(2)
 
 

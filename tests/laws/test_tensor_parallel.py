@@ -23,6 +23,7 @@ from jaxspec.options.draft_methods import DraftModelOptions, Eagle3Options, MTPO
 from jaxspec.parallel import Group
 from jaxspec.requests.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.devices
 SHARDS = importlib.import_module("jaxspec.models.shards")  # the package has a function of it
 PROMPTS = prompts(5, seed=3)
 PAIR, FOUR = Group(2), Group(4)
