@@ -14,7 +14,7 @@ from jaxspec.checks import shown
 
 MAX_JSON_BYTES = 2**24
 """Largest JSON file that is read, about ten times the largest of published models."""
-# Git LFS stands a text of this kind in a file's place (its specification, docs/spec.md).
+# How the text begins that Git LFS leaves instead of a file (its specification, docs/spec.md).
 _POINTERS = (
     b"version https://git-lfs.github.com/spec/",
     b"version https://hawser.github.com/spec/",

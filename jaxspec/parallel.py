@@ -116,7 +116,6 @@ class Group:
 
     def like(self, local: Any) -> Any:
         """Return the shapes and dtypes of a group's arrays, given those of one device's."""
-
         return local if self.size == 1 else jax.tree.map(self._like, local)
 
     def local(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -124,7 +123,6 @@ class Group:
 
         `args` have the shapes of one device.
         """
-
         found = jax.eval_shape(self.on_each(function), *self.like(args))
         return found if self.size == 1 else self._local(found)
 
@@ -140,6 +138,10 @@ class Group:
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
         return jax.tree.map(one, arrays)
+
+
+ALONE = Group()
+"""The default device, without a group."""
 
 
 def _local_devices() -> list[Any]:
@@ -158,7 +160,7 @@ def _spec(is_whole: bool) -> PartitionSpec:
 
 
 def in_group() -> bool:
-    """Return whether a group's program is being traced."""
+    """Return True while a group's program is traced."""
     return AXIS in jax.sharding.get_abstract_mesh().axis_names
 
 

@@ -28,7 +28,7 @@ from jaxspec.options.draft_methods import ExtractHiddenStatesOptions
 from jaxspec.options.engine_options import EngineConfig
 from jaxspec.options.generation_config import default_params
 from jaxspec.pallas import dispatch
-from jaxspec.parallel import Group
+from jaxspec.parallel import ALONE, Group
 from jaxspec.plan.step_shapes import ModelSizes, SchedulerLimits, StateConfig, StepShapes
 from jaxspec.prefix.disk_tier import DiskTier
 from jaxspec.prefix.host_tier import HostTier
@@ -142,7 +142,6 @@ def host_tier(config: EngineConfig, host_bytes: int, runner: ModelRunner) -> Hos
     return HostTier(shapes, host_bytes, pieces, disk)
 
 
-_ALONE = Group()
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded"
 
 
@@ -306,7 +305,7 @@ def settle(
     model: Model,
     dtype: jnp.dtype,
     drafter: CheckpointModule | None = None,
-    group: Group = _ALONE,
+    group: Group = ALONE,
 ) -> ResolvedOptions:
     """Resolve all options that depend on the model or the device.
 

@@ -1,10 +1,11 @@
-"""SentencePiece's tokenizers in terms of the library `tokenizers`: merges and spaces."""
+"""SentencePiece's tokenizers in terms of the library `tokenizers`: merges, spaces and ends."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import tokenizers
 from tokenizers import decoders, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """SentencePiece's mark for a space."""
@@ -65,3 +66,14 @@ def mark_spaces(
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
+
+
+def add_ends(tokenizer: tokenizers.Tokenizer, first: str | None, last: str | None) -> None:
+    """Make the tokenizer add a token before and after a text; None adds none."""
+    around = [token for token in (first, last) if token is not None]
+    if around:
+        tokenizer.post_processor = TemplateProcessing(
+            single=[*[first] * (first is not None), "$A", *[last] * (last is not None)],
+            pair=None,
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in around],
+        )

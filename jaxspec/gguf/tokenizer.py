@@ -5,12 +5,11 @@ from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models
-from tokenizers.processors import TemplateProcessing
 
 from jaxspec.checks import shown
 from jaxspec.gguf import pre_tokenizers
 from jaxspec.gguf.file import GGUFFile
-from jaxspec.gguf.sentence_piece import mark_spaces, merges_by_score
+from jaxspec.gguf.sentence_piece import add_ends, mark_spaces, merges_by_score
 from jaxspec.gguf.vocabulary import PREFIX, Vocabulary
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # token types
@@ -103,13 +102,7 @@ def _add_ends(tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary, *, begins
     asked = vocabulary.find("add_bos_token", bool)
     first = vocabulary.role("bos_token") if (begins if asked is None else asked) else None
     last = vocabulary.role("eos_token") if vocabulary.find("add_eos_token", bool) else None
-    around = [token for token in (first, last) if token is not None]
-    if around:
-        tokenizer.post_processor = TemplateProcessing(
-            single=[*[first] * (first is not None), "$A", *[last] * (last is not None)],
-            pair=None,
-            special_tokens=[(token, tokenizer.token_to_id(token)) for token in around],
-        )
+    add_ends(tokenizer, first, last)
 
 
 _KINDS = {"gpt2": _byte_level, "llama": _sentence_piece}

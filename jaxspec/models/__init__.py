@@ -26,7 +26,7 @@ from jaxspec.models.weights import (
     read_weights,
     undefined,
 )
-from jaxspec.parallel import Group
+from jaxspec.parallel import ALONE, Group
 
 __all__ = [
     "HEADS",
@@ -73,7 +73,6 @@ MODELS = {
     "qwen3": "jaxspec.models.qwen3:Qwen3",
 }
 
-_ALONE = Group()
 
 # The same for draft heads with a checkpoint of their own.
 HEADS = {
@@ -102,7 +101,7 @@ def load_model(
     dtype: jnp.dtype,
     *,
     load_format: str = "auto",
-    group: Group = _ALONE,
+    group: Group = ALONE,
     progress: bool = False,
 ) -> Model:
     """Load the model in a checkpoint folder, with weights in `dtype` on the devices of `group`.
@@ -146,7 +145,7 @@ def unread(
     *,
     load_format: str = "auto",
     overrides: Mapping[str, Any] | None = None,
-    group: Group = _ALONE,
+    group: Group = ALONE,
 ) -> Iterator[AbstractModel[Model]]:
     """Open the model in a checkpoint folder; its weights can be read until the block ends.
 
@@ -166,7 +165,7 @@ def unread(
 
 @contextlib.contextmanager
 def unread_model_or_head(
-    folder: Path | str, dtype: jnp.dtype, *, load_format: str = "auto", group: Group = _ALONE
+    folder: Path | str, dtype: jnp.dtype, *, load_format: str = "auto", group: Group = ALONE
 ) -> Iterator[AbstractModel[CheckpointModule]]:
     """Like `unread`, but the folder may also hold one of `HEADS`."""
     with _unread(folder, dtype, load_format, _model_or_head, group) as found:

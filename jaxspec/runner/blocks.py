@@ -34,13 +34,12 @@ from jaxspec.cache.copies import (
     write_pages,
 )
 from jaxspec.cache.portable import checkpoint_of, names, pages_of, state_arrays, token_arrays
-from jaxspec.parallel import Group
+from jaxspec.parallel import ALONE, Group
 from jaxspec.plan.block_plan import Block, Copied
 from jaxspec.plan.plan import AnyProgram, CopyBlock, StepPlan, plan_layout
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.runner.batch_state import EngineState
 
-_ALONE = Group()
 MAX_STAGED_BYTES = 2**29  # limit of blocks on the device that are not written into pools yet
 
 
@@ -58,7 +57,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def check_host_bytes(
-    specs: Iterable[CacheSpec], shapes: StepShapes, host_bytes: int, group: Group = _ALONE
+    specs: Iterable[CacheSpec], shapes: StepShapes, host_bytes: int, group: Group = ALONE
 ) -> None:
     """Check that the host memory for prefixes has room for a block and exists.
 
@@ -83,7 +82,7 @@ def check_host_bytes(
 class BlockCopies:
     """Copies blocks from the pools of an engine to the host, and back."""
 
-    def __init__(self, specs: Iterable[CacheSpec], shapes: StepShapes, group: Group = _ALONE):
+    def __init__(self, specs: Iterable[CacheSpec], shapes: StepShapes, group: Group = ALONE):
         self.specs, self._shapes, self._group = tuple(specs), shapes, group
         self.sizes = PoolSizes(shapes.num_pages, shapes.page_size, shapes.num_slots, shapes.width)
         self._programs: dict[CopyBlock, jax.stages.Compiled] = {}

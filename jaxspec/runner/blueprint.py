@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxspec.cache import state_policy
 from jaxspec.models.base import CheckpointModule, Model, ModelSpec
-from jaxspec.parallel import Group
+from jaxspec.parallel import ALONE, Group
 from jaxspec.plan.plan import AnyProgram, Program, plan_layout
 from jaxspec.plan.step_shapes import StateConfig, StepShapes
 from jaxspec.proposers.base import Proposer
@@ -29,7 +29,6 @@ from jaxspec.runner.trace_worker import TraceRequest
 from jaxspec.sampling import Verifier
 
 _log = logging.getLogger(__name__)
-_ALONE = Group()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Blueprint:
         states: StateConfig,
         kv_dtype: jnp.dtype | None = None,
         drafter: CheckpointModule | None = None,
-        group: Group = _ALONE,
+        group: Group = ALONE,
     ) -> "Blueprint":
         """Return the blueprint of an engine.
 

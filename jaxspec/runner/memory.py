@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxspec.cache import MEMORY_LABELS, CacheOptions, CacheSpec, holders, state_policy
 from jaxspec.models.base import CheckpointModule, Model
-from jaxspec.parallel import Group
+from jaxspec.parallel import ALONE, Group
 from jaxspec.plan.step_shapes import StateConfig, StepShapes
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState, empty_state
@@ -29,9 +29,6 @@ HOLDER_WORDS = {
 """Labels in plots for the keys of `MemoryUsage.bytes`."""
 
 
-_ALONE = Group()
-
-
 @dataclasses.dataclass(frozen=True)
 class MemoryBudget:
     """Limit for weights and caches together; a step's temporaries use the rest of the device."""
@@ -43,7 +40,7 @@ class MemoryBudget:
 
     @staticmethod
     def of(
-        utilization: float, num_pages: int | None, group: Group = _ALONE
+        utilization: float, num_pages: int | None, group: Group = ALONE
     ) -> "MemoryBudget | None":
         """Return the budget of each device of a group; call it before anything is loaded.
 
@@ -96,7 +93,7 @@ class MemoryUsage:
         dtype: jnp.dtype,
         kv_dtype: jnp.dtype,
         states: StateConfig,
-        group: Group = _ALONE,
+        group: Group = ALONE,
     ) -> "MemoryUsage":
         """Return the memory use for a model and its drafter; their parameters may be abstract.
 

@@ -77,7 +77,7 @@ class Pieces(NamedTuple):
 
 
 def parse(content: bytes, path: Path) -> Pieces:
-    """Parse the content of the file at `path`, which errors name.
+    """Parse the content of the file at `path`; errors have the path.
 
     Raises:
         ValueError: It is malformed, or asks for what is not implemented.

@@ -13,12 +13,11 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.processors import TemplateProcessing
 
 from jaxspec.checks import shown
 from jaxspec.files import fill, open_file, read_json
 from jaxspec.gguf import pre_tokenizers
-from jaxspec.gguf.sentence_piece import mark_spaces, merges_by_score
+from jaxspec.gguf.sentence_piece import add_ends, mark_spaces, merges_by_score
 from jaxspec.text import piece_file
 from jaxspec.text.piece_file import Pieces
 
@@ -189,13 +188,7 @@ def _add_ends(tokenizer: tokenizers.Tokenizer, pieces: Pieces, config: Mapping[s
     """Add BOS unless the settings say otherwise, and EOS if they do."""
     first = pieces.roles.get("bos_token") if config.get("add_bos_token") is not False else None
     last = pieces.roles.get("eos_token") if config.get("add_eos_token") is True else None
-    around = [token for token in (first, last) if token is not None]
-    if around:
-        tokenizer.post_processor = TemplateProcessing(
-            single=[*[first] * (first is not None), "$A", *[last] * (last is not None)],
-            pair=None,
-            special_tokens=[(token, tokenizer.token_to_id(token)) for token in around],
-        )
+    add_ends(tokenizer, first, last)
 
 
 def _read(path: Path) -> bytes:

@@ -14,7 +14,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.models import load_model, unread_model_or_head
 from jaxspec.models.base import ModelSpec
 from jaxspec.options import SpeculativeConfig
-from jaxspec.parallel import Group
+from jaxspec.parallel import ALONE, Group
 from jaxspec.plan.step_shapes import SchedulerLimits, StateConfig, StepShapes
 from jaxspec.prefix.disk_tier import DiskTier
 from jaxspec.prefix.host_tier import HostTier
@@ -32,7 +32,6 @@ from jaxspec.scheduler.scheduler import Scheduler
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 HYBRID = "qwen3_5, one layer of each kind"
 ROWS, MAX_LEN = 4, 96
-ALONE = Group()
 NUM_PAGES = 400  # of every engine's pools, so that engines which may use fewer share programs
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SAMPLED = SamplingParams(temperature=0.8, max_tokens=12)
