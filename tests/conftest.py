@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import hypothesis
 import jax
 import pytest
+from pairwise import cover
 from shortened import write_shortened
 
 from jaxspec.api.loading import EMBEDDED_MODEL
@@ -74,6 +75,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if {"interpreter", "h200"} & set(item.fixturenames):
             item.add_marker("mosaic")
+    _leave_most_to_soak(items)
     items.sort(key=lambda item: not getattr(item.module, "LONG", False))
     reasons = {item: reason for item in items if (reason := _why_not_here(item))}
     config.stash[NOT_HERE].update(reasons.values())
@@ -84,6 +86,22 @@ def pytest_collection_modifyitems(config, items):
         for item in items
         if item not in reasons and _share(item, num_shares) == chosen % num_shares
     ]
+
+
+def _leave_most_to_soak(items):
+    """Of a function with the marker `few(n)`, mark all but n cases `soak`.
+
+    The n have as many different values of the parameters as n cases can have.
+    """
+    functions = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("soak"):
+            functions[item.nodeid.split("[")[0]].append(item)
+    for cases in functions.values():
+        [num_quick] = cases[0].get_closest_marker("few").args
+        values = [set(case.callspec.indices.items()) for case in cases]
+        for index in set(range(len(cases))) - set(cover(values, num_quick)):
+            cases[index].add_marker("soak")
 
 
 def _share(item, num_shares):

@@ -25,6 +25,16 @@ def _pairs(row: tuple[int, ...]) -> set[Any]:
     return set(itertools.combinations(enumerate(row), min(2, len(row))))
 
 
+def cover(cases: Sequence[set[Any]], most: int) -> list[int]:
+    """Return the indices of at most `most` cases, each the one with most values not seen before."""
+    rest, chosen, seen = [*range(len(cases))], list[int](), set[Any]()
+    while rest and len(chosen) < most:
+        chosen.append(max(rest, key=lambda index: len(cases[index] - seen)))
+        rest.remove(chosen[-1])
+        seen |= cases[chosen[-1]]
+    return chosen
+
+
 def crossed(*axes: Sequence[Any]) -> list[Any]:
     """Return the product of `axes` as parameters; those outside a pairwise cover are `soak`."""
     quick = pairwise(*axes)

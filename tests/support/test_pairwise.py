@@ -1,7 +1,7 @@
 import itertools
 
 import pytest
-from pairwise import crossed, pairwise
+from pairwise import cover, crossed, pairwise
 
 
 @pytest.mark.parametrize("sizes", [(2,), (2, 3), (2, 2, 2), (3, 3, 3, 3), (4, 3, 2, 5), (1, 4, 1)])
@@ -23,3 +23,8 @@ def test_a_cross_has_every_row_once_and_a_cover_of_it_is_quick():
     rest = [row.values for row in crossed(*axes) if hasattr(row, "marks")]
     assert quick == pairwise(*axes)
     assert sorted([*quick, *rest]) == sorted(itertools.product(*axes))
+
+
+def test_a_cover_has_the_cases_with_most_new_values_first():
+    cases = [{"a"}, {"a", "b"}, {"b", "c"}, {"d"}, {"a"}]
+    assert cover(cases, 3) == [1, 2, 3] and cover(cases, 9) == [1, 2, 3, 0, 4]
