@@ -85,7 +85,7 @@ class Diagnostics:
         self.session.require_usable()
         engine = self.session.engine
         return {
-            **engine.figures(),
+            **engine.stats(),
             "acceptance": {self._method: vars(engine.acceptance).copy()} if self._method else {},
             "shapes": self.shapes.compiled(),
             "compile_seconds": dict(self._compiler.seconds),

@@ -163,7 +163,7 @@ class Engine:
             observer.close()
         self.scheduler.prefixes.close()
 
-    def figures(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Return the engine's counts, host times in seconds, and rates since its start.
 
         A round is the verify step of one request. Rates are per second of stepping, the sum of
@@ -181,7 +181,7 @@ class Engine:
             "num_preemptions": self.scheduler.num_preemptions,
             "max_in_flight": self.max_in_flight,
             **{name: value for stats in observed for name, value in stats.items()},
-            **self.scheduler.prefixes.figures(),
+            **self.scheduler.prefixes.stats(),
         }
 
     @property

@@ -64,7 +64,7 @@ def kv_cache_usage(scheduler: Scheduler) -> float:
 def metrics_of(engine: Engine, model_name: str) -> list[Metric]:
     """Return the metrics that the engine shares with vLLM, labelled with the model's name."""
     scheduler, drafts = engine.scheduler, engine.acceptance
-    prefixes = scheduler.prefixes.stats
+    prefixes = scheduler.prefixes.counts
     labels = labels_of(model_name)
     return [
         Gauge("vllm:num_requests_running", labels, len(scheduler.running)),

@@ -102,7 +102,7 @@ class StateWriter:
                 more,
             )
 
-    def figures(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Return the numbers of written, waiting and failed files, and the names of the latter."""
         return {
             "num_saved": self.num_saved,
@@ -201,4 +201,4 @@ class HiddenStateRecorder(RequestObserver):
         self._writer.close()
 
     def stats(self) -> dict[str, Any]:
-        return {"hidden_states": self._writer.figures()}
+        return {"hidden_states": self._writer.stats()}

@@ -54,7 +54,7 @@ class PrefixCache:
         """Start empty; `tier` is unused if prefixes are not cached."""
         self.shapes, self.limits = shapes, limits
         self.min_uncached, self.min_turn = MIN_UNCACHED, MIN_TURN
-        self.stats = PrefixMetrics()
+        self.counts = PrefixMetrics()
         self._is_on = limits.caches_prefixes
         self._has_states = shapes.num_checkpoints > 0
         self._keeps_ends = self._has_states and limits.prefix_caching == "all"
@@ -63,7 +63,7 @@ class PrefixCache:
 
     def new_pool(self) -> PagePool:
         """Drop everything and return a pool with all pages free."""
-        self.store = PrefixStore(self.shapes, self.stats, self.tier)
+        self.store = PrefixStore(self.shapes, self.counts, self.tier)
         self._arrivals = None
         if self.tier is not None:
             self._arrivals = PrefixArrivals(self.store, self.tier)
@@ -89,13 +89,13 @@ class PrefixCache:
         if self.tier is not None:
             self.tier.close()
 
-    def figures(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Return the stats by name; empty if prefixes are not cached."""
         if not self._is_on:
             return {}
         now = {"num_pages": len(self.store.tree), "num_states": len(self.store.states)}
-        host = {"host": self.tier.figures()} if self.tier is not None else {}
-        return {"prefix_cache": {**self.stats.as_dict(), **now, **host}}
+        host = {"host": self.tier.stats()} if self.tier is not None else {}
+        return {"prefix_cache": {**self.counts.as_dict(), **now, **host}}
 
     # Lookups
 
@@ -151,12 +151,12 @@ class PrefixCache:
         if not self._is_on:
             return
         if why_not := self.why_not(request):
-            self.stats.skipped[why_not] += 1
+            self.counts.skipped[why_not] += 1
         elif request.generation == 1:
             request.num_cached_tokens = hit.num_cached
-            self.stats.of_request(len(request.tokens), hit.num_cached, hit.num_matched)
+            self.counts.of_request(len(request.tokens), hit.num_cached, hit.num_matched)
         else:
-            self.stats.num_resumed += hit.num_cached
+            self.counts.num_resumed += hit.num_cached
         if hit.node is not None:
             self.store.touch(hit.node)
             for length in request.cache_boundaries:

@@ -160,7 +160,7 @@ class DiskTier:
             self.poll()
         self._thread.shutdown()
 
-    def figures(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         """Return the stats by name."""
         return {
             "num_files": len(self._names),

@@ -73,7 +73,7 @@ class HostTier:
             self.disk.forget_unfilled()
         self.index = BlockIndex()
 
-    def figures(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Return the stats by name; hits are tokens restored to the device."""
         counts = {
             "num_hits": self.num_hits,
@@ -85,7 +85,7 @@ class HostTier:
             "num_evicted_pieces": self.num_evicted_pieces,
             "seconds": self.mover.seconds,
         }
-        return counts | ({} if self.disk is None else {"disk": self.disk.figures()})
+        return counts | ({} if self.disk is None else {"disk": self.disk.stats()})
 
     # Evictions from the device
 

@@ -310,7 +310,7 @@ def test_an_interval_makes_fewer_pieces_of_the_same_text(fake, interval):
     asyncio.run(all_at_once())
 
 
-def test_figures_are_those_of_the_llm(llm, over):
+def test_stats_are_those_of_the_llm(llm, over):
     async def ask():
         async with over() as llm:
             await llm.warm_up(SamplingParams(seed=1))

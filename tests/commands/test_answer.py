@@ -61,7 +61,7 @@ def test_colours_are_those_of_who_gave_each_token():
     assert "\x1b[38;5;16;48;5;153m" in text
 
 
-def test_a_line_tells_the_figures():
+def test_a_line_tells_the_stats():
     metrics = RequestMetrics(arrival_time=1.0, first_token_time=1.25)
     turn = Turn(metrics, 4, 0.5, num_prompt_tokens=9, num_cached_tokens=8)
     line = "[4 tokens, 125.00 ms per token, no speculation, 250 ms to the first token, "

@@ -75,7 +75,7 @@ def typed(monkeypatch, capsys):
     return run
 
 
-def test_each_line_is_answered_and_a_line_of_figures_follows(typed):
+def test_each_line_is_answered_and_a_line_of_stats_follows(typed):
     status, out, err = typed("Hi", "", "//quit", "/quit", "never read")
     assert (status, err) == (0, "")
     lines = out.splitlines()

@@ -9,7 +9,7 @@ from pairwise import soak
 from jaxspec.__main__ import main
 
 
-def test_the_command_streams_text_and_then_one_line_of_figures(capsys, short_model):
+def test_the_command_streams_text_and_then_one_line_of_stats(capsys, short_model):
     typed = ["def fibonacci(n):", "--max-tokens", "20", "--model", str(short_model)]
     assert main(typed) == 0
     out = capsys.readouterr().out

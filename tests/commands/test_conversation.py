@@ -32,7 +32,7 @@ def test_the_model_is_told_all_messages_before(capsys):
     assert told.messages == []
 
 
-def test_figures_of_all_answers_stand_in_a_line(capsys):
+def test_stats_of_all_answers_stand_in_a_line(capsys):
     _, told = begun()
     assert told.stats == "[no answers yet]"
     for _ in range(2):

@@ -98,9 +98,9 @@ def test_steps_are_collected_in_order_and_the_lead_is_depth_plus_one(depth):
     assert engine.metrics.num_steps == 8
 
 
-def test_figures_are_of_the_engines_whole_life_and_of_its_own_seconds(monkeypatch):
+def test_stats_are_of_the_engines_whole_life_and_of_its_own_seconds(monkeypatch):
     engine, _, request = make_engine(2)
-    assert engine.figures()["tokens_per_second"] == engine.figures()["rounds_per_second"] == 0
+    assert engine.stats()["tokens_per_second"] == engine.stats()["rounds_per_second"] == 0
     collect = engine.scheduler.collect
 
     def with_drafts(step, output):
@@ -115,7 +115,7 @@ def test_figures_are_of_the_engines_whole_life_and_of_its_own_seconds(monkeypatc
     engine.scheduler.add([Request((1, 2, 3), SamplingParams(max_tokens=1), seed=1)])
     while engine.has_work:
         engine.step()
-    figures, counts = engine.figures(), engine.acceptance
+    figures, counts = engine.stats(), engine.acceptance
     assert counts.drafted_per_position == [9, 9, 0] and counts.accepted_per_position == [9, 0, 0]
     assert (figures["num_tokens"], figures["num_rounds"]) == (9, 9)
     seconds = sum(figures[f"{part}_time"] for part in ("plan", "dispatch", "wait", "collect"))
@@ -204,14 +204,14 @@ def test_drain_leaves_nothing_in_flight_and_what_ended_stays_ended():
     assert request.tokens == before and request.finish == Finish.ABORT
 
 
-def test_who_follows_requests_adds_figures_and_is_closed_behind_the_runner():
+def test_who_follows_requests_adds_stats_and_is_closed_behind_the_runner():
     engine, closed = make_engine(1)[0], []
-    assert "seen" not in engine.figures()
+    assert "seen" not in engine.stats()
     observer = RequestObserver()
     observer.stats, observer.close = lambda: {"seen": 3}, lambda: closed.append("observer")
     engine.scheduler.observers = (observer,)
     engine.runner.close = lambda: closed.append("runner")
-    assert engine.figures()["seen"] == 3
+    assert engine.stats()["seen"] == 3
     engine.close()
     assert closed == ["runner", "observer"]
 

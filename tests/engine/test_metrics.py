@@ -13,7 +13,7 @@ def test_each_figure_is_the_engine_s_own():
     engine = Engine(scheduler, runner=None)
     group = make_group(1, 6, 30)
     scheduler.add(group)
-    scheduler.prefixes.stats.of_request(9, num_cached=4, num_matched=6)
+    scheduler.prefixes.counts.of_request(9, num_cached=4, num_matched=6)
     engine.metrics.num_tokens, scheduler.num_preemptions = 7, 2
     engine.acceptance.record([3, 2], [2, 1])
     found = {metric.name.removeprefix("vllm:"): metric for metric in metrics_of(engine, "a")}

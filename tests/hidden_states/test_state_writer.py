@@ -23,13 +23,13 @@ def test_closing_waits_for_all_writes():
     writer = StateWriter(write)
     for name in "abc":
         writer.put(sample(name))
-    assert writer.figures()["num_waiting"] == 3 and not written
+    assert writer.stats()["num_waiting"] == 3 and not written
     threading.Timer(0.1, may_write.set).start()
     writer.close()
     writer.close()
     assert written == ["a", "b", "c"]
     want = {"num_saved": 3, "num_waiting": 0, "num_failed": 0, "missing": []}
-    assert writer.figures() == want
+    assert writer.stats() == want
 
 
 def test_what_cannot_be_written_is_told_and_the_rest_is_written(caplog):
@@ -48,7 +48,7 @@ def test_what_cannot_be_written_is_told_and_the_rest_is_written(caplog):
     assert "No space left on device" in first and "Generation goes on" in first
     names = "a-0.safetensors, c-0.safetensors, d-0.safetensors"
     assert last == f"hidden states: 3 of 4 files could not be written: {names}"
-    figures = writer.figures()
+    figures = writer.stats()
     assert (figures["num_saved"], figures["num_failed"]) == (1, 3)
     assert ", ".join(figures["missing"]) == names
 
@@ -73,7 +73,7 @@ def test_a_slow_disk_bounds_what_the_host_holds(monkeypatch):
     most, writer = [], None
 
     def write(saved):
-        most.append(writer.figures()["num_waiting"])
+        most.append(writer.stats()["num_waiting"])
 
     writer = StateWriter(write)
     for number in range(20):

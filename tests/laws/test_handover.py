@@ -110,9 +110,9 @@ def test_a_prompt_computed_here_goes_on_there_as_if_it_had_been_there(engines, p
         state = by_wire(sender.prefill(PROMPT[:length], params))
         assert state.num_computed == kept(sender, length - 1)
         receiver.prefixes.clear()
-        hits = receiver.prefixes.stats.num_hits
+        hits = receiver.prefixes.counts.num_hits
         got = receiver.finish(state)
-        assert receiver.prefixes.stats.num_hits - hits == kept(receiver, state.num_computed)
+        assert receiver.prefixes.counts.num_hits - hits == kept(receiver, state.num_computed)
         assert receiver.check(state, got.tokens) == 0 and got.finish == "length"
         if engines[0].name in EXACT:
             alone = receiver.run(PROMPT[:length], params)
@@ -208,10 +208,10 @@ def test_what_others_need_room_for_comes_back_from_the_host_or_is_computed_anew(
     for params in (GREEDY, SEEDED):
         state = by_wire(sender.prefill(PROMPT, params))
         receiver.prefixes.clear()
-        hits = receiver.prefixes.stats.num_hits
+        hits = receiver.prefixes.counts.num_hits
         assert receiver.check(state, receiver.finish(state).tokens) == 0
         has_tier = receiver.prefixes.tier is not None
-        assert receiver.prefixes.stats.num_hits - hits == has_tier * (len(PROMPT) - 1)
+        assert receiver.prefixes.counts.num_hits - hits == has_tier * (len(PROMPT) - 1)
 
 
 def and_lose_it(engine, sample, copied):

@@ -90,7 +90,7 @@ def test_a_hit_from_the_host_gives_the_tokens_of_a_cold_run_at_every_position(na
         again = ask(engine, (*engine.requests[-1].tokens, 3, 1))
         assert again.num_cached_tokens >= want
     assert engine.check() <= 2
-    host = engine.engine.figures()["prefix_cache"]["host"]
+    host = engine.engine.stats()["prefix_cache"]["host"]
     assert host["num_hits"] > 200 and host["num_evicted_pieces"] == 0
     check_all_is_free(engine)
 
@@ -172,7 +172,7 @@ def test_whatever_happens_where_both_tiers_give_up_every_request_gives_its_own_t
     prefixes.tier.max_bytes = 20 * sum(mover.num_bytes(is_state=kind) for kind in (True, False))
     random_walk(engine, 400, seed=depth, among=[*WALKED[:4], *SHARED])
     assert engine.check() <= 3
-    host = engine.engine.figures()["prefix_cache"]["host"]
+    host = engine.engine.stats()["prefix_cache"]["host"]
     # How many depends on how fast the host copies: 33 were seen on busy cores.
     assert host["num_hits"] > 20 and host["num_evicted_pieces"] > 10
     check_all_is_free(engine)
@@ -203,7 +203,7 @@ def test_what_went_to_the_disk_is_found_by_the_next_engine_and_changes_no_token(
         push_out(engine)
         engine.engine._dispatch_copies()  # a file is found once it is written
         settle(disk)
-    figures = disk.figures()
+    figures = disk.stats()
     assert figures["num_written"] > 8 and figures["num_read"] > 10 and not figures["num_failed"]
     assert engine.check() <= 2
     engine.engine.close()
@@ -218,7 +218,7 @@ def test_what_went_to_the_disk_is_found_by_the_next_engine_and_changes_no_token(
     cached = [ask(other, prompt).num_cached_tokens for prompt in asked]
     assert any(cached) and other.check() <= 2
     settle(disk)
-    assert 0 < disk.figures()["num_failed"] < disk.figures()["num_read"]
+    assert 0 < disk.stats()["num_failed"] < disk.stats()["num_read"]
     other.scheduler.prefixes.clear()
     settle(disk)
     assert not list(tmp_path.iterdir())

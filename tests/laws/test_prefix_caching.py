@@ -113,7 +113,7 @@ def test_a_prompt_that_parts_from_another_is_found_there_by_the_third():
     engine.run()
     assert [r.num_cached_tokens for r in group] == [len(PROMPT) - 1, 0, 0]
     assert engine.check() <= 1
-    figures = engine.engine.figures()["prefix_cache"]
+    figures = engine.engine.stats()["prefix_cache"]
     assert figures["num_without_state"] == 8 and figures["num_hits"] >= 8 + len(PROMPT) - 1
 
 
@@ -123,7 +123,7 @@ def test_states_at_an_interval_are_found_at_multiples_of_it():
     assert ask(engine, PROMPT).num_cached_tokens == 16
     assert ask(engine, LONGER).num_cached_tokens == 8
     assert engine.check() == 0
-    assert engine.engine.figures()["prefix_cache"]["num_checkpoints"] == 2
+    assert engine.engine.stats()["prefix_cache"]["num_checkpoints"] == 2
 
 
 def kept_states(engine):
@@ -158,7 +158,7 @@ def test_what_is_kept_is_the_oracle_s_state(fixture, states):
             engine.step()
         engine.scheduler.preempt(request)
         engine.run()
-    assert engine.scheduler.prefixes.stats.num_resumed > 20
+    assert engine.scheduler.prefixes.counts.num_resumed > 20
     found = kept_states(engine)
     assert len(found) > 8
     for text, got in found.items():
@@ -184,7 +184,7 @@ def test_prompts_whose_every_token_must_be_seen_are_computed():
     cached = [ask(engine, PROMPT, params).num_cached_tokens for params in (*kinds, GREEDY)]
     assert cached == [0, 0, 0, len(PROMPT) - 1]
     assert engine.check() == 0
-    skipped = engine.engine.figures()["prefix_cache"]["skipped"]
+    skipped = engine.engine.stats()["prefix_cache"]["skipped"]
     assert skipped["prompt_logprobs"] == skipped["penalties"] == 1
 
 
@@ -286,7 +286,7 @@ def test_whatever_happens_among_shared_prefixes_every_request_gives_its_own_toke
     engine.scheduler.prefixes.min_uncached = 6
     happened = random_walk(engine, 400, seed=depth, among=[*WALKED[:4], *SHARED])
     assert engine.check() <= 3 and min(happened.values()) > 2
-    figures = engine.engine.figures()["prefix_cache"]
+    figures = engine.engine.stats()["prefix_cache"]
     assert figures["num_hits"] > 0.2 * figures["num_queries"] and figures["num_resumed"] > 10
     assert figures["num_evicted_checkpoints"] > 10 and figures["num_checkpoints"] > 50
     check_all_is_free(engine)

@@ -62,7 +62,7 @@ def test_a_random_walk_among_shared_prefixes_gives_every_request_what_it_gets_al
             steps_per_dispatch=int(random.choice([1, 3])),
         )
         wander(loop, random, 120, SALTS, dress)
-        stats = loop.scheduler.prefixes.stats
+        stats = loop.scheduler.prefixes.counts
         evicted = stats.num_evicted_pages + stats.num_evicted_checkpoints
         device, preemptions = loop.device, loop.scheduler.num_preemptions
         counts += [device.num_restores, device.num_forks, evicted, preemptions]
@@ -116,7 +116,7 @@ def test_the_third_prompt_is_found_where_the_first_two_part():
     loop = loop_of(ALL, min_uncached=1000)
     cached = [run(loop, group_of(seed, 14, 20)) for seed in (1, 2, 3)]
     assert cached == [[0], [0], [12]]
-    assert loop.scheduler.prefixes.stats.num_without_state == 12
+    assert loop.scheduler.prefixes.counts.num_without_state == 12
 
 
 def test_an_output_that_goes_on_as_the_next_prompt_is_found_to_its_end():
@@ -216,7 +216,7 @@ def test_a_preempted_request_goes_on_from_its_own_prefix(mode):
         loop.scheduler.preempt(request)
         num_known = len(request.tokens)
         loop.run()
-        resumed = loop.scheduler.prefixes.stats.num_resumed
+        resumed = loop.scheduler.prefixes.counts.num_resumed
         assert resumed >= num_known - 1 - 3 * (mode is PAGES) and request.num_cached_tokens == 0
         check_that_nothing_is_left(loop)
 

@@ -69,8 +69,8 @@ def test_what_was_written_is_read_by_this_engine_and_by_the_next_one(tmp_path):
     for each in (tier, tier_of(tmp_path)):
         check_equal(pages, load(each, page(each, B)))
         check_equal(state, load(each, each.index.tail(TAIL.before, (7, 8, 9), 4)))
-        assert page(each, B).place == 1 and each.figures()["num_read"] == 2
-        assert each.figures()["num_bytes"] == sum(f.stat().st_size for f in tmp_path.iterdir())
+        assert page(each, B).place == 1 and each.stats()["num_read"] == 2
+        assert each.stats()["num_bytes"] == sum(f.stat().st_size for f in tmp_path.iterdir())
         each.close()
     assert all(file.stat().st_mode & 0o77 == 0 for file in tmp_path.iterdir())
 
@@ -80,7 +80,7 @@ def test_what_is_there_is_not_written_again_and_what_is_not_wanted_leaves_the_me
     put(tier, block_of(1, A, B))
     put(tier, block_of(1, A, B))
     put(tier, block_of(1, B))
-    assert tier.figures()["num_written"] == 1 and len(list(tmp_path.iterdir())) == 1
+    assert tier.stats()["num_written"] == 1 and len(list(tmp_path.iterdir())) == 1
     found = page(tier, A)
     arrays = load(tier, found)
     tier.want([])
@@ -97,7 +97,7 @@ def test_files_go_that_were_used_longest_ago(tmp_path):
     load(tier, page(tier, A))
     put(tier, block_of(3, C))
     settle(tier)
-    assert page(tier, B) is None and tier.figures()["num_evicted_files"] == 1
+    assert page(tier, B) is None and tier.stats()["num_evicted_files"] == 1
     assert len(list(tmp_path.iterdir())) == 2
     tier.close()
     again = tier_of(tmp_path, max_bytes=2 * size - 1)  # with less room: the older one goes
@@ -110,7 +110,7 @@ def test_a_quota_of_nothing_keeps_nothing_and_fails_nothing(tmp_path):
     put(tier, block_of(1, A))
     settle(tier)
     assert not list(tmp_path.iterdir()) and page(tier, A) is None
-    assert tier.figures()["num_failed"] == 0
+    assert tier.stats()["num_failed"] == 0
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_damaged_file_is_not_used_and_deleted(tmp_path, how, caplog):
         assert load(tier, page(tier, A)) is None
     settle(tier)
     assert page(tier, A) is None and not list(tmp_path.iterdir())
-    assert tier.figures()["num_failed"] == 1 and len(caplog.records) == 1
+    assert tier.stats()["num_failed"] == 1 and len(caplog.records) == 1
     put(tier, block_of(1, A))
     (path,) = tmp_path.iterdir()
     path.unlink() if how == "gone" else damaged(path, how)
@@ -191,7 +191,7 @@ def test_a_disk_that_is_full_is_told_once_and_counted(tmp_path, caplog, monkeypa
     with caplog.at_level(logging.WARNING):
         for seed, key in enumerate((A, B, C)):
             put(tier, block_of(seed, key))
-    assert tier.figures()["num_failed"] == 3 and len(caplog.records) == 1
+    assert tier.stats()["num_failed"] == 3 and len(caplog.records) == 1
     assert "No space left" in caplog.text and len(tier.index.blocks) == 0
     monkeypatch.undo()
     put(tier, block_of(1, A))
@@ -210,8 +210,8 @@ def test_a_folder_that_goes_fails_nothing(tmp_path):
     put(tier, block_of(1, A))
     tier.clear()
     settle(tier)
-    assert tier.figures()["num_failed"] >= 2
-    assert tier_of(folder).figures()["num_failed"] == 1
+    assert tier.stats()["num_failed"] >= 2
+    assert tier_of(folder).stats()["num_failed"] == 1
 
 
 def test_a_disk_that_is_too_slow_gets_no_more_than_some_pieces(tmp_path, monkeypatch):
@@ -219,7 +219,7 @@ def test_a_disk_that_is_too_slow_gets_no_more_than_some_pieces(tmp_path, monkeyp
     monkeypatch.setattr(tier._thread, "submit", lambda act: jobs.append(act) or Waiting())
     for number in range(12):
         tier.put(block_of(number, Key(bytes([number] * 32), (1, 2, 3, 4))))
-    assert len(jobs) == disk_tier.MAX_WAITING == 12 - tier.figures()["num_skipped"]
+    assert len(jobs) == disk_tier.MAX_WAITING == 12 - tier.stats()["num_skipped"]
     tier.put(block_of(0, Key(bytes(32), (1, 2, 3, 4))))  # it waits already
     assert len(jobs) == disk_tier.MAX_WAITING
 
@@ -261,7 +261,7 @@ def test_who_waits_too_long_goes_on_without_the_file_that_is_read_and_keeps_the_
     over.set()
     monkeypatch.undo()
     assert page(tier, A) is None and len(paths_of(tmp_path)) >= 2
-    assert tier.figures()["num_failed"] == 1
+    assert tier.stats()["num_failed"] == 1
     tier.want([])
     settle(tier)
     assert len(paths_of(tmp_path)) == 2
@@ -291,7 +291,7 @@ def test_what_nobody_wants_any_more_is_not_read(tmp_path):
         tier.want([block])
         tier.want([])
     settle(tier)
-    assert tier.figures()["num_read"] == 0 == tier.figures()["num_failed"]
+    assert tier.stats()["num_read"] == 0 == tier.stats()["num_failed"]
     assert page(tier, A).block is block
 
 
@@ -307,7 +307,7 @@ def test_no_more_is_read_ahead_than_its_bound(tmp_path, monkeypatch):
         tier.want(blocks[:3], blocks)
         settle(tier)
         assert [block.arrays is not None for block in blocks] == [True] * 5 + [False]
-    assert tier.figures()["num_read"] == 5 and tier.is_loading(blocks[5])
+    assert tier.stats()["num_read"] == 5 and tier.is_loading(blocks[5])
     assert tier.wait([blocks[5]], 10) and blocks[5].arrays is not None
 
 
@@ -320,8 +320,8 @@ def test_what_is_written_in_place_of_a_file_of_that_name_stays_when_the_older_on
     tier._drop(page(tier, C).block)
     assert page(tier, B) is None  # with the newer piece, though the older one has it as well
     put(tier, block_of(1, A, B))
-    assert tier.figures()["num_files"] == 1 and old not in tier.index.blocks
-    assert tier.figures()["num_bytes"] == sum(f.stat().st_size for f in tmp_path.iterdir())
+    assert tier.stats()["num_files"] == 1 and old not in tier.index.blocks
+    assert tier.stats()["num_bytes"] == sum(f.stat().st_size for f in tmp_path.iterdir())
     tier._drop(old)
     settle(tier)
     check_equal(block_of(1), load(tier, page(tier, A)))
@@ -343,7 +343,7 @@ def test_a_full_folder_is_closed_like_any_other(tmp_path):
     tier.max_bytes = tier.index.num_bytes * 3 // 2
     tier.put(block_of(2, B))
     tier.close()
-    assert len(paths_of(tmp_path)) == 1 and tier.figures()["num_evicted_files"] == 1
+    assert len(paths_of(tmp_path)) == 1 and tier.stats()["num_evicted_files"] == 1
 
 
 def test_clear_deletes_what_is_there_and_what_is_on_its_way(tmp_path):
@@ -354,7 +354,7 @@ def test_clear_deletes_what_is_there_and_what_is_on_its_way(tmp_path):
     settle(tier)
     assert not list(tmp_path.iterdir()) and page(tier, B) is None and tier.index.num_bytes == 0
     put(tier, block_of(3, C))
-    assert page(tier, C) is not None and tier.figures()["num_files"] == 1
+    assert page(tier, C) is not None and tier.stats()["num_files"] == 1
 
 
 def test_a_stranger_s_header_is_believed_nothing(tmp_path):

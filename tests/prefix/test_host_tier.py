@@ -79,7 +79,7 @@ def test_a_prompt_is_found_on_the_host_up_to_its_last_token(mode, depth):
     run(loop, group_of(2, 0, 30), group_of(3, 0, 30))
     assert not loop.scheduler.prefixes.store.tree.match(None, group_of(1, 22, 22)[0].prompt, 22)[0]
     assert run(loop, group_of(4, 22, 22)) == [20 if mode is PAGES else 21]
-    assert loop.scheduler.prefixes.figures()["prefix_cache"]["host"]["num_hits"] in (20, 21)
+    assert loop.scheduler.prefixes.stats()["prefix_cache"]["host"]["num_hits"] in (20, 21)
     check_that_nothing_is_left(loop)
 
 

@@ -76,7 +76,7 @@ class FakeLLMEngine:
         pass
 
     def metrics(self):
-        return self.session.engine.figures()
+        return self.session.engine.stats()
 
     def close(self):
         self.session.close()

@@ -1,4 +1,4 @@
-"""Monitoring: the page, /figures, /metrics, health, version, load and model listing."""
+"""Monitoring: the page, /stats, /metrics, health, version, load and model listing."""
 
 import time
 from typing import Annotated, Any
@@ -22,8 +22,8 @@ _SAME = ("num_running", "num_waiting", "kv_cache_usage", "num_tokens", "num_step
          "num_preemptions", "tokens_per_second", "max_in_flight", "memory_bytes")  # fmt: skip
 
 
-@router.get("/figures")
-async def figures(
+@router.get("/stats")
+async def stats(
     service: ServiceOf, steps: Annotated[int, Query(ge=0, le=MAX_STEPS)] = 0
 ) -> Response:
     """Return metrics under the names of `AsyncLLM.metrics`, and times of the last `steps` steps.

@@ -52,7 +52,7 @@ def choose(page, setting, value):
     page.type(f"#{setting}", value)
 
 
-def test_an_answer_is_streamed_in_colours_beside_the_engine_s_figures(page, served, reference):
+def test_an_answer_is_streamed_in_colours_beside_the_engine_s_stats(page, served, reference):
     page.open(served.root)
     page.wait(READY)
     choose(page, "max_tokens", "48")

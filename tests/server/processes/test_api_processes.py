@@ -38,7 +38,7 @@ async def fronted(llm, count):
             await serving
 
 
-def test_processes_share_a_port_and_their_figures_and_the_server_ends_when_one_is_gone(
+def test_processes_share_a_port_and_their_stats_and_the_server_ends_when_one_is_gone(
     served, caplog
 ):
     async def counted(client, name):
@@ -73,7 +73,7 @@ def test_processes_share_a_port_and_their_figures_and_the_server_ends_when_one_i
         LOG.removeHandler(caplog.handler)
 
 
-def test_a_process_that_hangs_holds_up_neither_figures_nor_an_end_at_once(served):
+def test_a_process_that_hangs_holds_up_neither_stats_nor_an_end_at_once(served):
     async def run():
         async with fronted(served.llm, 2) as (front, serving, _):
             os.kill(front._processes[0].pid, signal.SIGSTOP)

@@ -66,7 +66,7 @@ def test_streams_are_those_of_the_engine_itself(served, name):
     with_remote(served, test)
 
 
-def test_chats_figures_and_steps_come_through(served):
+def test_chats_stats_and_steps_come_through(served):
     messages = [{"role": "user", "content": "Hello"}]
 
     async def test(remote):

@@ -1,4 +1,4 @@
-"""GET /figures: the engine's own, in seconds, and its last steps once somebody asks for them."""
+"""GET /stats: the engine's own, in seconds, and its last steps once somebody asks for them."""
 
 import pytest
 
@@ -13,9 +13,9 @@ def chat(served, num_tokens):
     assert found.status_code == 200
 
 
-def test_figures_are_those_of_the_engine(served):
+def test_stats_are_those_of_the_engine(served):
     chat(served, 8)
-    found, told = served.get("/figures").json(), served.llm.metrics()
+    found, told = served.get("/stats").json(), served.llm.metrics()
     same = ("num_tokens", "num_steps", "memory_bytes", "max_in_flight", "num_preemptions")
     assert {name: found[name] for name in same} == {name: told[name] for name in same}
     assert found["max_num_seqs"] == 8 and found["num_pages"] == served.llm.shapes.num_pages - 1
@@ -29,9 +29,9 @@ def test_figures_are_those_of_the_engine(served):
 
 
 def test_steps_are_told_from_the_first_question_on(served):
-    served.get("/figures?steps=4")
+    served.get("/stats?steps=4")
     chat(served, 32)
-    steps = served.get("/figures?steps=4").json()["steps"]
+    steps = served.get("/stats?steps=4").json()["steps"]
     assert len(steps) == 4
     for step in steps:
         assert {span["stage"] for span in step["spans"]} == STAGES.keys()
@@ -40,5 +40,5 @@ def test_steps_are_told_from_the_first_question_on(served):
 
 @pytest.mark.parametrize("count", [-1, MAX_STEPS + 1, "x"])
 def test_a_number_of_steps_that_is_none_is_refused(served, count):
-    found = served.get(f"/figures?steps={count}")
+    found = served.get(f"/stats?steps={count}")
     assert found.status_code == 400 and "steps" in found.json()["error"]["message"]
