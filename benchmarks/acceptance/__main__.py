@@ -12,6 +12,8 @@ one of them measures the others are stopped:
 * serving: kept prefixes, requests that move to a second engine, AsyncLLM, and HTTP.
 * exact: in float32, the tokens with drafts are those without, and those of kernels are XLA's. Where
   biases of 1e-3 change the token, either may come; such ties are counted.
+* two devices, exact on two devices (with `--parts`, on a machine that has them): the features of
+  every model on a tensor-parallel group, and its tokens in float32 beside those of one device.
 * options: 8-bit keys and values, float16 states, "auto" drafts and no drafts.
 
 It ends with status 1 if anything failed, if a program was compiled while a request waited, or if
@@ -33,7 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.acceptance.job import OPTIONS, PARTS, parts_of
+from benchmarks.acceptance.job import ON_TWO_DEVICES, OPTIONS, PARTS, parts_of
 from benchmarks.acceptance.models import ALL_MODELS, MODELS, Sizes
 from benchmarks.measure import record
 from benchmarks.report import tables
@@ -164,8 +166,9 @@ def planned(
 
     Those of `before` come last.
     """
-    listed = [(model, part) for model in only for part in parts_of(model)]
-    order = [*PARTS, *OPTIONS]
+    order = [*PARTS, *OPTIONS, *ON_TWO_DEVICES]
+    named = ON_TWO_DEVICES if parts else ()
+    listed = [(model, part) for model in only for part in (*parts_of(model), *named)]
 
     def rank(each: tuple[str, str]) -> tuple[bool, bool, int]:
         model, part = each
@@ -205,7 +208,8 @@ def parser() -> argparse.ArgumentParser:
     options = record.parser(__doc__)
     add = options.add_argument
     add("--only", nargs="+", choices=ALL_MODELS, default=list(MODELS), metavar="NAME")
-    add("--parts", nargs="+", choices=[*PARTS, *OPTIONS], metavar="PART", help="default: all")
+    parts = [*PARTS, *OPTIONS, *ON_TWO_DEVICES]
+    add("--parts", nargs="+", choices=parts, metavar="PART", help="default: all of one device")
     add("--seconds", type=float, default=SECONDS, help="after which no part begins")
     add("--processes", type=int, default=3, help="parts at a time")
     add("--rows", type=int, default=Sizes().rows, help="at a time (default 64)")

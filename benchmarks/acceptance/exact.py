@@ -21,6 +21,7 @@ from benchmarks.acceptance.models import (
     exact_options,
     folder_of,
 )
+from benchmarks.measure.weights import write_weights
 from jaxspec import LLM, RequestMetrics, SamplingParams
 from jaxspec.pallas import dispatch
 from jaxspec.requests.request import Request
@@ -60,6 +61,27 @@ def exact(rows: Rows) -> None:
             for name, pair in comparisons.items():
                 requests = [arms[each] for each in pair]
                 rows.measure(name, functools.partial(compare, *requests, engine.prefers))
+
+
+def exact_on_two_devices(rows: Rows) -> None:
+    """Compare the tokens of a tensor-parallel group of two with those of one device."""
+    job = rows.job
+    config = config_of(job.model, is_small=job.is_small, exact=True)
+    with folder_of(job.model, config) as folder:
+        write_weights(folder)
+        found = {}
+        for devices in (2, 1):
+            options = exact_options(
+                Path(job.cache),
+                load_format="auto",
+                speculative_config=ALL_MODELS[job.model].drafts,
+                tensor_parallel_size=devices,
+            )
+            with Arm(folder, rows, options) as engine:
+                found[devices] = engine.run()
+                if devices == 1:
+                    arms = found[2], found[1], engine.prefers
+                    rows.measure("two devices and one", functools.partial(compare, *arms))
 
 
 @dataclasses.dataclass

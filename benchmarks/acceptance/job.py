@@ -24,6 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # parts that are an option of the engine
     "float16 states": {"state_dtype": "float16"},
     "auto drafts": {"speculative_config": "auto"},
 }
+ON_TWO_DEVICES = "exact on two devices", "two devices"  # run only if they are named
 SECONDS_TO_STOP = 0.1  # of the others
 LIGHT_PARTS = "features", "exact", "without drafts"
 
@@ -120,7 +121,13 @@ def main(argument: str) -> None:
     fields = json.loads(argument)
     job = Job(**fields | {"sizes": Sizes(*fields["sizes"])})
     rows = Rows(job)
-    parts = {"features": speed.features, "serving": serving.serving, "exact": exact.exact}
+    parts = {
+        "features": speed.features,
+        "serving": serving.serving,
+        "exact": exact.exact,
+        "exact on two devices": exact.exact_on_two_devices,
+        "two devices": speed.two_devices,
+    }
     code = 0
     try:
         parts.get(job.part, speed.option)(rows)

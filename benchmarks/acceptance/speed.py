@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -96,13 +97,22 @@ class Run:
 
 def features(rows: Rows) -> None:
     """Add a row per feature of the model's table."""
+    _features(rows, FULL_TABLE if ALL_MODELS[rows.job.model].has_all else SHORT_TABLE)
+
+
+def two_devices(rows: Rows) -> None:
+    """Add a row per feature that every model has, on a tensor-parallel group of two devices."""
+    _features(rows, SHORT_TABLE, tensor_parallel_size=2)
+
+
+def _features(rows: Rows, table: Sequence[Feature], **options: Any) -> None:
     job = rows.job
     config = config_of(job.model, is_small=job.is_small)
     with folder_of(job.model, config) as folder:
-        llm, figures = ready(folder, job.options())
+        llm, figures = ready(folder, job.options(**options))
         rows.add("ready", **figures, implementations=llm.metrics()["implementations"])
         bench, events = Bench(llm, rows), CompileEvents()
-        for feature in FULL_TABLE if ALL_MODELS[job.model].has_all else SHORT_TABLE:
+        for feature in table:
             rows.measure(feature.name, functools.partial(_feature, bench, events, feature))
         events.close()
 
