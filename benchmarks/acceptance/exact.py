@@ -119,7 +119,7 @@ class Arm:
         return Tokens(requests, RequestMetrics.total(every))
 
     def prefers(self, request: Request, ids: Sequence[int], place: int) -> bool:
-        """Whether a bias of `TIE` towards the first of two ids makes it the token at `place`.
+        """Return whether a bias of `TIE` to the first of two ids makes it the token at `place`.
 
         Penalties, masks and top-p take part: an id may tie with the last one that top-k keeps.
         """

@@ -15,7 +15,7 @@ SAMPLED = {"temperature": 0.8}
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """What users ask for; `params` None stands for the model's published defaults.
+    """A kind of request; `params` None means the model's published defaults.
 
     The requests of a batch have the features of `mixes` in turn.
     """

@@ -1,4 +1,4 @@
-"""What a running engine's callers would notice: programs that compile, and gaps in a stream."""
+"""Delays of a running engine's callers: programs that compile, and gaps in a stream."""
 
 import collections
 import threading

@@ -209,7 +209,7 @@ class Tally:
 
 
 def score_gap(plain: Request, drafted: Request, score: Score) -> float:
-    """How far the first two tokens that differ lie below the best score, the lower one of them.
+    """Return the distance from the best score to the lower of the first two tokens that differ.
 
     Infinite where no token differs: one of the two ended early, or for another reason.
     """

@@ -1,4 +1,4 @@
-"""How fast a CPU decodes the embedded model: against transformers, with drafts, with more rows.
+"""Speed of the embedded model on a CPU: beside transformers, with drafts, with more rows.
 
     python -m benchmarks.engine.cpu_decoding [--json benchmarks/results/cpu_decoding.json]
 

@@ -1,4 +1,4 @@
-"""How fast the engine decodes on one GPU, beside vLLM and the speed of the memory.
+"""Speed of decoding on one GPU, beside vLLM and the memory's bandwidth.
 
     python -m benchmarks.engine.decode --shape qwen3.5-9b [--rows 1 64] [--drafts 0 3] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""How well `"auto"` chooses the number of drafts: beside each fixed number, and no drafter at all.
+"""Speed with the number of drafts `"auto"`, beside each fixed number and no drafter at all.
 
     python -m benchmarks.engine.draft_counts --shape qwen3.5-9b [--rows 1 8 64] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What the flight recorder costs, and whether what it recorded runs again bit for bit.
+"""Cost of the flight recorder, and a replay of its recording, compared bit for bit.
 
     python -m benchmarks.engine.flights --shape qwen3.5-0.8b [--rows 1 64] [--json FILE]
 

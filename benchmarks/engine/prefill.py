@@ -1,4 +1,4 @@
-"""How fast the engine reads prompts: one alone, several at once, and beside rows that decode.
+"""Speed of prefill: one prompt alone, several at once, and beside rows that decode.
 
     python -m benchmarks.engine.prefill --shape qwen3.5-9b [--kinds first-token mixed] [--json FILE]
 

@@ -131,7 +131,7 @@ def host(args: argparse.Namespace) -> Results:
 
 
 def timed(llm: LLM, probe: Probe) -> Figures:
-    """What the first token of a prompt takes.
+    """Time the first token of a prompt.
 
     Raises:
         RuntimeError: less was found than should be.

@@ -1,4 +1,4 @@
-"""What `run.py` measures of an op."""
+"""A case of `run.py`: an op at a shape."""
 
 import dataclasses
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class Case:
 
 
 def about(model, shape, dtype, **sizes):
-    """What the results say of an op over heads; `dtype` by name."""
+    """Describe an op over heads for the results; `dtype` by name."""
     return {"model": model, "heads": str(shape), "dtype": str(dtype), **sizes}
 
 

@@ -1,4 +1,4 @@
-"""How near the kernels come to the memory's speed, by op and shape of the published models.
+"""Kernels' share of the memory's bandwidth, by op and shape of the published models.
 
     python -m benchmarks.kernels.run [--ops gdn_step] [--no-reference] [--no-public] [--json FILE]
 
@@ -105,7 +105,7 @@ def copy_bandwidth() -> float:
 
 
 def public(case: Case, layers: int, calls: int) -> dict:
-    """What the results say of the fastest public kernel that does the case's work, if any does."""
+    """Return the result of the fastest public kernel for the case, if there is one."""
     if not record.installed("torch"):
         return {}
     # Not at the top: it needs torch.
@@ -118,7 +118,7 @@ def public(case: Case, layers: int, calls: int) -> dict:
 
 
 def measure(case: Case, with_reference: bool = True, with_public: bool = True) -> dict:
-    """What the results say of one case. References compile slowly."""
+    """Return the result of one case. References compile slowly."""
     layers = min(MAX_LAYERS, max(2, math.ceil(POOLS / case.layer_bytes)))
     kernel_calls = case.calls or max(layers, CALLS)
     times = {}

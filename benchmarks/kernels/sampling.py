@@ -1,4 +1,4 @@
-"""What the stages of sampling take on a device, by what requests ask for.
+"""Times of the stages of sampling on a device, by sampling features.
 
     python -m benchmarks.kernels.sampling [--rows 256 4] [--vocabs 248320] [--json FILE]
 
@@ -56,7 +56,7 @@ TOLERANCE = 1e-5  # of top-p's mass: float32 sums round
 
 
 class Draw(NamedTuple):
-    """What all rows of a draw ask for; the columns of `SAMPLING_FIELDS` by their names."""
+    """Sampling parameters of all rows of a draw; the columns of `SAMPLING_FIELDS` by name."""
 
     features: SamplingFeatures
     columns: dict[str, float]
@@ -187,7 +187,7 @@ def ngram(rows: int = 64, positions: int = 8192) -> list[dict]:
 
 
 def logprobs(rows: int = 256, vocab: int = 248_320) -> list[dict]:
-    """What is reported of tokens that ask for logprobs, whether 1 or 20 of the likeliest."""
+    """Compute the logprobs of the tokens, of which requests may want 1 or 20."""
     pools = make_pools(functools.partial(flat, rows=rows, vocab=vocab), 4 * rows * vocab)
     seconds = seconds_of(pack_logprobs, pools, jnp.arange(rows, dtype=jnp.int32))
     result = {"stage": "logprobs", "rows": rows, "vocab": vocab, "us": round(1e6 * seconds, 1)}

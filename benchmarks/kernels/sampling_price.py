@@ -1,4 +1,4 @@
-"""What one program that can do everything takes for rows that ask for little.
+"""Cost of one program with all sampling features for rows that use few of them.
 
     python -m benchmarks.kernels.sampling_price [--rows 256] [--vocab 248320] [--json FILE]
 

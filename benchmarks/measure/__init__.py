@@ -1,1 +1,1 @@
-"""What the benchmarks measure with, and the shapes they measure."""
+"""Measurements that the benchmarks share, and the shapes they run."""

@@ -44,7 +44,7 @@ def attention_size(config: ModelConfig) -> int:
 
 
 class RecurrentSize(NamedTuple):
-    """What the floor counts of a recurrent layer."""
+    """Sizes of a recurrent layer that the floor counts."""
 
     features: int  # of its heads' outputs
     channels: int  # of its convolution
@@ -56,7 +56,7 @@ class RecurrentSize(NamedTuple):
 
     @staticmethod
     def of(config: ModelConfig, kind: str) -> "RecurrentSize":
-        """Of the model's Gated DeltaNet layers, or of Mamba2, alone or beside attention."""
+        """Return the sizes of the model's Gated DeltaNet or Mamba2 layers."""
         if kind == LINEAR_ATTENTION:
             gdn = config.part(GatedDeltaNetConfig)
             keys = gdn.key_heads * gdn.key_dim
@@ -99,7 +99,7 @@ def mixer_size(config: ModelConfig, kind: str) -> int:
 
 
 def distinct_experts(routing: Routing, tokens: float) -> float:
-    """How many of a layer's experts so many tokens choose, on average."""
+    """Return the mean number of a layer's experts that this many tokens choose."""
     return routing.num_experts * (1 - (1 - routing.num_chosen / routing.num_experts) ** tokens)
 
 

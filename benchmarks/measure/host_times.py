@@ -1,4 +1,4 @@
-"""What the host does while an engine serves: its stages by step, and the time of each thread."""
+"""Times of the host while an engine serves: its stages by step, and each thread's time."""
 
 import bisect
 import threading

@@ -1,4 +1,4 @@
-"""Where a GPU's time goes: its kernels by name, from a profile that JAX wrote."""
+"""Times of a GPU's kernels by name, from a profile that JAX wrote."""
 
 import re
 import tempfile
@@ -11,7 +11,7 @@ import jax
 
 
 def kernel_times(run: Callable[[], Any], steps: int) -> dict[str, Any]:
-    """What `run`, of so many steps, kept the GPU busy with; all times are of one step.
+    """Profile `run`, which takes `steps` steps; all times are per step.
 
     Returns `kernels_per_step`, `kernels_ms` (their time), `idle_ms` (between them; more than else,
     as XLA launches each alone under the profiler) and `kernel_ms_by_name`, the longest first.

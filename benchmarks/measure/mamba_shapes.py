@@ -34,7 +34,7 @@ class LatentExpertsShape:
 
 @dataclasses.dataclass(frozen=True)
 class NemotronShape:
-    """What differs between the Nemotron-H models."""
+    """Sizes that differ between the Nemotron-H models."""
 
     hidden: int
     pattern: str  # a letter for each layer
@@ -73,7 +73,7 @@ class NemotronShape:
 
 @dataclasses.dataclass(frozen=True)
 class PureMamba2Shape:
-    """What differs between the Mamba2 models."""
+    """Sizes that differ between the Mamba2 models."""
 
     hidden: int
     layers: int

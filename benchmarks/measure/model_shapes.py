@@ -29,7 +29,7 @@ class ExpertsShape:
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """What differs between the models. With recurrent layers every fourth is attention."""
+    """Sizes that differ between the models. With recurrent layers every fourth is attention."""
 
     architecture: str
     hidden: int
@@ -67,7 +67,7 @@ class ModelShape:
 
 
 def _recurrent_fields(gdn: GdnShape) -> dict[str, Any]:
-    """What the hybrids have besides."""
+    """Further sizes of the hybrids."""
     return {
         "full_attention_interval": 4,
         "linear_num_key_heads": gdn.key_heads,

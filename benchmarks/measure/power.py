@@ -1,4 +1,4 @@
-"""What holds a GPU back while it works: its clock, its power, and whether that is at the limit."""
+"""A GPU's clock and power while it works, and whether the power is at its limit."""
 
 import contextlib
 import os

@@ -91,7 +91,7 @@ def _section(name: str, *commands: list[str]) -> str:
 
 
 def help_of(words: Sequence[str]) -> str:
-    """What `--help` prints, whatever the terminal."""
+    """Return the output of `--help`, at any width of the terminal."""
     terminal = {"COLUMNS": str(_WIDTH + 2), "NO_COLOR": "1"}
     printed = io.StringIO()
     with (

@@ -52,7 +52,7 @@ def page() -> str:
 
 
 def _words(words: Mapping[str, Any]) -> str:
-    """How values are written there, and here."""
+    """Spellings of values there, and here."""
     pairs = ", ".join(f"`{theirs!r}` is `{here!r}`" for theirs, here in words.items())
     return pairs or "the same"
 

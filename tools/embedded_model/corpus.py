@@ -43,7 +43,7 @@ QWEN_SPLIT = (
 
 
 def is_wanted(path: str, text: str) -> bool:
-    """Whether `path` (relative to `Lib`) holds source text, not tables, under the PSF licence."""
+    """Return whether `path` (relative to `Lib`) is source text, not tables, of the PSF licence."""
     if path.startswith(EXCLUDED_PREFIXES) or not text.strip():
         return False
     if "test" in path and len(text) > MAX_TEST_BYTES:

@@ -246,7 +246,7 @@ def draft(
     num_drafts: int,
     config: ModelConfig,
 ) -> Int[Array, "B T K"]:
-    """What the head drafts greedily: row i holds its drafts of tokens i + 2, i + 3, …."""
+    """Return the head's greedy drafts: row i holds those of tokens i + 2, i + 3, …."""
     drafts = [jnp.roll(tokens, -1, 1)]
     for state in mtp_chain(params, (drafts[depth] for depth in range(num_drafts)), hidden, config):
         drafts.append(jnp.argmax(logits(params, state, config), -1).astype(tokens.dtype))

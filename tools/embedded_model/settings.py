@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 
 @dataclasses.dataclass(frozen=True)
 class TrainSettings:
-    """What one training run does; the defaults made the bundled model."""
+    """Settings of a training run; the defaults made the bundled model."""
 
     seed: int = 0
     batch: int = 64

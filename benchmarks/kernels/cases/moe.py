@@ -126,7 +126,7 @@ def _operands(sizes, call, weights, inputs, live):
 
 
 def _bytes(layer: Mixture, tokens: int, experts_read: float) -> int:
-    """What a call must move: the experts that its tokens chose, the other weights, the stream."""
+    """Return the bytes that a call must move: chosen experts, the other weights, the stream."""
     features, sizes = layer
     pieces, read = sizes.activation.pieces, sizes.latent_size or features
     numbers = (pieces + 1) * experts_read * read * sizes.intermediate_size
@@ -165,7 +165,7 @@ def _choices(stream, pending, norm, router, live) -> tuple[Any, Any, Any, Any]:
 
 
 def _experts_read(operands) -> int:
-    """How many experts the tokens have, each counted once."""
+    """Return the number of distinct experts that the tokens chose."""
     stream, pending, norm, router, *_, live = operands
     choices, *_ = _choices(stream, pending, norm, router, live)
     return len(np.unique(choices.experts))

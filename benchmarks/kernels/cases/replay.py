@@ -55,7 +55,7 @@ def _region(rng, rows, width, window):
 
 
 def _folding(region, width, window):
-    """How many rows fold, and what the results say about rings so full."""
+    """Return the number of rows that fold, and a description of the rings' lengths."""
     folds, length = int(np.sum(must_fold(region.ring_length, width, window))), region.ring_length
     return folds, {"ring": float(length.mean()), "folds": round(folds / len(length), 3)}
 

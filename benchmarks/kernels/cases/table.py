@@ -1,4 +1,4 @@
-"""What `run.py` measures: the ops at the shapes of the published models.
+"""The cases of `run.py`: the ops at the shapes of the published models.
 
 To add an op, write a generator of `Case` and put it into `OPS`.
 """

@@ -79,7 +79,7 @@ def _graph(call, layers, calls):
 
 
 def _starts(length):
-    """Where each row begins, and where the last ends, of rows of so many tokens laid flat."""
+    """Return offsets of rows of these lengths in a flat array, and the end of the last."""
     return pad(length.cumsum(0, dtype=torch.int32), (1, 0))
 
 
@@ -91,7 +91,7 @@ def _candidates(pool, slots):
 
 
 def _gdn_index(places, rows):
-    """Where rows and their states are; for drafted rows also the first candidate, from 1 on."""
+    """Indices of rows and their states; with drafts also of the first candidate, from 1."""
     index = {"cu_seqlens": _starts(rows.query_len), "ssm_state_indices": places}
     return index | ({"num_accepted_tokens": rows.state_offset + 1} if places.shape[1] > 1 else {})
 
@@ -141,7 +141,7 @@ def _gdn_step_packed(function, pool, tokens, rows):
 
 
 def _raw_gates(g, beta):
-    """What a projection would put out for them: `g = -softplus(a)`, `beta = sigmoid(b)`."""
+    """Return the outputs that give them: `g = -softplus(a)`, `beta = sigmoid(b)`."""
     return torch.log(torch.expm1(-g)), torch.logit(beta)
 
 
