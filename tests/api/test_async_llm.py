@@ -116,6 +116,7 @@ def assert_same(got, want):
         np.testing.assert_allclose(*values, atol=1e-4)
 
 
+@pytest.mark.soak
 def test_many_streams_at_once_give_what_generate_gives(llm, over):
     """Of requests with seeds, stop strings, samples, logprobs and characters of several bytes."""
     random = np.random.default_rng(0)

@@ -253,6 +253,7 @@ def test_streams_and_batches_share_the_engine(drafted):
     assert first.text + "".join(delta.text for delta in stream) == want[0].outputs[0].text
 
 
+@pytest.mark.soak
 def test_threads_get_what_one_thread_gets(drafted):
     """Two batches and two streams at once, one stream with a stop string in it."""
     drawn = [SamplingParams(temperature=0.8, max_tokens=40, seed=i) for i in range(3)]
@@ -617,6 +618,7 @@ def test_a_text_that_was_written_before_is_drafted_and_stays_as_it_was(embedded_
     assert 64 >= llm.shapes.path_length > 8 and embedded_plain.shapes.path_length == 0
 
 
+@pytest.mark.soak
 def test_drafts_from_a_head_in_8_bits_stand_and_change_no_text(embedded_plain):
     accepted = []
     for dtype in (None, "float8_e4m3fn"):
@@ -631,6 +633,7 @@ def test_drafts_from_a_head_in_8_bits_stand_and_change_no_text(embedded_plain):
     assert llm.metrics()["memory_bytes"]["proposer_tables"] == 2048 * 160 + 4
 
 
+@pytest.mark.soak
 def test_synthetic_acceptance_gives_its_rates_whatever_the_target_says():
     rates = [0.8, 0.6, 0.45]
     llm = LLM(

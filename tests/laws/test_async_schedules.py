@@ -206,6 +206,7 @@ def objects():
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "depth, kept, interval",
     [(2, "off", 1), (3, "pages", 4), soak(0, "off", 4), soak(3, "pages", 1)],
@@ -472,6 +473,7 @@ def test_a_storm_without_a_bug_finds_nothing(make):
     asyncio.run(watched_storm(make(max_num_queued_reqs=50)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("owner, name, bug", BUGS, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_storm_finds(make, owner, name, bug, monkeypatch):
     monkeypatch.setattr(owner, name, bug)

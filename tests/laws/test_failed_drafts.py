@@ -83,6 +83,7 @@ WAYS = {
 CASES = [*(("projection", way) for way in WAYS), ("overflow", "drawn"), ("queries", "block")]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("what", "way"), CASES, ids=" of ".join)
 def test_a_head_that_fails_costs_all_drafts_and_no_token(run, what, way):
     params, options = WAYS[way]
@@ -95,6 +96,7 @@ def test_a_head_that_fails_costs_all_drafts_and_no_token(run, what, way):
     assert num_drafts > 60 and num_accepted == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("fixture", "states", "params"),
     [(HYBRID, SNAPSHOT, GREEDY), (HYBRID, REPLAY, SAMPLED), ("qwen3_5_moe", REPLAY, GREEDY)],
@@ -112,6 +114,7 @@ def test_a_draft_that_the_target_itself_cannot_read_falls(run, fixture, states, 
     assert [r.output for r in engine.requests] == [r.output for r in sound.requests]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [DRAWN, BLOCK], ids=["standard", "block"])
 def test_a_drawn_draft_that_the_target_itself_cannot_read_falls(run, options):
     params = dataclasses.replace(SAMPLED, temperature=0.3)

@@ -102,6 +102,7 @@ def kept(engine, length):
     return length if has_states else length - length % engine.harness.buckets.page_size
 
 
+@pytest.mark.few(3)
 @WAYS
 def test_a_prompt_computed_here_goes_on_there_as_if_it_had_been_there(engines, params, way):
     """At every length: tokens, and where both draft alike the drafts that stood, too."""
@@ -123,6 +124,7 @@ def test_a_prompt_computed_here_goes_on_there_as_if_it_had_been_there(engines, p
         sender.export_request("x")
 
 
+@pytest.mark.few(4)
 @WAYS
 def test_a_request_may_leave_after_any_number_of_steps(engines, params, way):
     """Before its first one, in the middle of its prompt, and behind drafts that stood or did not.
@@ -152,6 +154,7 @@ def test_a_request_may_leave_after_any_number_of_steps(engines, params, way):
     assert sample.request.finish and len(lengths) > 5
 
 
+@pytest.mark.few(3)
 def test_a_request_may_come_back_and_leave_again(engines):
     """A chain: the state of each engine is the next one's beginning."""
     here, there = engines
@@ -169,6 +172,7 @@ def test_a_request_may_come_back_and_leave_again(engines):
         assert there.check(state, last.tokens) == 0 and last.finish == "length"
 
 
+@pytest.mark.few(3)
 def test_neighbours_of_both_go_on_as_if_nobody_came_or_went(engines):
     sender, receiver = engines
     for params in LONG:
@@ -287,6 +291,7 @@ def travels(engines):
                 receiver.check(state, receiver.finish(state).tokens)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("pair", ["its head"], indirect=True)
 @pytest.mark.parametrize("bug", [None, *BUGS])
 def test_a_planted_bug_is_seen(bug, pair, monkeypatch):

@@ -31,6 +31,7 @@ def known(fixture, params):
     return continuations(fixture, [(prompt, params, seed) for seed, prompt in enumerate(PROMPTS)])
 
 
+@pytest.mark.few(3)
 @BOTH
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_greedy_ids_equal_the_reference(fixture, states, drafts):
@@ -44,6 +45,7 @@ def test_greedy_ids_equal_the_reference(fixture, states, drafts):
     assert engine.requests[0].output == greedy
 
 
+@pytest.mark.few(4)
 @BOTH
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_speculation_never_changes_output(fixture, states, params):
@@ -70,6 +72,7 @@ def test_speculation_never_changes_output(fixture, states, params):
         assert 0 < sum(accepted) < sum(r.metrics.num_draft_tokens for r in engine.requests)
 
 
+@pytest.mark.few(2)
 @BOTH
 def test_samples_of_a_prompt_are_as_if_each_were_alone(fixture, states):
     """A copied slot has the pools of its source: keys, inputs of convolutions, and states."""
@@ -82,6 +85,7 @@ def test_samples_of_a_prompt_are_as_if_each_were_alone(fixture, states):
     assert len({tuple(sample.output) for sample in samples[:3]}) == 3
 
 
+@pytest.mark.few(2)
 @BOTH
 def test_preemption_changes_no_token(fixture, states):
     """A request that comes back computes its prompt anew, over what others left in the slot."""

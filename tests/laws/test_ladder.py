@@ -79,6 +79,7 @@ def of_a_neighbour():
     return scheduler, "join", lambda feature_sets: next(iter(feature_sets))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "bug",
     [drops(TEMPERATURE, SMALL_TOP_K), drops(PENALTIES), drops(BIAS), of_a_neighbour()],

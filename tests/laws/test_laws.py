@@ -113,6 +113,7 @@ def name_of(value):
     return {id(GREEDY): "greedy", id(SAMPLED): "sampled"}.get(id(value), str(value))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "method, drafts, params",
     [*QUICK, *(soak(*way) for way in EVERY if way not in QUICK)],
@@ -152,6 +153,7 @@ def check_speculation(method, drafts, params, depth, chunk):
         assert per_position.min() > 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "method, drafts, params",
     [
@@ -193,6 +195,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("fixture, method, drafts, params", OTHERS, ids=name_of)
 def test_speculation_never_changes_output_of_other_models(fixture, method, drafts, params):
     """Each way of drafting with every depth and every chunk size; which meet turns by the row."""
@@ -262,6 +265,7 @@ def test_the_oracle_gives_the_ids_of_the_reference(fixture):
     assert not expected(fixture, tuple(prompt), params, 0).check(greedy)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "fixture, method, drafts, policy",
     [*RUNS, *(soak(*run) for run in OTHER_RUNS if run not in RUNS)],
@@ -324,6 +328,7 @@ def test_a_draft_head_in_8_bits_never_changes_output():
         assert engine.runner.memory()["proposer_tables"] == 4 + ids * (64 + own)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "method, drafts, params, options",
     [
@@ -343,6 +348,7 @@ def test_several_steps_at_once_change_no_output(method, drafts, params, options)
     assert engine.engine.metrics.num_steps == sum(dispatched)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "depth, chunk, num_pages, vocab",
     [(0, 1, 400, None), (3, 7, 400, None), (2, 64, 16, None), (3, 7, 400, SOME_IDS)],
@@ -382,6 +388,7 @@ def test_top_k_and_top_p_never_depend_on_speculation():
     assert run_with_arrivals(engine, params, 0).check() <= 1
 
 
+@pytest.mark.few(1)
 @POLICIES
 def test_samples_of_one_prompt_fork_and_equal_requests_of_their_own(states):
     """Rows that begin with num_computed > 0: prompt 11, computed 10, in a verify of width 1 + K."""
@@ -416,6 +423,7 @@ def test_samples_of_one_prompt_fork_and_equal_requests_of_their_own(states):
         assert engine.check() <= 1
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("fixture", "states"),
     [(HYBRID, SNAPSHOT), (HYBRID, REPLAY), ("nemotron_h", REPLAY)],
@@ -461,6 +469,7 @@ def true_states(engine, row):
     return np.stack([replayed(pool.states, pool.ring, layer, region)[0] for layer in layers])
 
 
+@pytest.mark.few(4)
 @HYBRIDS
 def test_a_state_rolled_back_equals_a_state_never_advanced(fixture, states):
     """Law 5: the state that acceptance selected is the one plain decoding has at that length."""
@@ -513,6 +522,7 @@ def test_after_a_stop_inside_accepted_drafts_the_true_state_is_still_known(state
     assert num_inside >= 3
 
 
+@pytest.mark.few(4)
 @HYBRIDS
 def test_a_reused_slot_and_padding_leave_no_trace(fixture, states):
     """Law 7, bit for bit: after other requests, and among padding, a request gives the same."""
@@ -532,6 +542,7 @@ def test_a_reused_slot_and_padding_leave_no_trace(fixture, states):
     assert engine.check() <= 1
 
 
+@pytest.mark.few(3)
 @HYBRIDS
 def test_a_row_that_turns_nan_ends_with_an_error_and_harms_no_other(fixture, states):
     engine = harness(fixture, "oracle-mixed", 3, GREEDY, states=states)

@@ -45,6 +45,7 @@ ENGINES = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_greedy_rows_report_the_model_s_own_logprobs(options):
     """And give the tokens that they give without, as do their neighbours."""
@@ -154,12 +155,14 @@ def assert_the_oracle_sees_it():
         check_logprobs(engine)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("bug", HOST_BUGS, ids=lambda bug: bug.__name__)
 def test_the_oracle_sees_on_the_host(bug, monkeypatch):
     monkeypatch.setattr(engine_module, "record_logprobs", bug)
     assert_the_oracle_sees_it()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("module, name, bug", DEVICE_BUGS, ids=lambda x: getattr(x, "__name__", ""))
 def test_the_oracle_sees_on_the_device(module, name, bug, monkeypatch, fresh_programs):
     monkeypatch.setattr(module, name, bug)

@@ -115,6 +115,7 @@ def test_without_a_bug_the_layer_is_its_equations():
     assert_the_layer_is_its_equations()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("module", "name", "bug"), OPERATION, ids=bug_name)
 def test_the_equations_see(module, name, bug, monkeypatch):
     monkeypatch.setattr(module, name, bug)
@@ -188,6 +189,7 @@ def test_without_a_bug_the_scores_are_those_of_the_reference():
     assert of_trunk < 5e-4 and of_head < 1e-4
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("owner", "name", "bug"), MODEL, ids=bug_name)
 def test_the_reference_sees(owner, name, bug, monkeypatch):
     monkeypatch.setattr(owner, name, bug)

@@ -81,6 +81,7 @@ def bug_name(value):
     return value.__name__ if callable(value) and not isinstance(value, type) else ""
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("module", "name", "bug"), BUGS, ids=bug_name)
 def test_the_reference_sees(module, name, bug, monkeypatch):
     monkeypatch.setattr(module, name, bug)
@@ -103,6 +104,7 @@ def convolution_stale_after_a_fold(projected, params, pool, layer, rows):
     return tokens, after.at[layer, target].set(pool[layer, target])
 
 
+@pytest.mark.soak
 def test_the_laws_see_a_convolution_that_a_fold_leaves_stale(monkeypatch, fresh_programs):
     monkeypatch.setattr(conv_replay, "mamba2_inputs", convolution_stale_after_a_fold)
     engine = Harness("mamba2", states=REPLAY)

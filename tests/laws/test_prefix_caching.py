@@ -66,6 +66,7 @@ ENGINES = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_hit_gives_the_tokens_of_a_cold_run_at_every_position(name):
     """Behind every number of tokens, in a page and at its end; then at ends of outputs.
@@ -145,6 +146,7 @@ def kept_states(engine):
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("fixture", [HYBRID, "nemotron_h"])
 @pytest.mark.parametrize("states", [SNAPSHOT, REPLAY], ids=["snapshot", "replay"])
 def test_what_is_kept_is_the_oracle_s_state(fixture, states):
@@ -196,6 +198,7 @@ DRAFTERS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["n-gram", "EAGLE-3", soak("suffix"), soak("hybrid drafter")])
 def test_whoever_drafts_a_hit_changes_no_token(name):
     fixture, method, options, drafter = DRAFTERS[name]
@@ -267,6 +270,7 @@ def test_a_hit_compiles_nothing_and_adds_no_dispatch_to_wait_for():
 SHARED = [(*WALKED[0][:n], *tail) for n in (5, 8, 12) for tail in prompts(3, seed=n, longest=9)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("states", "depth", "options"),
     [
@@ -346,6 +350,7 @@ def victim():
     return engine
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_seen(bug, victim, monkeypatch):
     monkeypatch.setattr(*BUGS[bug])

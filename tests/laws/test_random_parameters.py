@@ -67,6 +67,7 @@ def requests():
     return made
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -15,6 +15,7 @@ SMALL = {"decode_rows": (1, 4), "prefill_tokens": (8, 64)}
 BOTH = {"feature_sets": tuple({each.features: None for each in PARAMS})}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "depth, chunk, num_pages, options",
     [
@@ -51,6 +52,7 @@ def test_whatever_happens_to_a_batch_every_request_gives_its_own_tokens(
     assert sorted(engine.scheduler._free_slots) == list(range(1, engine.buckets.num_slots))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("states", [SNAPSHOT, REPLAY], ids=["snapshot", "replay"])
 def test_numbers_of_drafts_that_change_at_random_change_no_token(states, monkeypatch):
     """Laws 1, 3, 4, 5 and 7 with steps of 1, 2 and 4 tokens in any order, and capped requests."""

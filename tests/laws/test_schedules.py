@@ -206,6 +206,7 @@ def test_nobody_notices_anything_in_very_many_schedules():
     assert total >= count
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("again, stride", [(None, 1), (1, 3)])
 def test_an_interrupt_at_each_place_of_a_short_schedule_leaves_the_next_one_served(again, stride):
     """A Ctrl-C, and perhaps one more behind the next place."""
@@ -313,6 +314,7 @@ BUGS = [
 FOUND = (AssertionError, RuntimeError, ValueError, LookupError)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("owner, name, bug", BUGS, ids=lambda value: getattr(value, "__name__", ""))
 def test_the_schedules_find(owner, name, bug, monkeypatch):
     monkeypatch.setattr(owner, name, bug)

@@ -94,6 +94,7 @@ def make(proposer, drafts=2, **options):
     return Harness(drafts=drafts, method="custom", options=CustomOptions(proposer), **options)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "params", "options"),
     [
@@ -129,6 +130,7 @@ def test_the_example_of_the_documents_runs(monkeypatch, short_model):
     exec(compile(block, README, "exec"), {"__name__": __name__})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ids", [(400, 3), (-2, 3), (0, 2**31 - 1), (-(2**31), 300)])
 def test_ids_that_the_vocabulary_lacks_are_dropped_and_counted(ids):
     def drafted(drafts, pools):
@@ -145,6 +147,7 @@ def test_ids_that_the_vocabulary_lacks_are_dropped_and_counted(ids):
     assert dropped == sum(n for n, is_wrong in zip(drafted_at, wrong, strict=True) if is_wrong) > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [-5, -1, 9])
 def test_a_number_of_drafts_that_cannot_be_is_clipped(count):
     def drafted(drafts, pools):
@@ -330,6 +333,7 @@ class Unpicklable(Proposer):
         return RepeatProposer.propose(self, model, inputs, pools, tables)
 
 
+@pytest.mark.soak
 def test_a_flight_tells_its_class_and_brings_none_in(tmp_path):
     config = {"method": "custom", "proposer": Unpicklable(held=threading.Lock())}
     with LLM(FIXTURES / "qwen3_5", speculative_config=config, **SMALL) as llm:

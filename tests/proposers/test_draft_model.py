@@ -35,6 +35,7 @@ def make(target, drafter, **options):
 
 
 # With a window of 8 the passes behind a verify of 4 accepted tokens find the ring full.
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "fixture, states",
     [
@@ -64,6 +65,7 @@ SEVERAL = {"steps_per_dispatch": 2, "draft_buckets": (0, 1, 3)}
 SEVERAL_REPLAYED = {**SEVERAL, "states": REPLAY}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options, params",
     [
@@ -92,6 +94,7 @@ def test_drafts_of_another_model_change_no_output(options, params, monkeypatch):
     assert engine.run().check() <= 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("states", [SNAPSHOT, REPLAY], ids=["snapshot", "replay"])
 def test_a_hybrid_drafter_is_right_where_the_number_of_drafts_changes(states, monkeypatch):
     """Its states survive steps without drafts, and passes that are not counted."""

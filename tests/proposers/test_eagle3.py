@@ -58,6 +58,7 @@ def first_drafts(chunk, **options):
     return np.asarray(rows.drafts)[0].tolist(), expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunk", [None, 33])
 def test_the_first_drafts_are_the_references(chunk):
     """Recursive drafts after the prompt, the token after each chunk taken from the plan."""
@@ -72,6 +73,7 @@ def plant(monkeypatch, fresh_programs):
     return functools.partial(monkeypatch.setattr, Eagle3Head)
 
 
+@pytest.mark.soak
 def test_the_reference_sees_offsets_that_are_taken_for_ids(plant):
     plant("ids", property(lambda self: self.offsets[...]))
     drafts, expected = first_drafts(None)
@@ -96,6 +98,7 @@ def heard_drafts(engine, requests):
     return heard
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("target", "layers", "options"),
     [
@@ -125,6 +128,7 @@ def recycles_the_normed(self, *args, original=Eagle3Head.__call__):
     return output.replace(state=output.scored), pools
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "bug"),
     [
@@ -149,6 +153,7 @@ SEVERAL = {"max_in_flight": 1, "steps_per_dispatch": 2, "draft_buckets": (0, 1, 
 HYBRID_TARGET = {"target": "qwen3_5", "states": REPLAY, "chunk": 7}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options, params",
     [

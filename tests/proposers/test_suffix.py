@@ -112,6 +112,7 @@ PREEMPTED = {"num_pages": 16}
 SEVERAL = {"steps_per_dispatch": 2, "draft_buckets": (0, 1, 4)}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options, params",
     [
