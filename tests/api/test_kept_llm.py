@@ -1,5 +1,7 @@
 """One call completes prompts, with an LLM that is kept."""
 
+import pytest
+
 import jaxspec
 from jaxspec import SamplingParams
 from jaxspec.api import llm as llm_module
@@ -9,6 +11,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PROMPT = "def fibonacci(n):"
 
 
+@pytest.mark.soak
 def test_one_prompt_gives_one_output_and_a_list_a_list(short_model):
     single = jaxspec.generate(PROMPT, short_model, GREEDY)
     several = jaxspec.generate([PROMPT], short_model, GREEDY, max_num_seqs=1)

@@ -585,6 +585,7 @@ def test_replayed_states_give_the_same_tokens_from_less_memory(drafted, plain, s
     assert half.metrics()["memory_bytes"]["kv"] == snapshots["kv"] // 4  # of float32
 
 
+@pytest.mark.soak
 def test_drafts_from_part_of_the_vocabulary_stand_and_change_no_text(embedded_plain):
     llm = LLM(speculative_config={"draft_vocab": 1024}, **OPTIONS)
     outputs = llm.generate(PROMPTS, GREEDY)
@@ -606,6 +607,7 @@ def test_what_a_text_repeats_is_looked_up_and_changes_no_text(embedded_plain):
     assert llm.metrics()["memory_bytes"]["tokens"] > 0
 
 
+@pytest.mark.soak
 def test_a_text_that_was_written_before_is_drafted_and_stays_as_it_was(embedded_plain):
     llm = LLM(speculative_config="suffix", **OPTIONS)
     first, again = (llm.generate(PROMPTS, GREEDY) for _ in range(2))

@@ -21,6 +21,7 @@ def test_an_llm_is_one_whose_callers_step_it():
     assert issubclass(LLM, LLMEngine)
 
 
+@pytest.mark.soak
 def test_who_needs_nothing_compiled_waits_for_no_turn(engine, monkeypatch):
     monkeypatch.setattr(engine._compiler, "_served", {GREEDY.features})
     is_held, may_go = threading.Event(), threading.Event()

@@ -63,6 +63,7 @@ def moved(here, there, params, num_tokens, prompt=PROMPT):
     return first, told(there.import_request(state)), state
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -123,6 +124,7 @@ def _after(llm, params, num_steps, name="moves", prompt=PROMPT):
     return llm.export_request(name)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -197,6 +199,7 @@ def test_a_prefill_that_would_be_in_vain_is_refused(here, changes, words):
         here.prefill([PROMPT, PROMPT])
 
 
+@pytest.mark.soak
 def test_an_engine_that_keeps_no_prefixes_computes_what_arrives_and_prefills_nothing(folder, here):
     state = by_wire(_after(here, SEEDED, 6))
     want = here.generate(PROMPT, SEEDED)[0].outputs[0].token_ids
@@ -312,6 +315,7 @@ with socket.create_connection(("127.0.0.1", port)) as sock:
 """
 
 
+@pytest.mark.soak
 def test_prefill_in_another_process(folder, there):
     want = there.generate(PROMPT, SEEDED)[0].outputs[0].token_ids
     with socket.create_server(("127.0.0.1", 0)) as server:

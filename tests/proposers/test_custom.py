@@ -257,6 +257,7 @@ class Drawn(Proposer):
         return Drafts(drafts, jnp.where(inputs.should_draft, 2, 0), logits), pools
 
 
+@pytest.mark.soak
 def test_drafts_may_be_drawn():
     config = {
         "method": "custom",
@@ -312,6 +313,7 @@ def test_a_proposer_that_does_not_fit_is_refused_as_inspect_says(config, message
     assert [*refused] == [str(caught.value)]
 
 
+@pytest.mark.soak
 def test_a_class_is_found_by_its_name_and_metrics_count_what_is_dropped():
     config = {"method": "custom", "proposer": f"{__name__}:RepeatProposer"}
     assert __name__ in sys.modules

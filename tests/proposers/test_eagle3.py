@@ -180,6 +180,7 @@ def test_drafts_change_no_output(options, params, monkeypatch):
     assert engine.run().check() <= 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rejection", ["standard", "block"])
 def test_drawn_drafts_come_with_what_they_were_drawn_from(rejection):
     feature_sets = (SAMPLED.features, GREEDY_SAMPLER)

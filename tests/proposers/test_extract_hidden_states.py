@@ -83,6 +83,7 @@ def check(folder, outputs):
     assert {path.name for path in folder.iterdir()} == names
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -69,6 +69,7 @@ def twice(engine, params=LONGER):
     return sum(m.num_draft_tokens for m in again), sum(m.num_accepted_tokens for m in again)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "settings",
     [{"max_in_flight": 0}, {"max_in_flight": 2}, {"max_in_flight": 3, "steps_per_dispatch": 2}],

@@ -17,14 +17,11 @@ LENGTH = 62  # of a prompt and its output, for calls without parameters ask for 
 ONE_ROW = {"max_num_seqs": 1, "decode_buckets": [1]}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 3}
 # One model of each family and kind of layer; those left out have other sizes of the same.
-NAMES = [
-    "qwen3.5-35b-a3b",
+NAMES = ["qwen3.5-35b-a3b", "falcon-h1-1.5b"]
+OTHER_NAMES = [
     "llama-3.1-8b",
     "nemotron-3.5-lightning-30b-a3b",
-    "falcon-h1-1.5b",
     "lfm2-8b-a1b",
-]
-OTHER_NAMES = [  # of the same layers in other compositions
     "qwen3.5-0.8b",
     "qwen3-next-80b-a3b",
     "qwen3-8b",
