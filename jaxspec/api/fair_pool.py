@@ -81,7 +81,11 @@ class FairPool:
                 raise RuntimeError("The pool is closed.")
             self._waiting.setdefault(key, collections.deque()).append(job)
             self._start()
-        return await asyncio.wrap_future(job.result)
+        try:
+            return await asyncio.wrap_future(job.result)
+        except asyncio.CancelledError:
+            self._drop(key, job)
+            raise
 
     def close(self) -> None:
         """Refuse the calls that wait, and later ones; running calls end in their own time."""
@@ -92,6 +96,15 @@ class FairPool:
             if job.result.set_running_or_notify_cancel():
                 job.result.set_exception(RuntimeError("The pool is closed."))
         self._threads.shutdown(wait=False)
+
+    def _drop(self, key: tuple[str, bool], job: _Job) -> None:
+        """Free what a cancelled call holds, such as the body of its request, before its turn."""
+        with self._lock:
+            jobs = self._waiting.get(key)
+            if jobs and job in jobs:
+                jobs.remove(job)
+                if not jobs:
+                    del self._waiting[key]
 
     def _start(self) -> None:
         """Start waiting calls as far as they may run; called with the lock."""

@@ -120,6 +120,7 @@ def test_what_is_given_up_before_its_turn_is_not_run():
             await asyncio.sleep(0.001)
         tasks[3].cancel()
         await asyncio.wait({tasks[3]})
+        assert sum(map(len, calls.pool._waiting.values())) == 1  # its body is held no longer
         calls.ended.set()
         await asyncio.gather(*tasks[:3], tasks[4])
         assert len(calls.begun) == 4

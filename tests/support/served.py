@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import inspect
+import logging
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -73,6 +74,7 @@ def serving(make_llm: Callable[[], Any], **options: Any) -> Iterator[Served]:
             settings = ServerOptions(**{"access_log": False, **options})
             app = make_app(llm, settings)
             server = HttpServer(app, settings)
+            logging.getLogger("uvicorn.error").setLevel("WARNING")  # its stream ends with the test
             port, loop = listener.getsockname()[1], asyncio.get_running_loop()
             found.append(Served(port, llm, app.state.service, loop, server))
             await server.serve_at(listener, ready.set)

@@ -57,7 +57,7 @@ def client_of(scope: Scope) -> str:
 
 
 def network_of(address: str) -> str:
-    """Return the part of an address that stands for one client.
+    """Return the part of an address that identifies a client.
 
     That is an IPv4 address, and the first 64 bits of an IPv6 address, since a client may use all
     addresses that begin with them. Other words are returned unchanged.
