@@ -5,9 +5,9 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, TypeVar, Unpack
 
+from jaxspec.api.fair_pool import FairPool
 from jaxspec.api.inputs import InputProcessor
 from jaxspec.engine.async_stream import AsyncStream
 from jaxspec.options.vllm_options import check_call
@@ -16,14 +16,14 @@ from jaxspec.requests.outputs import RequestOutput, Sample
 from jaxspec.requests.prompts import Prompt, check_salt
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.text.conversations import Messages, TemplateOptions
+from jaxspec.text.template_process import NUM_PROCESSES
 from jaxspec.text.tokenizer import Tokenizer
 
-_NUM_PREPARING = 4
-"""Number of threads that tokenize, render chats and compile."""
 EngineCall = Literal["reset_prefix_cache", "start_profile", "stop_profile"]
 """Calls of `LLMEngine` that tasks and API processes may make."""
 Prepare = Callable[[], Sequence[Sample]]
 """Returns the checked samples of a prompt; called in a worker thread."""
+_Result = TypeVar("_Result")
 
 
 class AsyncCalls(abc.ABC):
@@ -48,7 +48,7 @@ class AsyncCalls(abc.ABC):
         self._inputs, self.model_name = inputs, model_name
         self.shapes, self.limits = shapes, limits
         self.tokenizer, self.max_model_len = inputs.tokenizer, shapes.max_model_len
-        self._pool = ThreadPoolExecutor(_NUM_PREPARING, "jaxspec-prepare")
+        self._pool = FairPool(NUM_PROCESSES, "jaxspec-prepare")
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return a copy of the parameters of calls without any (option `generation_config`)."""
@@ -120,7 +120,23 @@ class AsyncCalls(abc.ABC):
                 prompt = dataclasses.replace(prompt, cache_salt=check_salt(cache_salt))
             return self._inputs.process_one(prompt, sampling_params, request_id, priority)
 
-        return await self._submit(prepare)
+        return await self._submit(prepare, is_long=template.get("chat_template") is not None)
+
+    async def prepare(self, call: Callable[[], _Result], *, is_long: bool = False) -> _Result:
+        """Run other work on a request in the threads that tokenize prompts and render chats.
+
+        Args:
+            call: The call.
+            is_long: As in `FairPool.run`.
+
+        Returns:
+            Its result.
+
+        Raises:
+            RuntimeError: this object is closed.
+            Exception: raised by `call`.
+        """
+        return await self._pool.run(call, is_long=is_long)
 
     async def generate(
         self,
@@ -201,5 +217,5 @@ class AsyncCalls(abc.ABC):
         """Return the result of a call of the engine, made where the engine is."""
 
     @abc.abstractmethod
-    async def _submit(self, prepare: Prepare) -> AsyncStream:
-        """Prepare samples in a worker thread and queue them."""
+    async def _submit(self, prepare: Prepare, *, is_long: bool = False) -> AsyncStream:
+        """Prepare samples in a worker thread and queue them; `is_long` as in `FairPool.run`."""

@@ -178,17 +178,19 @@ class AsyncLLM(AsyncCalls):
         """
         self._thread.abort(*receivers)
 
-    async def _submit(self, prepare: Prepare) -> AsyncStream:
+    async def _submit(self, prepare: Prepare, *, is_long: bool = False) -> AsyncStream:
         check_process(self._process)
         make = functools.partial(OutputQueue, asyncio.get_running_loop())
         with self._admission.preparing():
-            output_queue = await self._enter(prepare, make)
+            output_queue = await self._enter(prepare, make, is_long=is_long)
         return AsyncStream(output_queue, self._thread.abort, keeps=self)
 
     async def _enter(
         self,
         prepare: Prepare,
         make: Callable[[Sequence[Sample], MakeSampleStream, Settle], _Receiver],
+        *,
+        is_long: bool = False,
     ) -> _Receiver:
         def prepare_and_admit() -> Sequence[Sample]:
             self._engine.session.require_usable()
@@ -199,7 +201,7 @@ class AsyncLLM(AsyncCalls):
         loop = asyncio.get_running_loop()
         arrived = loop.time()
         try:
-            samples = await loop.run_in_executor(self._pool, prepare_and_admit)
+            samples = await self._pool.run(prepare_and_admit, is_long=is_long)
         except (TypeError, ValueError):
             raise
         except Exception:
@@ -228,8 +230,7 @@ class AsyncLLM(AsyncCalls):
             ValueError, RuntimeError: as in `LLM.warm_up`.
         """
         check_process(self._process)
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._pool, self._engine.warm_up, feature_sets)
+        await self._pool.run(functools.partial(self._engine.warm_up, feature_sets))
 
     async def get_ready(self) -> None:
         """Run `LLM.get_ready` in a thread; the engine runs no steps while it compiles.
@@ -238,8 +239,7 @@ class AsyncLLM(AsyncCalls):
             RuntimeError: as in `LLM.get_ready`.
         """
         check_process(self._process)
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._pool, self._engine.get_ready)
+        await self._pool.run(self._engine.get_ready)
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Refuse new requests and wait until the others have finished.
@@ -270,7 +270,7 @@ class AsyncLLM(AsyncCalls):
         check_process(self._process)
         self._thread.stop()
         await asyncio.wrap_future(self._thread.ended)
-        self._pool.shutdown(wait=False)
+        self._pool.close()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Close it as `close` does, from any thread, and wait for the end of the running step.
@@ -285,12 +285,11 @@ class AsyncLLM(AsyncCalls):
         check_process(self._process)
         self._thread.stop()
         self._thread.ended.result(timeout)
-        self._pool.shutdown(wait=False)
+        self._pool.close()
 
     async def _control(self, call: EngineCall) -> Any:
         check_process(self._process)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, getattr(self._engine, call))
+        return await self._pool.run(getattr(self._engine, call))
 
     # Status and metrics
 

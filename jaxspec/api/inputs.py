@@ -420,9 +420,12 @@ class InputProcessor:
             ends = boundaries_in(token_ids, boundaries, len(ids))
             return TokenizedPrompt(ids, text, salt, ends)
         assert text is not None
-        limit = most if kept is None else None
-        ids = self.require_tokenizer("text prompts").encode(text, max_model_len=limit)
-        return TokenizedPrompt(tuple(ids), text, salt).truncated(kept)
+        tokenizer = self.require_tokenizer("text prompts")
+        if kept is None:
+            ids = tokenizer.encode(text, max_model_len=most)
+        else:
+            ids = tokenizer.encode_last(text, min(kept, most))
+        return TokenizedPrompt(tuple(ids), text, salt)
 
     def _check_length(self, name: str, length: int, held: int) -> None:
         """Check a prompt's length; `held` is the call's number of prompt tokens so far."""

@@ -198,9 +198,10 @@ class Request:
     cache_boundaries: tuple[int, ...] = ()  # prefix lengths at which later prompts will diverge
     is_prefill_only: bool = False  # another engine computes the last prompt token and decodes
     tokens: list[int] = dataclasses.field(init=False)  # prompt, then output
-    draft_positions: list[int] = dataclasses.field(default_factory=list)  # one per output token
-    # Logprobs are rows of `logprobs.LAYOUT` if requested. An interrupt may leave more than tokens.
-    logprobs: list[Any] = dataclasses.field(default_factory=list)  # one per output token
+    # One per output token; a stop string or an interrupt may leave more. Logprobs, if requested,
+    # are rows of `logprobs.LAYOUT`.
+    draft_positions: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[Any] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[Any] = dataclasses.field(default_factory=list)  # None until computed
     num_cached_tokens: int = 0  # number of prompt tokens in the cached prefix
     finish: Finish = Finish.RUNNING
@@ -242,7 +243,6 @@ class Request:
     def cut(self, num_tokens: int) -> None:
         """Remove all output after the first `num_tokens` output tokens."""
         del self.tokens[len(self.prompt) + num_tokens :]
-        del self.draft_positions[num_tokens:]
         self.metrics.num_tokens = num_tokens
 
     @property

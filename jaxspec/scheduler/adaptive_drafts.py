@@ -64,7 +64,7 @@ class AdaptiveDrafts:
         drafts = self._shapes.num_drafts
         if not needs.num_prompt_tokens:
             drafts = self.choose(needs, max(request.max_drafts for request in step.decodes))
-        choice = DraftChoice(self._num_made, self._is_trial and not needs.num_prompt_tokens)
+        choice = DraftChoice(self._num_made, self._is_trial)
         self._num_made = drafts
         return self._programs.choose(needs._replace(num_drafts=drafts)), choice
 

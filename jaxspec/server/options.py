@@ -57,6 +57,18 @@ class ServerOptions:
     )
     enable_auto_tool_choice: bool = option(True, "accept tools, and parse the model's calls")
     max_body_mib: int = option(32, "maximum size of a request body, in MiB")
+    h11_max_incomplete_event_size: int = option(
+        65_536, "maximum bytes of a request's headers; more get status 431"
+    )
+    header_timeout: float = option(
+        10.0, "seconds for the headers of a request, from its first byte or the connection's start"
+    )
+    limit_concurrency: int = option(
+        8192, "maximum number of open connections of an HTTP process; more get status 503"
+    )
+    limit_concurrency_per_address: int = option(
+        2048, "the same for each client address, of which a proxy may need more"
+    )
     max_n: int = option(128, "maximum number of samples per prompt")
     max_stop: int = option(16, "maximum number of stop strings per request", least=0)
     max_stored_responses: int = option(
@@ -179,6 +191,7 @@ def _texts(name: str, values: Any) -> tuple[str, ...]:
 _MAX_TEXTS = 10_000
 _MAX_PROCESSES = 256
 _PARSERS = {"tool_call_parser": TOOL_PARSERS, "reasoning_parser": REASONING_PARSERS}
-_SECONDS = ("queue_timeout", "stream_stall_timeout", "stream_keep_alive")  # must be above 0
+# Must be above 0.
+_SECONDS = ("header_timeout", "queue_timeout", "stream_stall_timeout", "stream_keep_alive")
 OPTIONS = {field.name: field for field in dataclasses.fields(ServerOptions)}
 """Option fields by name, in order."""

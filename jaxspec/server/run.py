@@ -7,6 +7,11 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 
+try:
+    import resource
+except ImportError:  # Windows has no such limit
+    resource = None
+
 from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.server.app import make_app
 from jaxspec.server.generation.service import tokenizer_of
@@ -62,6 +67,7 @@ async def serve(make_llm: Callable[[], AsyncLLM], options: ServerOptions) -> int
         ValueError: the file of keys can't be read, or the model has no tokenizer.
     """
     options.keys()  # fail before a model is loaded
+    _allow_open_files()
     with _bound(options) as port, _switching():
         where = _address(port)
         async with make_llm() as llm:
@@ -165,6 +171,14 @@ def _bound(options: ServerOptions) -> Iterator[socket.socket]:
                 "Choose another --port or --host, or end what listens there."
             ) from error
         yield port
+
+
+def _allow_open_files() -> None:
+    """Raise this process's limit on open files, so on connections, to what the system allows."""
+    if resource is not None:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(OSError, ValueError):  # macOS allows less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _address(port: socket.socket) -> str:

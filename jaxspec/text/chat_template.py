@@ -16,7 +16,12 @@ from jaxspec.text.conversations import (
     with_plain_contents,
     without_nulls,
 )
-from jaxspec.text.template_process import MAX_CHARACTERS, Rendered, TemplateFailure, TemplateProcess
+from jaxspec.text.template_process import (
+    MAX_CHARACTERS,
+    Rendered,
+    TemplateFailure,
+    TemplateProcesses,
+)
 from jaxspec.text.tokenizer_files import MAX_TEMPLATE_BYTES, OWN_FILE, read_sources, too_long
 
 _MAX_ENTRIES = 100_000  # most messages or tools of a conversation
@@ -44,7 +49,7 @@ class ChatTemplate:
         """
         self._folder, self._special_tokens = folder, special_tokens
         self._sources = read_sources(folder, settings)
-        self._process = TemplateProcess()
+        self._processes = TemplateProcesses()
 
     @property
     def source(self) -> str | None:
@@ -142,7 +147,7 @@ class ChatTemplate:
 
     def _run(self, source: str, variables: dict[str, Any], turns: list[Any]) -> Rendered:
         try:
-            return self._process.render(source, variables, turns)
+            return self._processes.render(source, variables, turns)
         except TemplateFailure as failure:
             raise ValueError(
                 f"The chat template of {self._folder.name} must accept the conversation, but "

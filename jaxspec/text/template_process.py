@@ -1,4 +1,4 @@
-"""TemplateProcess: renders chat templates in a separate process with limits of time and memory.
+"""TemplateProcesses: render chat templates in separate processes with limits of time and memory.
 
 A template is a program from an untrusted checkpoint. The sandbox of Jinja2 denies access to files
 and Python objects, but does not bound time or memory. So templates run in `template_worker.py`,
@@ -22,8 +22,10 @@ TURNS_TIME_LIMIT = 1.0
 """Additional time limit in seconds for all further turns together."""
 MAX_CHARACTERS = 2**23
 """Longest text of a template in characters, about 2 million tokens."""
+NUM_PROCESSES = 4
+"""Most processes; a template that uses up its time holds one of them."""
 MAX_MEMORY = 2**30
-"""Bytes of memory that the process may map, on systems with such a limit."""
+"""Bytes of memory that a process may map, on systems with such a limit."""
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
@@ -34,6 +36,39 @@ class TemplateFailure(Exception):
 class Rendered(NamedTuple):
     text: str
     num_kept: tuple[int, ...]  # for each further turn: number of leading characters it keeps
+
+
+class TemplateProcesses:
+    """Up to `NUM_PROCESSES` worker processes, each started when all others are rendering.
+
+    Rendering is thread-safe; further threads wait for a process.
+    """
+
+    def __init__(self) -> None:
+        self._idle = list[TemplateProcess]()
+        self._places = threading.Semaphore(NUM_PROCESSES)
+        _ALL.add(self)
+
+    def render(
+        self,
+        source: str,
+        variables: Mapping[str, Any],
+        turns: Sequence[Sequence[Mapping[str, Any]]] = (),
+    ) -> Rendered:
+        """Render a template in one of the processes, as `TemplateProcess.render` does."""
+        with self._places:
+            try:
+                process = self._idle.pop()
+            except IndexError:
+                process = TemplateProcess()
+            try:
+                return process.render(source, variables, turns)
+            finally:
+                self._idle.append(process)
+
+    def _forget(self) -> None:
+        """Give back the places that threads of a forked child's parent hold."""
+        self._places = threading.Semaphore(NUM_PROCESSES)
 
 
 class TemplateProcess:
@@ -186,7 +221,7 @@ def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
     process.wait()
 
 
-_ALL: "weakref.WeakSet[TemplateProcess]" = weakref.WeakSet()
+_ALL: "weakref.WeakSet[TemplateProcesses | TemplateProcess]" = weakref.WeakSet()
 
 
 def _after_fork() -> None:

@@ -17,12 +17,14 @@ from jaxspec.text.chat_boundaries import MAX_PART, AddedTokens
 from jaxspec.text.chat_template import ChatTemplate
 from jaxspec.text.conversations import conversations_of
 from jaxspec.text.template_process import Rendered
+from jaxspec.text.text_cuts import TextCuts
 from jaxspec.text.text_stream import UNFINISHED, TextStream
 from jaxspec.text.tokenizer_files import raise_for
 
 SHRINKING = 4
 """Most bytes that a normalizer may reduce to one; NFC reduces at most three."""
 _LONG_TEXT = MAX_PART  # characters; shorter texts are tokenized within milliseconds
+_GUESSED_LENGTH = 8  # characters per token that are read at first of a text to be truncated
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -79,6 +81,7 @@ class Tokenizer:
         end_id = None if end is None else self._tokenizer.token_to_id(end)
         self.eos_ids = () if end_id is None else (end_id,)
         self._special_tokens = special_tokens
+        self._cuts = TextCuts(self._tokenizer)
 
     def __reduce__(self) -> tuple[type, tuple[Path]]:
         """Pickle the folder; unpickling reads it again."""
@@ -104,6 +107,23 @@ class Tokenizer:
                 tokenizer fails.
         """
         return self._encoding(text, add_special_tokens, max_model_len).ids
+
+    def encode_last(self, text: str, num_tokens: int, add_special_tokens: bool = True) -> list[int]:
+        """Return the last `num_tokens` ids of `encode`, but read no more of a text than they need.
+
+        A text without a safe cut (`text_cuts.py`), such as a single long word, is read whole.
+
+        Raises:
+            ValueError: as in `encode`.
+        """
+        return self._part_ids(text, num_tokens, add_special_tokens, self._cuts.ends)[-num_tokens:]
+
+    def encode_first(
+        self, text: str, num_tokens: int, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Return the first `num_tokens` ids of `encode`, as `encode_last` does the last ones."""
+        found = self._part_ids(text, num_tokens, add_special_tokens, self._cuts.beginnings)
+        return found[:num_tokens]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`, skipping ids without a token, as in padded vocabularies.
@@ -369,6 +389,26 @@ class Tokenizer:
             return found
         except BaseException as error:
             raise_for(error, f"The tokenizer of {self._folder.name} fails on this text")
+
+    def _part_ids(
+        self,
+        text: str,
+        num_tokens: int,
+        add_special_tokens: bool,
+        parts: Callable[[str, int], Iterable[str]],
+    ) -> list[int]:
+        """Return the ids of the first of `parts` with at least `num_tokens`, or of the text."""
+        if not isinstance(text, str) or len(text) <= _LONG_TEXT:
+            return self.encode(text, add_special_tokens)
+        self._check(text, None)
+        # A part has special tokens at a cut, too.
+        wanted = num_tokens + self._tokenizer.num_special_tokens_to_add(False)
+        ids = list[int]()
+        for part in parts(text, max(_LONG_TEXT, _GUESSED_LENGTH * wanted)):
+            ids = self.encode(part, add_special_tokens)
+            if len(ids) >= wanted:
+                break
+        return ids
 
     @functools.cached_property
     def _added(self) -> AddedTokens:

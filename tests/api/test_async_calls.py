@@ -52,7 +52,7 @@ class Calls(AsyncCalls):
     async def _control(self, call):
         return call
 
-    async def _submit(self, prepare):
+    async def _submit(self, prepare, *, is_long=False):
         self.streams.append(Stream(prepare()))
         return self.streams[-1]
 

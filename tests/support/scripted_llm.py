@@ -72,6 +72,9 @@ class ScriptedLLM:
         ids = prompt if isinstance(prompt, list) else self.tokenizer.encode(prompt)
         return ScriptedStream(str(prompt), ids, self.pieces, self.reason)
 
+    async def prepare(self, call, *, is_long=False):
+        return call()
+
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.0)
 

@@ -4,22 +4,17 @@ import asyncio
 import contextlib
 import dataclasses
 import inspect
+import logging
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import httpx
-import uvicorn
 
 from jaxspec.server.app import make_app
+from jaxspec.server.http.http_server import HttpServer
 from jaxspec.server.options import ServerOptions
-
-
-class QuietServer(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self):
-        yield
 
 
 @dataclasses.dataclass
@@ -30,7 +25,7 @@ class Served:
     llm: Any
     service: Any
     loop: asyncio.AbstractEventLoop
-    server: uvicorn.Server
+    server: HttpServer
 
     @property
     def root(self) -> str:
@@ -76,18 +71,13 @@ def serving(make_llm: Callable[[], Any], **options: Any) -> Iterator[Served]:
         if inspect.isawaitable(llm):
             llm = await llm
         try:
-            app = make_app(llm, ServerOptions(**options))
-            config = uvicorn.Config(
-                app, log_level="warning", ws="none", timeout_graceful_shutdown=5
-            )
-            server = QuietServer(config)
+            settings = ServerOptions(**{"access_log": False, **options})
+            app = make_app(llm, settings)
+            server = HttpServer(app, settings)
+            logging.getLogger("uvicorn.error").setLevel("WARNING")  # its stream ends with the test
             port, loop = listener.getsockname()[1], asyncio.get_running_loop()
             found.append(Served(port, llm, app.state.service, loop, server))
-            running = asyncio.create_task(server.serve([listener]))
-            while not server.started:
-                await asyncio.sleep(0.01)
-            ready.set()
-            await running
+            await server.serve_at(listener, ready.set)
         finally:
             await llm.close()
 
@@ -107,7 +97,7 @@ def serving(make_llm: Callable[[], Any], **options: Any) -> Iterator[Served]:
         yield found[0]
     finally:
         if not failed:
-            found[0].server.should_exit = True
+            found[0].server.end()
         thread.join(60)
         listener.close()
     assert not thread.is_alive()

@@ -6,13 +6,19 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
 from threads import ctrl_c_after, in_threads
 
 from jaxspec.text import template_process
-from jaxspec.text.template_process import TemplateFailure, TemplateProcess
+from jaxspec.text.template_process import (
+    NUM_PROCESSES,
+    TemplateFailure,
+    TemplateProcess,
+    TemplateProcesses,
+)
 
 ENDLESS = "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLING = (
@@ -146,3 +152,40 @@ def test_without_a_python_to_run_a_template_says_so(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(TemplateFailure, match="could not be started: No such file"):
         TemplateProcess().render("a", {})
+
+
+def test_templates_that_never_end_leave_a_process_to_others(monkeypatch):
+    monkeypatch.setattr(template_process, "TIME_LIMIT", 60)  # the machine may be busy
+    processes, rendered = TemplateProcesses(), threading.Event()
+    earlier = {*template_process._ALL}
+
+    def started():
+        mine = [each for each in {*template_process._ALL} - earlier if each._process]
+        return [each._process for each in mine]
+
+    def endless():
+        with pytest.raises(TemplateFailure, match="ended with status -9"):
+            processes.render(ENDLESS, {})
+        return rendered.is_set()
+
+    def quick():
+        while len(started()) < NUM_PROCESSES - 1:
+            time.sleep(0.01)
+        found = [processes.render("{{ a }}", {"a": n}).text for n in range(20)]
+        rendered.set()
+        assert len(started()) == NUM_PROCESSES
+        for process in started():
+            process.kill()
+        return found == [*map(str, range(20))]
+
+    assert all(in_threads(quick, *[endless] * (NUM_PROCESSES - 1)))
+
+
+def test_further_threads_wait_for_a_process():
+    processes = TemplateProcesses()
+
+    def ask(number):
+        return [processes.render("{{ n }}", {"n": number * 100 + i}).text for i in range(20)]
+
+    results = in_threads(*(lambda n=n: ask(n) for n in range(3 * NUM_PROCESSES)))
+    assert results == [[str(n * 100 + i) for i in range(20)] for n in range(3 * NUM_PROCESSES)]

@@ -56,16 +56,16 @@ def _is_encoded_here(body: CompletionRequest) -> bool:
 def _encoded(service: Service, body: CompletionRequest, prompt: Any) -> Sequence[int]:
     """Return the token ids of a prompt, cut at the right if the request says so."""
     kept, most = body.truncate_prompt_tokens, service.llm.max_model_len
-    ids = prompt
-    if isinstance(prompt, str):
-        special = body.add_special_tokens is not False
-        ids = service.tokenizer.encode(prompt, special, most if kept is None else None)
-    if body.truncation_side != "right" or kept is None:
-        return ids
     if kept == -1:
         wanted = body.max_tokens or most
         kept = most - (wanted if wanted < most else 1)
-    return ids[:kept]
+    is_right, special = body.truncation_side == "right", body.add_special_tokens is not False
+    if not isinstance(prompt, str):
+        return prompt[:kept] if is_right else prompt
+    if kept is None:
+        return service.tokenizer.encode(prompt, special, most)
+    encode = service.tokenizer.encode_first if is_right else service.tokenizer.encode_last
+    return encode(prompt, min(kept, most), special)
 
 
 _Numbered = AsyncGenerator[tuple[int, CompletionPiece], None]

@@ -1,12 +1,12 @@
 """POST /tokenize and /detokenize, GET /tokenizer_info: access to the model's tokenizer."""
 
-import asyncio
+import functools
 from typing import Any
 
 from starlette.responses import Response
 
 from jaxspec.checks import integer
-from jaxspec.server.generation.conversation import prompt_tokens
+from jaxspec.server.generation.conversation import chat_prompt
 from jaxspec.server.generation.service import Service, ServiceOf
 from jaxspec.server.http.errors import ApiError, json_response
 from jaxspec.server.http.routing import make_router
@@ -35,14 +35,14 @@ async def tokenize(body: TokenizeRequest, service: ServiceOf) -> Response:
             400, "Either prompt or messages must be given, and not both.", param="prompt"
         )
     with service.refusing(body):
-        tokens = await asyncio.to_thread(_tokens, body, service)
+        tokens = await _tokens(body, service)
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": service.llm.max_model_len,
         "tokens": tokens,
     }
     if body.return_token_strs:
-        answer["token_strs"] = await asyncio.to_thread(_texts, tokens, service)
+        answer["token_strs"] = await service.llm.prepare(lambda: _texts(tokens, service))
     return json_response(answer)
 
 
@@ -51,7 +51,7 @@ async def detokenize(body: DetokenizeRequest, service: ServiceOf) -> Response:
     """Return the text of token ids, including special tokens."""
     service.check_model(body.model)
     with service.refusing(body):
-        text = await asyncio.to_thread(_text, body.tokens, service)
+        text = await service.llm.prepare(lambda: _text(body.tokens, service))
     return json_response({"prompt": text})
 
 
@@ -74,15 +74,16 @@ async def tokenizer_info(service: ServiceOf) -> Response:
     )
 
 
-def _tokens(body: TokenizeRequest, service: Service) -> list[int]:
+async def _tokens(body: TokenizeRequest, service: Service) -> list[int]:
     if body.messages is None:
         special = True if body.add_special_tokens is None else body.add_special_tokens
-        return service.tokenizer.encode(body.prompt or "", add_special_tokens=special)
+        encode = functools.partial(service.tokenizer.encode, body.prompt or "", special)
+        return await service.llm.prepare(encode)
     if body.add_special_tokens:
         raise refused("add_special_tokens", True, "the template writes a chat's. Leave it out.")
     chat = ChatCompletionRequest.model_validate(body.model_dump(include=_OF_CHATS))
     chat.refuse_absent(trusts_template=service.options.trust_request_chat_template)
-    return prompt_tokens(service, chat)
+    return (await chat_prompt(service, chat)).ids
 
 
 def _texts(tokens: list[int], service: Service) -> list[str]:

@@ -3,7 +3,6 @@
 A proxy renders a chat or a prompt once, and sends the ids to any server with the same model.
 """
 
-import asyncio
 import contextlib
 import dataclasses
 import time
@@ -15,7 +14,7 @@ from starlette.responses import Response
 
 from jaxspec.requests.outputs import TextDelta
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.server.generation.conversation import template_messages
+from jaxspec.server.generation.conversation import chat_prompt
 from jaxspec.server.generation.generation import Generation
 from jaxspec.server.generation.logprobs import chat_logprobs, prompt_logprobs
 from jaxspec.server.generation.service import Service, ServiceOf
@@ -157,10 +156,7 @@ async def render_chat(body: ChatCompletionRequest, service: ServiceOf) -> Respon
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = service.sampling_params(body, most, body.num_logprobs)
     with service.refusing(body):
-        messages = template_messages(body.messages)
-        prompt = await asyncio.to_thread(
-            lambda: service.tokenizer.chat_prompt(messages, **body.template_options)
-        )
+        prompt = await chat_prompt(service, body)
     return json_response(_request(body, model, prompt.text, prompt.ids, params))
 
 
@@ -176,7 +172,7 @@ async def render_completion(body: CompletionRequest, service: ServiceOf) -> Resp
         return [encode(each) if isinstance(each, str) else each for each in body.prompts]
 
     with service.refusing(body):
-        ids = await asyncio.to_thread(tokenized)
+        ids = await service.llm.prepare(tokenized)
     texts = [each if isinstance(each, str) else None for each in body.prompts]
     pairs = zip(texts, ids, strict=True)
     return json_response([_request(body, model, *pair, params) for pair in pairs])

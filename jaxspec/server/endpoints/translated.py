@@ -1,12 +1,11 @@
 """Routes under /v1/messages and /v1/responses, converted to chats."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 
 from starlette.responses import Response
 
-from jaxspec.server.generation.conversation import Conversation, prompt_tokens
+from jaxspec.server.generation.conversation import Conversation, chat_prompt
 from jaxspec.server.generation.service import Service, ServiceOf
 from jaxspec.server.http.errors import ApiError, json_response
 from jaxspec.server.http.routing import make_router
@@ -47,8 +46,8 @@ async def count_tokens(body: CountTokensRequest, service: ServiceOf) -> Response
     body.refuse_absent()
     with service.refusing(body):
         chat = ChatCompletionRequest.model_validate(anthropic.chat_request(body.given()))
-        tokens = await asyncio.to_thread(prompt_tokens, service, chat)
-    return json_response({"input_tokens": len(tokens)})
+        prompt = await chat_prompt(service, chat)
+    return json_response({"input_tokens": len(prompt.ids)})
 
 
 @router.post("/v1/responses")
@@ -81,8 +80,8 @@ async def count_input_tokens(body: ResponseInput, service: ServiceOf) -> Respons
     given, earlier = _with_items(body, service)
     with service.refusing(body):
         chat = ChatCompletionRequest.model_validate(responses.chat_request(given, earlier))
-        tokens = await asyncio.to_thread(prompt_tokens, service, chat)
-    return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
+        prompt = await chat_prompt(service, chat)
+    return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
 
 
 @router.post("/v1/responses/compact")

@@ -1,7 +1,7 @@
 """Conversation: generation of chat messages, for all routes with chats."""
 
-import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -17,6 +17,7 @@ from jaxspec.server.http.errors import ApiError
 from jaxspec.server.protocol import ChatCompletionRequest
 from jaxspec.text.conversations import without_nulls
 from jaxspec.text.parsers import starts_in_reasoning
+from jaxspec.text.tokenizer import ChatPrompt
 
 _ROLES = {"developer": "system"}  # templates use the older name
 
@@ -106,7 +107,9 @@ class Conversation:
         """Return the final usage; `reasoning_tokens` is counted by encoding the reasoning text."""
         if text := "".join(self._reasoning):
             encode = self._service.tokenizer.encode
-            tokens = await asyncio.to_thread(encode, text, add_special_tokens=False)
+            tokens = await self._service.llm.prepare(
+                functools.partial(encode, text, add_special_tokens=False)
+            )
             self._generation.usage.reasoning_tokens = len(tokens)
         return self._generation.usage
 
@@ -123,13 +126,18 @@ class Conversation:
         return fields
 
 
-def prompt_tokens(service: Service, body: ChatCompletionRequest) -> list[int]:
-    """Return the token ids of a chat's prompt without submitting it.
+async def chat_prompt(service: Service, body: ChatCompletionRequest) -> ChatPrompt:
+    """Return a chat's prompt without submitting it.
 
     Raises:
         ValueError: the messages are invalid, or the template refuses them.
     """
-    return service.tokenizer.chat(template_messages(body.messages), **body.template_options)
+
+    def render() -> ChatPrompt:
+        messages = template_messages(body.messages)
+        return service.tokenizer.chat_prompt(messages, **body.template_options)
+
+    return await service.llm.prepare(render, is_long=body.chat_template is not None)
 
 
 def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

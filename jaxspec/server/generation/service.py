@@ -1,7 +1,7 @@
 """Service: state shared by all routes, and submission of their requests to the engine."""
 
-import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -142,7 +142,7 @@ class Service:
 
         async def submit(number: int, prompt: Any) -> AsyncStream:
             if encode is not None:
-                prompt = await asyncio.to_thread(encode, prompt)
+                prompt = await self.llm.prepare(functools.partial(encode, prompt))
             return await self.llm.submit(
                 _salted(prompt, body.cache_salt),
                 params,

@@ -1,7 +1,8 @@
-"""API key middleware with constant-time comparison."""
+"""API key middleware with constant-time comparison, and the names of clients."""
 
 import hashlib
 import hmac
+import ipaddress
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
@@ -11,6 +12,7 @@ from jaxspec.server.http.errors import ApiError
 
 OPEN = frozenset({"/", "/health", "/ready", "/ping"})
 """Routes open without a key, for orchestrators and for the page, which prompts for the key."""
+_KEY = "jaxspec.key"  # key in an ASGI scope
 
 
 class RequireKey:
@@ -44,7 +46,31 @@ class RequireKey:
         digest, is_known = _digest(given.encode("latin-1", "replace")), False
         for known in self._digests:  # compare all keys, for constant time
             is_known |= hmac.compare_digest(digest, known)
+        scope[_KEY] = digest.hex()
         return is_known
+
+
+def client_of(scope: Scope) -> str:
+    """Return the name of a request's client: its key if keys are required, else its network."""
+    address, _ = scope.get("client") or ("", 0)
+    return scope.get(_KEY) or network_of(address)
+
+
+def network_of(address: str) -> str:
+    """Return the part of an address that identifies a client.
+
+    That is an IPv4 address, and the first 64 bits of an IPv6 address, since a client may use all
+    addresses that begin with them. Other words are returned unchanged.
+    """
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return str(ipaddress.IPv6Address(int(found) >> 64 << 64))
 
 
 def _digest(key: bytes) -> bytes:

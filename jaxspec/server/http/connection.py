@@ -1,4 +1,4 @@
-"""Connection middleware: limits request bodies and cancels work after a disconnect."""
+"""Connection middleware: limits request bodies, names their clients, ends work of those that go."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,9 @@ import contextlib
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxspec.api.fair_pool import CALLER, Caller
 from jaxspec.checks import shown
+from jaxspec.server.http.access import client_of
 from jaxspec.server.http.errors import ApiError
 from jaxspec.server.http.request_ids import LOG, named
 
@@ -44,6 +46,7 @@ class ClientConnection:
             await error.response(scope["path"])(scope, receive, send)
             return
         if body is not None:
+            CALLER.set(Caller(client_of(scope), len(body)))  # of this request's task
             await _while_connected(self._app, scope, receive, send, body)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging.config
 import socket
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.config import LOGGING_CONFIG
 
+from jaxspec.server.http.bounded_protocol import BoundedProtocol, ConnectionCounts
 from jaxspec.server.options import ServerOptions
 
 _CLOSING = 5  # seconds for connections to send their last bytes
@@ -19,9 +21,12 @@ class HttpServer(uvicorn.Server):
     """Serves an app until `end` is called."""
 
     def __init__(self, app: FastAPI, options: ServerOptions):
+        counts = ConnectionCounts(options.limit_concurrency, options.limit_concurrency_per_address)
+        protocol = functools.partial(BoundedProtocol, options=options, counts=counts)
         super().__init__(
             uvicorn.Config(
                 app,
+                http=protocol,  # pyright: ignore[reportArgumentType]
                 log_level="info",
                 access_log=options.access_log,
                 timeout_graceful_shutdown=_CLOSING,

@@ -1,5 +1,6 @@
 """Routes with JSON bodies parsed by orjson: no NaN, no lone surrogates, bounded depth."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,16 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxspec.api.fair_pool import LONG_BYTES
 from jaxspec.server.http.errors import ApiError
 
 
 class _Request(Request):
     async def json(self) -> Any:
-        return orjson.loads(await self.body())
+        body = await self.body()
+        if len(body) <= LONG_BYTES:
+            return orjson.loads(body)
+        return await self.app.state.service.llm.prepare(functools.partial(orjson.loads, body))
 
 
 class _Route(APIRoute):

@@ -71,9 +71,9 @@ class RemoteLLM(AsyncCalls):
         for output_queue in output_queues.values():
             output_queue.fail(copy.copy(error))
 
-    async def _submit(self, prepare: Prepare) -> AsyncStream:
+    async def _submit(self, prepare: Prepare, *, is_long: bool = False) -> AsyncStream:
         # Queueing continues if the caller is cancelled: only queued requests can be aborted.
-        queueing = asyncio.ensure_future(self._queue(prepare))
+        queueing = asyncio.ensure_future(self._queue(prepare, is_long=is_long))
         self._queueing.add(queueing)
         queueing.add_done_callback(self._queueing.discard)
         try:
@@ -89,11 +89,11 @@ class RemoteLLM(AsyncCalls):
             output_queue.close()
             self._end(output_queue)
 
-    async def _queue(self, prepare: Prepare) -> _RemoteOutputQueue:
+    async def _queue(self, prepare: Prepare, *, is_long: bool) -> _RemoteOutputQueue:
         number = next(self._numbers)
         await self._call("expect", number)
         try:
-            samples = await self._loop.run_in_executor(self._pool, prepare)
+            samples = await self._pool.run(prepare, is_long=is_long)
             output_queue = self._output_queues[number] = _RemoteOutputQueue(
                 number, samples, self._channel
             )

@@ -262,7 +262,7 @@ def test_special_tokens_and_the_side_of_truncation_are_the_request_s():
         ({}, PROMPT),
         ({"add_special_tokens": True, "truncation_side": "left"}, PROMPT),
         ({"add_special_tokens": False}, ids),
-        ({"add_special_tokens": False, "truncate_prompt_tokens": 3}, ids),  # the engine cuts
+        ({"add_special_tokens": False, "truncate_prompt_tokens": 3}, ids[-3:]),
         ({"truncation_side": "right"}, [0, *ids]),
         ({"truncation_side": "right", "truncate_prompt_tokens": 3}, [0, *ids[:2]]),
         (

@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from jaxspec.server.http import access
-from jaxspec.server.http.access import RequireKey
+from jaxspec.server.http.access import RequireKey, client_of, network_of
 
 
 def guarded(*keys, protect_metrics=False):
@@ -82,3 +82,31 @@ def test_what_is_no_request_passes():
 
     asyncio.run(RequireKey(app, ["k"], protect_metrics=False)({"type": "lifespan"}, None, None))
     assert seen == ["lifespan"]
+
+
+def test_one_client_is_an_address_or_the_network_that_it_may_choose_from():
+    same = ["2001:db8:1:2::1", "2001:db8:1:2:ffff::9"]
+    assert len({*map(network_of, same)}) == 1
+    assert network_of("2001:db8:1:3::1") != network_of(same[0])
+    assert network_of("::ffff:10.0.0.1") == network_of("10.0.0.1") != network_of("10.0.0.2")
+    assert network_of("::1") != network_of("") == ""
+
+
+def test_a_client_is_its_key_where_keys_are_needed_and_else_its_network():
+    def client(key, address, *keys):
+        found = []
+
+        async def app(scope, receive, send):
+            found.append(client_of(scope))
+
+        headers = [(b"x-api-key", key.encode())]
+        scope = {"type": "http", "method": "POST", "path": "/v1/x", "headers": headers}
+        scope["client"] = (address, 1) if address else None
+        asyncio.run(RequireKey(app, keys, protect_metrics=False)(scope, None, None))
+        return found[0]
+
+    assert client("a", "10.0.0.1", "a", "b") == client("a", "10.0.0.2", "a", "b")
+    assert client("a", "10.0.0.1", "a", "b") != client("b", "10.0.0.1", "a", "b")
+    assert "secret" not in client("secret", "10.0.0.1", "secret")
+    assert client("a", "10.0.0.1") == client("b", "10.0.0.1") == "10.0.0.1"
+    assert client("a", None) == ""

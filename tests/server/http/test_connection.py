@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from jaxspec.api.fair_pool import CALLER, Caller
 from jaxspec.server.http.connection import ClientConnection
 from jaxspec.server.http.request_ids import RequestIds
 
@@ -190,3 +191,26 @@ def test_a_compressed_body_is_refused_by_name():
     client.scope["headers"] = [(b"content-encoding", b"gzip")]
     asyncio.run(answered(client))
     assert client.status == 415 and b"content-encoding" in client.sent[1]["body"]
+
+
+def test_the_app_s_work_is_the_client_s_and_has_its_body_s_size():
+    callers = []
+
+    async def app(scope, receive, send):
+        callers.append(await asyncio.create_task(caller()))  # of tasks that it starts, too
+        await echo(scope, receive, send)
+
+    async def caller():
+        return CALLER.get()
+
+    async def run():
+        client = Client(b"abc", b"de")
+        client.scope["client"] = ("10.0.0.1", 7)
+        await asyncio.create_task(answered(client, app))
+        assert CALLER.get() == Caller()
+
+    async def answered(client, app):
+        await ClientConnection(app, 10)(client.scope, client.receive, client.send)
+
+    asyncio.run(run())
+    assert callers == [Caller("10.0.0.1", 5)]
