@@ -17,6 +17,8 @@ STEP = StepTimes(Program(4, 0, GREEDY), 4, 0, 0.0, 1.0, 2.0, 2.0, 3.0, 4.0, 3.0)
 class Traced:
     """Stands for an AsyncLLM; an engine has one trace at a time."""
 
+    num_replicas = 1
+
     def __init__(self):
         self.steps: list | None = None
         self.num_traces = 0
