@@ -200,10 +200,15 @@ def test_a_replica_that_dies_ends_its_own_requests_alone_and_comes_back(two):
 def test_one_that_dies_again_and_again_ends_all_with_a_clear_error(short_model, monkeypatch):
     monkeypatch.setattr(replica_group, "MOST_DEATHS", 2)
 
+    def children():
+        return set(psutil.Process().children(recursive=True))
+
+    before = children()
+
     async def run():
         async with AsyncLLM(short_model, data_parallel_size=2, **OPTIONS) as llm:
-            children = psutil.Process().children(recursive=True)
-            assert llm.is_healthy and llm.is_ready and len(children) >= 2
+            started = children() - before
+            assert llm.is_healthy and llm.is_ready and len(started) == 2
             group = llm._engine.group
             for _ in range(2):
                 async with asyncio.timeout(300):
@@ -219,8 +224,8 @@ def test_one_that_dies_again_and_again_ends_all_with_a_clear_error(short_model, 
             assert not llm.is_healthy and "Replica 2 of 2 ended 2 times" in str(llm.error)
             with pytest.raises(ReplicasDeadError):
                 await llm.submit("a")
-        _, alive = await asyncio.to_thread(psutil.wait_procs, children, 30)
-        assert not alive
+        _, alive = await asyncio.to_thread(psutil.wait_procs, started, 30)
+        assert not alive and children() <= before
 
     asyncio.run(run())
 

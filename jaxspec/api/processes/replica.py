@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from jaxspec.api.processes.channel import Channel
 from jaxspec.api.processes.engine_client import EngineClient, Submission
 from jaxspec.engine.engine_thread import Delta
 
+_LOG = logging.getLogger(__name__)
 _PROGRAM = "jaxspec.api.processes.replica_process"
 _ENDING = 10.0  # seconds for the process to exit by itself
 _MOST_QUEUEING = 128  # requests sent to a replica that it has not yet queued
@@ -86,6 +88,8 @@ class Replica:
     async def gone(self) -> None:
         """Wait until the process has ended or closed the connection."""
         await asyncio.wait([self._hearing])
+        if (error := self._hearing.exception()) is not None:
+            _LOG.error("A message of a replica failed, so it is ended.", exc_info=error)
 
     async def end(self) -> None:
         """Tell the process to end, and kill it if it does not in time."""

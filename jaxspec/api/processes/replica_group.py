@@ -224,7 +224,12 @@ class ReplicaGroup:
                 keeping = [asyncio.create_task(self._keep(*each)) for each in replicas.items()]
                 started.set_result(spec)
                 await asyncio.wait([stopping, *keeping], return_when=asyncio.FIRST_COMPLETED)
+                for keeper in keeping:
+                    if keeper.done():
+                        keeper.result()  # raises what should not happen
         except Exception as error:
+            if started.done():
+                raise
             started.set_exception(error)
         finally:
             tasks = [starting, *keeping, *self._sending]
@@ -282,6 +287,7 @@ class ReplicaGroup:
                 _LOG.error("%s", self.error)
                 return
             _LOG.error("Replica %d of %d %s, and is started again.", index + 1, count, reason)
+            await asyncio.sleep(deaths - 1)  # the memory of the last process may not yet be free
             try:
                 _, replica = await self._launch(index)
             except Exception as error:
@@ -302,13 +308,17 @@ class ReplicaGroup:
 
     def _close(self) -> None:
         """Refuse new requests, and end the others with the error of the group or "abort"."""
+        for index in list(self._replicas):
+            self._withdraw(index)
         error = self.error
-        for receiver in self.admission.close(
-            (lambda: copy.copy(error)) if error else DrainingError
-        ):
+
+        def refusal() -> Exception:
+            return DrainingError() if error is None else copy.copy(error)
+
+        for receiver in self.admission.close(refusal):
             placed = self._placed.get(receiver)
             if placed is None:  # not routed yet
-                self._send(receiver.loop, receiver.fail, copy.copy(error) or DrainingError())
+                self._send(receiver.loop, receiver.fail, refusal())
                 self.admission.over(receiver)
             elif error is not None:
                 self._fail(placed.submission, error)

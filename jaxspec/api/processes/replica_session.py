@@ -131,11 +131,18 @@ class ReplicaSession:
 
         Raises:
             ServiceError: a replica ended; its samples end with "error" in later calls.
+            BaseException: an interrupt, after which all samples do.
         """
         with self._stepping:
             if not self._added:
                 return []
-            buffers = self._mailbox.wait()
+            try:
+                buffers = self._mailbox.wait()
+            except BaseException:  # an interrupt, which may have lost a delta
+                for buffer in self._added:
+                    self._group.abort(buffer)
+                    buffer.end_with_error()
+                raise
             failed = next((buffer for buffer in buffers if buffer.error is not None), None)
             if failed is not None:
                 self._mailbox.ready.update(dict.fromkeys(buffers))  # for the next call

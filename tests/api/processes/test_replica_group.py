@@ -220,6 +220,43 @@ def test_one_that_is_killed_ends_its_own_and_is_prepared_and_takes_requests_agai
         nothing_is_left(group)
 
 
+def test_a_request_counts_as_waiting_until_its_first_row_even_if_it_is_read_at_its_end(starts):
+    with grouped() as (group, session):
+        begins = threading.Event()
+        for process in starts.engines:
+            process.llm._engine.schedule.runner.at["result"] = lambda: begins.wait(30)
+        (samples,) = samples_of([LONG])
+        running = session.run(samples)
+        thread = threading.Thread(target=list, args=(running,))
+        thread.start()
+        until(lambda: group.admission.num_unfinished == 1 and not group.admission.num_waiting)
+        begins.set()
+        thread.join(30)
+        check(samples)
+
+
+def test_samples_that_are_added_are_returned_as_they_end_and_abort_ends_them(starts):
+    with grouped() as (group, session):
+        prompts = samples_of(ASKS)
+        for samples in prompts:
+            session.add(samples)
+        ended = []
+        while session.has_work:
+            for buffer, deltas in session.step():
+                ended += [delta.finish_reason for delta in deltas]
+                assert all(buffer.samples[delta.index].is_taken for delta in deltas)
+        assert len(ended) == sum(ask.n for ask in ASKS)
+        check([sample for samples in prompts for sample in samples])
+        for process in starts.engines:
+            process.llm._engine.schedule.runner.at["result"] = lambda: time.sleep(0.01)
+        (samples,) = samples_of([LONG])
+        session.add(samples)
+        session.abort(samples)
+        ((buffer, (delta,)),) = session.step()
+        assert delta.finish_reason == "abort" and not session.has_work and not session.step()
+        nothing_is_left(group)
+
+
 def test_a_failed_step_ends_a_replica_and_no_other(starts):
     with grouped() as (group, session):
 

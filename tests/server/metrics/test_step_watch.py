@@ -93,6 +93,8 @@ def test_without_questions_the_trace_ends_and_the_next_one_begins_anew():
 
 def test_an_engine_that_can_t_be_traced_says_so_each_time():
     class Busy:
+        num_replicas = 1
+
         def trace(self):
             raise RuntimeError("one trace at a time")
 
