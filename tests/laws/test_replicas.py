@@ -208,7 +208,7 @@ def test_one_that_dies_again_and_again_ends_all_with_a_clear_error(short_model, 
     async def run():
         async with AsyncLLM(short_model, data_parallel_size=2, **OPTIONS) as llm:
             started = children() - before
-            assert llm.is_healthy and llm.is_ready and len(started) == 2
+            assert llm.is_healthy and llm.is_ready and len(started) >= 2
             group = llm._engine.group
             for _ in range(2):
                 async with asyncio.timeout(300):
