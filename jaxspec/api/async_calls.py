@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, Literal, TypeVar, Unpack
+from typing import Any, Literal, NamedTuple, TypeVar, Unpack
 
 from jaxspec.api.fair_pool import FairPool
 from jaxspec.api.inputs import InputProcessor
@@ -26,6 +26,24 @@ Prepare = Callable[[], Sequence[Sample]]
 _Result = TypeVar("_Result")
 
 
+class WorkerSpec(NamedTuple):
+    """Picklable specification for another process that creates requests for this engine.
+
+    Attributes:
+        make_inputs: Factory of the process's `InputProcessor`.
+        model_name: The model as it was given.
+        shapes: Sizes of the engine's programs.
+        limits: Limits of its scheduler.
+        num_replicas: Number of engines.
+    """
+
+    make_inputs: Callable[[], InputProcessor]
+    model_name: str
+    shapes: StepShapes
+    limits: SchedulerLimits
+    num_replicas: int = 1
+
+
 class AsyncCalls(abc.ABC):
     """Public calls that queue a request; subclasses run it in this process or in another.
 
@@ -35,6 +53,7 @@ class AsyncCalls(abc.ABC):
         shapes: Sizes of the engine's programs, including the number of pages.
         limits: Limits of the engine's scheduler.
         max_model_len: Most tokens of a prompt with its output.
+        num_replicas: Number of engines, each with these shapes and limits.
     """
 
     def __init__(
@@ -43,10 +62,11 @@ class AsyncCalls(abc.ABC):
         model_name: str,
         shapes: StepShapes,
         limits: SchedulerLimits,
+        num_replicas: int = 1,
     ):
-        """Create samples with `inputs`, for an engine with `shapes` and `limits`."""
+        """Create samples with `inputs`, for engines with `shapes` and `limits`."""
         self._inputs, self.model_name = inputs, model_name
-        self.shapes, self.limits = shapes, limits
+        self.shapes, self.limits, self.num_replicas = shapes, limits, num_replicas
         self.tokenizer, self.max_model_len = inputs.tokenizer, shapes.max_model_len
         self._pool = FairPool(NUM_PROCESSES, "jaxspec-prepare")
 
@@ -211,6 +231,11 @@ class AsyncCalls(abc.ABC):
     @abc.abstractmethod
     def is_healthy(self) -> bool:
         """True if no step has failed and it is not closed."""
+
+    @property
+    def is_ready(self) -> bool:
+        """True if new requests are taken: healthy, and not all replicas are being restarted."""
+        return self.is_healthy
 
     @abc.abstractmethod
     async def _control(self, call: EngineCall) -> Any:

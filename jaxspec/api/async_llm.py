@@ -7,42 +7,25 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from jaxspec.api.async_calls import AsyncCalls, EngineCall, Prepare
+from jaxspec.api.async_calls import AsyncCalls, EngineCall, Prepare, WorkerSpec
 from jaxspec.api.engine_args import EngineArgs
-from jaxspec.api.inputs import InputProcessor
 from jaxspec.api.llm_engine import LLMEngine
+from jaxspec.api.replicated_engine import ReplicatedEngine
 from jaxspec.checks import integer, real, shown
 from jaxspec.engine.admission import Admission
 from jaxspec.engine.async_stream import AsyncStream, OutputQueue
 from jaxspec.engine.engine import StepTimes
 from jaxspec.engine.engine_thread import EngineThread, MakeSampleStream, Settle
 from jaxspec.engine.errors import DrainingError, QueueTimeoutError
-from jaxspec.engine.metrics import Metric, kv_cache_usage
+from jaxspec.engine.metrics import EngineSnapshot, Metric
 from jaxspec.engine.sample_stream import Receiver
-from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.process import check_process
 from jaxspec.requests.outputs import Sample
 from jaxspec.requests.request import Request
 
 _Receiver = TypeVar("_Receiver", bound=Receiver)
-
-
-class WorkerSpec(NamedTuple):
-    """Picklable specification for another process that creates requests for this engine.
-
-    Attributes:
-        make_inputs: Factory of the process's `InputProcessor`.
-        model_name: The model as it was given.
-        shapes: Sizes of the engine's programs.
-        limits: Limits of its scheduler.
-    """
-
-    make_inputs: Callable[[], InputProcessor]
-    model_name: str
-    shapes: StepShapes
-    limits: SchedulerLimits
 
 
 class AsyncLLM(AsyncCalls):
@@ -52,7 +35,9 @@ class AsyncLLM(AsyncCalls):
     never waits for either. `async with AsyncLLM(...) as llm:` closes it at the end of the block.
 
     A failed step ends every stream with `EngineDeadError`, and later requests are refused. Restart
-    it in a new process if the device may be at fault. `is_healthy` turns False.
+    it in a new process if the device may be at fault. `is_healthy` turns False. With
+    `data_parallel_size` above 1, it ends only the streams of its replica, with `ReplicaDiedError`,
+    and the replica is started again.
 
     Args:
         model: A folder, a GGUF file or a hub id; None means the embedded model.
@@ -90,11 +75,20 @@ class AsyncLLM(AsyncCalls):
             )
         interval = integer("stream_interval", stream_interval, 1)
         self._queue_timeout, self._admission = queue_timeout, admission
-        self._engine = LLMEngine(model, **options)
+        if options.get("data_parallel_size", 1) == 1:
+            engine = LLMEngine(model, **options)
+            self._thread = EngineThread(engine.session, admission, interval)
+        else:
+            engine = ReplicatedEngine(
+                model, admission=admission, stream_interval=interval, **options
+            )
+            self._thread = engine.group
+        self._engine: LLMEngine = engine
         self._process = os.getpid()
-        self._thread = EngineThread(self._engine.session, admission, interval)
-        engine = self._engine
-        super().__init__(engine.inputs, engine.model_name, engine.shapes, engine.limits)
+        num_replicas = options.get("data_parallel_size", 1)
+        super().__init__(
+            engine.inputs, engine.model_name, engine.shapes, engine.limits, num_replicas
+        )
         # The thread has no reference to the AsyncLLM, which is closed when it is collected.
         weakref.finalize(self, self._thread.stop).atexit = False
 
@@ -153,13 +147,15 @@ class AsyncLLM(AsyncCalls):
         """
         await self._enter(lambda: [Sample(request, None, None) for request in requests], make)
 
-    def worker_spec(self, number: int) -> WorkerSpec:
+    def worker_spec(self, number: int | None = None) -> WorkerSpec:
         """Return the specification for a process that creates requests for `take_over`.
 
         Args:
-            number: Number of the process, which selects the noise of prompts without a seed.
+            number: Number of the process, which selects the noise of prompts without a seed; None
+                means that of this process, if only the other one creates requests.
         """
-        return WorkerSpec(self._inputs.twin(number), self.model_name, self.shapes, self.limits)
+        make_inputs, sizes = self._inputs.twin(number), (self.shapes, self.limits)
+        return WorkerSpec(make_inputs, self.model_name, *sizes, self.num_replicas)
 
     def expecting(self) -> AbstractContextManager[None]:
         """Count a request that another process prepares as waiting, within the returned context.
@@ -299,14 +295,19 @@ class AsyncLLM(AsyncCalls):
         return self._thread.is_running
 
     @property
+    def is_ready(self) -> bool:
+        """True if new requests are taken: healthy, and not all replicas are being restarted."""
+        return self._thread.is_ready
+
+    @property
     def error(self) -> BaseException | None:
-        """Error of the failed step, or None."""
+        """Error of the failed step or of the replicas, or None."""
         return self._thread.error
 
     @property
     def num_running(self) -> int:
         """Number of samples that have a row."""
-        return len(self._engine.session.scheduler.running)
+        return self._engine.num_running
 
     @property
     def num_waiting(self) -> int:
@@ -316,7 +317,7 @@ class AsyncLLM(AsyncCalls):
     @property
     def kv_cache_usage(self) -> float:
         """Fraction of pages held by requests, in [0, 1]."""
-        return kv_cache_usage(self._engine.session.scheduler)
+        return self._engine.kv_cache_usage
 
     def metrics(self) -> dict[str, Any]:
         """Return `LLM.metrics` with `num_running`, `num_waiting` and `kv_cache_usage`.
@@ -324,12 +325,18 @@ class AsyncLLM(AsyncCalls):
         Raises:
             RuntimeError: as in `LLM.metrics`.
         """
-        return {
-            **self._engine.metrics(),
-            "num_running": self.num_running,
-            "num_waiting": self.num_waiting,
-            "kv_cache_usage": self.kv_cache_usage,
-        }
+        return self._with_waiting(self._engine.snapshot()).engine
+
+    async def snapshot(self) -> EngineSnapshot:
+        """Return `metrics` and `get_metrics` at once, asked for in a thread.
+
+        Raises:
+            RuntimeError: as in `LLM.metrics`.
+        """
+        return self._with_waiting(await asyncio.to_thread(self._engine.snapshot))
+
+    def _with_waiting(self, snapshot: EngineSnapshot) -> EngineSnapshot:
+        return snapshot._replace(engine={**snapshot.engine, "num_waiting": self.num_waiting})
 
     def trace(self) -> AbstractContextManager[list[StepTimes]]:
         """Return the context manager of `LLM.trace`.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxspec.engine.engine import StepTimes
-from jaxspec.engine.metrics import Metric, metrics_of
+from jaxspec.engine.metrics import EngineSnapshot, Metric, kv_cache_usage, metrics_of
 from jaxspec.engine.request_histograms import RequestHistograms
 from jaxspec.engine.session import Session
 from jaxspec.flight.recorder import FlightRecorder
@@ -70,6 +70,25 @@ class Diagnostics:
                 f"{word}_profile can't {word} a profile of JAX: {error} Call start_profile and "
                 "stop_profile in turn."
             ) from error
+
+    @property
+    def num_running(self) -> int:
+        """Number of samples that have a row."""
+        return len(self.session.scheduler.running)
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Fraction of pages held by requests, in [0, 1]."""
+        return kv_cache_usage(self.session.scheduler)
+
+    def snapshot(self) -> EngineSnapshot:
+        """Return all metrics; those by name include `num_running` and `kv_cache_usage`.
+
+        Raises:
+            RuntimeError: the engine is closed, or this is a forked child of its process.
+        """
+        now = {"num_running": self.num_running, "kv_cache_usage": self.kv_cache_usage}
+        return EngineSnapshot({**self.metrics(), **now}, self.get_metrics())
 
     def metrics(self) -> dict[str, Any]:
         """Return the engine's metrics since its start.

@@ -249,16 +249,19 @@ class InputProcessor:
         (samples,) = self.process([only], sampling_params, names, priority)
         return samples
 
-    def twin(self, number: int) -> "Callable[[], InputProcessor]":
+    def twin(self, number: int | None = None) -> "Callable[[], InputProcessor]":
         """Return a picklable factory of a processor like this one, for another process.
 
         Args:
-            number: Number of the process, which selects the noise of prompts without a seed.
+            number: Number of the process, which selects the noise of prompts without a seed; None
+                means the noise of this processor, which is not to be used besides.
 
         Returns:
             A factory.
         """
-        seed = np.random.SeedSequence([self._seed % 2**32, number]).generate_state(1)[0]
+        seed = self._seed
+        if number is not None:
+            seed = np.random.SeedSequence([self._seed % 2**32, number]).generate_state(1)[0]
         return functools.partial(
             InputProcessor,
             self.tokenizer,

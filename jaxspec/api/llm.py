@@ -9,6 +9,7 @@ from typing import Any, Self, Unpack, cast
 
 from jaxspec.api import beam_search, progress_bar
 from jaxspec.api.beam_search import BeamSearchOutput, BeamSearchParams
+from jaxspec.api.replicated_engine import ReplicatedEngine
 from jaxspec.api.request_transfer import TransferEngine
 from jaxspec.api.score import TextScore
 from jaxspec.checks import integer
@@ -28,6 +29,9 @@ class LLM(TransferEngine):
 
     `close`, or the end of a `with` block, frees the device memory.
 
+    With `data_parallel_size` above 1, each replica is a process (docs/serving.md#several-gpus). A
+    replica that ends fails the calls with requests there with `ReplicaDiedError`, and is restarted.
+
     Raises:
         FileNotFoundError: the model does not exist, or its folder has no configuration or weights.
         TypeError: an option is unknown.
@@ -37,6 +41,11 @@ class LLM(TransferEngine):
     """
 
     __signature__ = SIGNATURE
+
+    def __new__(cls, model: str | Path | None = None, **options: Any) -> "LLM":
+        """Create an LLM; with `data_parallel_size` above 1, one whose engines are processes."""
+        is_one = options.get("data_parallel_size", 1) == 1 or cls is not LLM
+        return object.__new__(cls if is_one else _ReplicatedLLM)
 
     def __enter__(self) -> "LLM":
         """Return the LLM."""
@@ -154,9 +163,14 @@ class LLM(TransferEngine):
         groups = list(self._added.values())
         samples = [sample for group in groups for sample in group]
         with progress_bar.open_bar(use_tqdm, len(samples), is_shown=self._show_progress) as bar:
-            while not all(sample.is_taken for sample in samples):
+            left = list(samples)
+            while left:
+                if left[-1].is_taken:
+                    left.pop()
+                    continue
                 self.step()
-                progress_bar.move(bar, samples, sum(not each.is_taken for each in samples))
+                if not bar.disable:
+                    progress_bar.move(bar, samples, sum(not each.is_taken for each in samples))
         return [RequestOutput.of(group) for group in groups]
 
     @property
@@ -329,6 +343,10 @@ class LLM(TransferEngine):
             () if params.ignore_eos else self.inputs.eos_ids,
         )
         return [BeamSearchOutput.of(sequences, self.tokenizer) for sequences in found]
+
+
+class _ReplicatedLLM(ReplicatedEngine, LLM):
+    """An `LLM` with `data_parallel_size` above 1."""
 
 
 LLM.__doc__ = f"{LLM.__doc__}\n    Args:\n{listing()}\n"

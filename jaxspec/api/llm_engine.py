@@ -69,6 +69,11 @@ class LLMEngine(Diagnostics):
             **options: The options of `LLM`.
         """
         config = EngineConfig.of(model, options)
+        if config.data_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size={config.data_parallel_size} is an option of LLM, AsyncLLM and "
+                f"serve, and not of {type(self).__name__}. Use LLM, which has the same calls."
+            )
         check_process(first_process())
         progress = sys.stderr.isatty() if config.show_progress is None else config.show_progress
         loaded = load(config, progress=progress)

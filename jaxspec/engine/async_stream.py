@@ -5,7 +5,7 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Self
 
-from jaxspec.engine.sample_stream import Receiver, SampleStream, TokenDelta, receive
+from jaxspec.engine.sample_stream import Calls, Receiver, SampleStream, TokenDelta, receive
 from jaxspec.process import check_process
 from jaxspec.requests.logprobs import Logprob
 from jaxspec.requests.outputs import RequestOutput, Sample, TextDelta
@@ -13,8 +13,8 @@ from jaxspec.requests.request import Finish, RequestMetrics
 from jaxspec.requests.sampling_params import RequestOutputKind
 
 
-class OutputQueue(Receiver):
-    """Unread deltas of a request. Used in the thread of its event loop only.
+class OutputBuffer(Receiver):
+    """Unread deltas of a request. Used in the thread of its loop only.
 
     Tokens are detokenized when they are read, all pending ones at once. With stop strings they are
     detokenized on arrival, so that a row that completed one is ended early.
@@ -22,12 +22,12 @@ class OutputQueue(Receiver):
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        loop: Calls,
         samples: Sequence[Sample],
         make_sample_stream: Callable[[Sample], SampleStream],
         settle: Callable[[SampleStream, int | None], None],
     ):
-        """Create the queue of `samples`, which are not submitted yet.
+        """Create the buffer of `samples`, which are not submitted yet.
 
         `make_sample_stream` and `settle` are those of `EngineThread.submit`.
         """
@@ -39,7 +39,6 @@ class OutputQueue(Receiver):
         self._only_at_the_end = kind is RequestOutputKind.FINAL_ONLY
         self._due: dict[Sample, None] = {}  # samples with unread output, in order
         self._num_unread = len(samples)  # samples not read to their end
-        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -90,26 +89,6 @@ class OutputQueue(Receiver):
                 return delta
         return None
 
-    def check_reader(self) -> None:
-        """Raise if the calling task may not wait for a delta.
-
-        Raises:
-            RuntimeError: another task waits already, or this is another event loop.
-        """
-        if self._waiter is not None or asyncio.get_running_loop() is not self.loop:
-            raise RuntimeError(
-                "A stream is read by one task at a time, in the event loop that submitted it. "
-                "Submit one for each reader, or hand its pieces on."
-            )
-
-    async def change(self) -> None:
-        """Wait for new output or the end of the stream."""
-        self._waiter = self.loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
     def _look_for_stops(self, sample_stream: SampleStream) -> None:
         request, num_tokens = sample_stream.reader.request, sample_stream.reader.read()
         if num_tokens is not None:
@@ -117,6 +96,45 @@ class OutputQueue(Receiver):
             request.finish = Finish.STOP
         if request.finish:
             self._settle(sample_stream, num_tokens)
+
+    def _wake(self) -> None:
+        """Wake the reader: there is new output, or the stream has ended."""
+
+
+class OutputQueue(OutputBuffer):
+    """Unread deltas of a request that a task of an event loop waits for."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        samples: Sequence[Sample],
+        make_sample_stream: Callable[[Sample], SampleStream],
+        settle: Callable[[SampleStream, int | None], None],
+    ):
+        """Create the queue; the arguments are as in `OutputBuffer`."""
+        super().__init__(loop, samples, make_sample_stream, settle)
+        self._event_loop = loop
+        self._waiter: asyncio.Future[None] | None = None
+
+    def check_reader(self) -> None:
+        """Raise if the calling task may not wait for a delta.
+
+        Raises:
+            RuntimeError: another task waits already, or this is another event loop.
+        """
+        if self._waiter is not None or asyncio.get_running_loop() is not self._event_loop:
+            raise RuntimeError(
+                "A stream is read by one task at a time, in the event loop that submitted it. "
+                "Submit one for each reader, or hand its pieces on."
+            )
+
+    async def change(self) -> None:
+        """Wait for new output or the end of the stream."""
+        self._waiter = self._event_loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -4,7 +4,6 @@ The calls of an `LLM` step their `Session` in the caller's thread. Here a dedica
 tasks of event loops submit requests to that thread and read `AsyncStream`s.
 """
 
-import asyncio
 import atexit
 import concurrent.futures
 import contextlib
@@ -17,14 +16,15 @@ from typing import TypeVar
 
 from jaxspec.engine.admission import Admission
 from jaxspec.engine.errors import DrainingError, EngineDeadError
-from jaxspec.engine.sample_stream import Receiver, SampleStream, TokenDelta
+from jaxspec.engine.sample_stream import Calls, Receiver, SampleStream, TokenDelta
 from jaxspec.engine.session import Session
 from jaxspec.requests.outputs import Sample
 
 MakeSampleStream = Callable[[Sample], SampleStream]
 Settle = Callable[[SampleStream, int | None], None]
 _Receiver = TypeVar("_Receiver", bound=Receiver)
-_Batch = list[tuple[Receiver, SampleStream, TokenDelta]]
+Delta = tuple[Receiver, SampleStream, TokenDelta]
+_Batch = list[Delta]
 _Mail = queue.SimpleQueue[Callable[[], object] | None]
 _SECONDS_AT_EXIT = 10.0  # longest wait for the thread at interpreter exit
 
@@ -65,7 +65,7 @@ class EngineThread:
         self._live: dict[SampleStream, Receiver] = {}  # samples without a last delta
         self._waiting: dict[Receiver, None] = {}  # requests without a first row
         self._looked_at = (0, 0)  # scheduler counts when `_waiting` was last searched
-        self._out: dict[asyncio.AbstractEventLoop, _Batch] = {}  # deltas of the step
+        self._out: dict[Calls, _Batch] = {}  # deltas of the step
         self._over = list[Receiver]()  # requests that finished in the step
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="jaxspec-engine", daemon=True)
@@ -75,6 +75,11 @@ class EngineThread:
     @property
     def is_running(self) -> bool:
         return self.error is None and not self.ended.done()
+
+    @property
+    def is_ready(self) -> bool:
+        """True if requests are taken."""
+        return self.is_running
 
     def submit(self, make: Callable[[MakeSampleStream, Settle], _Receiver]) -> _Receiver:
         """Queue the checked samples of a prompt.
@@ -183,12 +188,13 @@ class EngineThread:
             for receiver in [receiver for receiver in self._waiting if receiver.has_begun]:
                 del self._waiting[receiver]
                 self.admission.begun(receiver)
+                receiver.begin()
 
     def _send(self) -> None:
         batches, self._out = self._out, {}
         for loop, batch in batches.items():
             try:
-                loop.call_soon_threadsafe(_receive, batch)
+                loop.call_soon_threadsafe(receive_each, batch)
             except RuntimeError:  # the event loop is closed
                 self.abort(*{receiver for receiver, *_ in batch})
         over, self._over = self._over, []
@@ -245,6 +251,7 @@ def _report(mail: _Mail, error: Exception) -> None:
     mail.put(fail)
 
 
-def _receive(batch: _Batch) -> None:
+def receive_each(batch: Iterable[Delta]) -> None:
+    """Let each receiver process its delta, in the thread of its event loop."""
     for receiver, sample_stream, token_delta in batch:
         receiver.receive(sample_stream, token_delta)

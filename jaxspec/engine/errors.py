@@ -73,3 +73,36 @@ class EngineGoneError(EngineDeadError):
             "The engine's process is gone, and nothing is served any more. Ask another server, or "
             "this one when it has started again.",
         )
+
+
+class ReplicaDiedError(ServiceError):
+    """The replica that ran the request has ended. The other replicas serve, and it is restarted."""
+
+    def __init__(self, number: int, count: int, reason: str):
+        """Create the error of the requests of replica `number` of `count`."""
+        super().__init__(
+            f"Replica {number} of {count}, which ran the request, {reason}. It is started again, "
+            "and the other replicas serve. Send the request again."
+        )
+
+
+class NoReplicaError(ServiceError):
+    """All replicas have ended and are being restarted."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "All replicas have ended and are started again. Ask again in a few seconds, or ask "
+            "another server."
+        )
+
+
+class ReplicasDeadError(EngineDeadError):
+    """A replica ended repeatedly, so that all were ended for good."""
+
+    def __init__(self, number: int, count: int, deaths: int, reason: str):
+        RuntimeError.__init__(
+            self,
+            f"Replica {number} of {count} ended {deaths} times in a row soon after its start, and "
+            f"nothing is served any more: the last one {reason}. The output of its process says "
+            "why; start again when that is mended.",
+        )

@@ -1,6 +1,10 @@
 """Engine metrics under vLLM's names, as `LLM.get_metrics` returns them."""
 
 import dataclasses
+import itertools
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from jaxspec.engine.engine import Engine
 from jaxspec.scheduler.scheduler import Scheduler
@@ -83,3 +87,69 @@ def metrics_of(engine: Engine, model_name: str) -> list[Metric]:
             list(drafts.accepted_per_position),
         ),
     ]
+
+
+class EngineSnapshot(NamedTuple):
+    """All metrics of an engine at one moment."""
+
+    engine: dict[str, Any]  # as `AsyncLLM.metrics`
+    by_vllm: list[Metric]  # as `AsyncLLM.get_metrics`
+
+    @property
+    def counts(self) -> "EngineSnapshot":
+        """The metrics that remain in a total after the engine has ended."""
+        current = {*_NOTHING, *_MEANS}
+        kept = {name: value for name, value in self.engine.items() if name not in current}
+        return EngineSnapshot(kept, [each for each in self.by_vllm if not isinstance(each, Gauge)])
+
+    @staticmethod
+    def total(parts: "Sequence[EngineSnapshot]") -> "EngineSnapshot":
+        """Return the sums over several engines with the same options; shares are averaged."""
+        by_name = dict[str, list[Metric]]()
+        for part in parts:
+            for metric in part.by_vllm:
+                by_name.setdefault(metric.name, []).append(metric)
+        engine = _sum([_NOTHING, *(part.engine for part in parts)])
+        return EngineSnapshot(engine, [_total(each) for each in by_name.values()])
+
+
+_SAME = ("shapes", "implementations", "max_in_flight")  # equal in all engines
+_MEANS = ("kv_cache_usage", "vllm:kv_cache_usage_perc")
+_NOTHING: dict[str, Any] = {  # of an engine that has ended
+    "num_running": 0,
+    "num_waiting": 0,
+    "memory_bytes": {},
+    "tokens_per_second": 0.0,
+    "rounds_per_second": 0.0,
+}
+
+
+def _total(metrics: Sequence[Any]) -> Metric:
+    first = metrics[0]
+    if isinstance(first, Vector):
+        return dataclasses.replace(first, values=_sum([each.values for each in metrics]))
+    if isinstance(first, Histogram):
+        return dataclasses.replace(
+            first,
+            count=sum(each.count for each in metrics),
+            sum=sum(each.sum for each in metrics),
+            buckets=_sum([each.buckets for each in metrics]),
+        )
+    return dataclasses.replace(first, value=_of_name(first.name, [m.value for m in metrics]))
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    """Return the sum of numbers, of lists by position, or of dicts by name."""
+    first = values[0]
+    if isinstance(first, dict):
+        names = dict.fromkeys(name for value in values for name in value)
+        return {name: _of_name(name, [v[name] for v in values if name in v]) for name in names}
+    if isinstance(first, list):
+        return [sum(column) for column in itertools.zip_longest(*values, fillvalue=0)]
+    return sum(values) if isinstance(first, int | float) else first
+
+
+def _of_name(name: str, values: Sequence[Any]) -> Any:
+    if name in _SAME:
+        return values[0]
+    return statistics.fmean(values) if name in _MEANS else _sum(values)

@@ -11,7 +11,7 @@ import abc
 import asyncio
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from jaxspec.requests.outputs import Sample
 from jaxspec.requests.request import Finish, PageTable, Request, RequestMetrics
@@ -125,10 +125,18 @@ def receive(request: Request, token_delta: TokenDelta) -> None:
         request.prompt_logprobs = token_delta.prompt_logprobs
 
 
+class Calls(Protocol):
+    """An event loop, or a thread that waits for calls (`session.Mailbox`)."""
+
+    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any) -> object:
+        """Call `callback` in the thread of the loop."""
+        ...
+
+
 class Receiver(abc.ABC):
     """Consumer of the deltas of a request, in the thread of its event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, sample_streams: Sequence[SampleStream]):
+    def __init__(self, loop: Calls, sample_streams: Sequence[SampleStream]):
         self.loop, self.sample_streams = loop, sample_streams
         self.request_id = sample_streams[0].request_id
         self.timer: asyncio.TimerHandle | None = None  # aborts the request at its queue timeout
@@ -137,6 +145,9 @@ class Receiver(abc.ABC):
     def has_begun(self) -> bool:
         """True if the request has or had a row. Thread-safe."""
         return self.sample_streams[0].request.generation > 0  # the other samples enter later
+
+    def begin(self) -> None:  # noqa: B027 (most receivers have nothing to do)
+        """Called once in the engine thread, when the request has its first row."""
 
     @abc.abstractmethod
     def receive(self, sample_stream: SampleStream, token_delta: TokenDelta) -> None:

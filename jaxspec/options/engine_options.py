@@ -105,6 +105,11 @@ class EngineConfig:
     tensor_parallel_size: int = option(
         1, "number of devices that share the model, of one machine (docs/tensor-parallel.md)"
     )
+    data_parallel_size: int = option(
+        1,
+        "number of replicas: engines in processes of their own, each with tensor_parallel_size "
+        "devices of this machine (docs/serving.md#several-gpus)",
+    )
     max_num_seqs: int = option(8, "maximum number of samples that run at the same time")
     max_model_len: int | None = option(
         None,

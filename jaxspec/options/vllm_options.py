@@ -68,7 +68,7 @@ RENAMED: dict[str, Renamed] = {
 }
 """Options that jaxspec has under another name or with other values, by vLLM's name."""
 
-_ONE_DEVICE = "Several GPUs are not supported yet: use one"
+_ONE_DEVICE = "Use tensor_parallel_size or data_parallel_size for several GPUs"
 _NOT_LOADED = "Adapters are not supported: merge them into the weights"
 _FOLDER = "Pass as `model` a folder with the files you need"
 _CONFIG = "Change config.json in a folder of your own"
@@ -81,7 +81,6 @@ UNDERSTOOD: dict[str, Given] = {
     "config_format": Given("config.json is read", ("auto", "hf")),
     "compilation_config": Given("XLA compiles", (None, {}), "Leave it out"),
     "cpu_offload_gb": Given("weights stay on the device", (0, 0.0), "Use less device memory"),
-    "data_parallel_size": Given("one device", (1,), _ONE_DEVICE),
     "disable_cascade_attention": Given("there is no cascade attention", (False, True)),
     "disable_custom_all_reduce": Given("one device", (False, True)),
     "disable_log_requests": Given("requests are not logged", (False, True)),
@@ -147,7 +146,7 @@ UNDERSTOOD: dict[str, Given] = {
 
 CALL_ARGUMENTS: dict[str, Given] = {
     "chat_template_content_format": Given("contents are texts", ("auto", "string", None)),
-    "data_parallel_rank": Given("one device", (None, 0), _ONE_DEVICE),
+    "data_parallel_rank": Given("requests are routed", (None,), "Leave it out"),
     "lora_request": Given("there are no adapters", (None,), _NOT_LOADED),
     "mm_processor_kwargs": Given("prompts are text only", (None, {})),
     "prompt_text": Given("it is decoded from the ids", (None,), "Pass it in the prompt's dict"),

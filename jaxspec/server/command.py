@@ -94,9 +94,12 @@ def _add(group: Any, field: dataclasses.Field) -> None:
         how = {"metavar": "N", "type": _number}
     help = f"{field.metadata['help']} (default: {shown})".replace("%", "%%")
     name = f"--{field.name.replace('_', '-')}"
-    group.add_argument(name, default=default or [] if tuple in kinds else default, help=help, **how)
+    names = [name, *_SHORT.get(field.name, ())]
+    how["default"] = default or [] if tuple in kinds else default
+    group.add_argument(*names, help=help, **how)
 
 
+_SHORT = {"tensor_parallel_size": ["-tp"], "data_parallel_size": ["-dp"]}  # as in vLLM
 _METAVARS = {"host": "ADDRESS", "api_key_file": "FILE"}
 
 

@@ -13,6 +13,7 @@ except ImportError:  # Windows has no such limit
     resource = None
 
 from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.engine.errors import ReplicasDeadError
 from jaxspec.server.app import make_app
 from jaxspec.server.generation.service import tokenizer_of
 from jaxspec.server.http.http_server import HttpServer
@@ -48,6 +49,9 @@ class _ThisProcess:
 
     def engine_failed(self, error: BaseException) -> None:
         pass  # `/health` reads the engine's own state
+
+    def engine_ready(self, is_ready: bool) -> None:
+        pass  # and so does `/ready`
 
     def end(self, *, now: bool = False) -> None:
         self._server.end(now=now)
@@ -123,12 +127,19 @@ class _Shutdown:
                 await self._ending
 
     async def _watch(self) -> None:
-        """After a failed step, report it to the front and exit if `exit_on_failure` is set."""
+        """Report changes to the front; exit after a failed step if `exit_on_failure` is set.
+
+        A replica that ends repeatedly always ends the server, since all its work is lost.
+        """
+        was_ready = True
         while (error := self._llm.error) is None:
             await asyncio.sleep(_LOOK)
+            if self._llm.is_ready != was_ready:
+                was_ready = not was_ready
+                self._front.engine_ready(was_ready)
         self._front.engine_failed(error)
-        if self._options.exit_on_failure:
-            LOG.error("The engine failed: the process ends with status 1.")
+        if self._options.exit_on_failure or isinstance(error, ReplicasDeadError):
+            LOG.error("The engine failed: the process ends with status 1. %s", error)
             self._front.end()
 
     async def _end(self) -> None:

@@ -38,8 +38,12 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(kind):
         kind(max_num_seq=3)
     with pytest.raises(ValueError, match="max_num_seqs must be"):
         kind(max_num_seqs=0)
-    with pytest.raises(ValueError, match="data_parallel_size must be 1"):
-        kind(data_parallel_size=2)
+    with pytest.raises(ValueError, match="pipeline_parallel_size must be 1"):
+        kind(pipeline_parallel_size=2)
+    for wrong in (0, -1, True, 1.5, "two"):
+        with pytest.raises(ValueError, match="data_parallel_size must be"):
+            kind(data_parallel_size=wrong)
+    assert kind(data_parallel_size=2).options()["data_parallel_size"] == 2
 
 
 def test_the_package_has_vllms_names():

@@ -10,7 +10,7 @@ from harness import FIXTURES
 from safetensors.numpy import load_file, save_file
 from tokenizer_folders import with_bytes
 
-from jaxspec import LLM, SamplingParams, SpeculativeConfig
+from jaxspec import LLM, LLMEngine, SamplingParams, SpeculativeConfig
 from jaxspec.__main__ import main
 from jaxspec.options import METHODS
 
@@ -461,9 +461,14 @@ CALLS = [
         "'beam'.",
     ),
     (
-        lambda llm: LLM(data_parallel_size=2),
-        "data_parallel_size must be 1 with jaxspec (one device), got 2. Several GPUs are not "
-        "supported yet: use one.",
+        lambda llm: LLM(pipeline_parallel_size=2),
+        "pipeline_parallel_size must be 1 with jaxspec (one device), got 2. Use "
+        "tensor_parallel_size or data_parallel_size for several GPUs.",
+    ),
+    (
+        lambda llm: LLMEngine(data_parallel_size=2),
+        "data_parallel_size=2 is an option of LLM, AsyncLLM and serve, and not of LLMEngine. Use "
+        "LLM, which has the same calls.",
     ),
     (
         lambda llm: LLM(quantization="fp8"),

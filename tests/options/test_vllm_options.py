@@ -39,8 +39,8 @@ def test_values_that_mean_the_default_are_taken_and_others_refused_by_name(name)
 def test_one_is_no_true():
     with pytest.raises(ValueError, match="trust_remote_code must be False or True .*, got 0"):
         translated({"trust_remote_code": 0})
-    with pytest.raises(ValueError, match="data_parallel_size must be 1 .*, got True"):
-        translated({"data_parallel_size": True})
+    with pytest.raises(ValueError, match="pipeline_parallel_size must be 1 .*, got True"):
+        translated({"pipeline_parallel_size": True})
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
 """The server's life in a process of its own: signals, the port, exit statuses."""
 
 import asyncio
-import os
-import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -13,6 +10,7 @@ import httpx
 import pytest
 from pairwise import soak
 from scripted_llm import ScriptedLLM
+from server_process import Process
 
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.run import serve
@@ -34,60 +32,19 @@ sys.exit(asyncio.run(serve(lambda: Slow(["a"] * 10, "x"), ServerOptions(port=0))
 FAILING = """
 import asyncio, sys
 from scripted_llm import ScriptedLLM
-from jaxspec.engine.errors import EngineDeadError
+from jaxspec.engine.errors import EngineDeadError, ReplicasDeadError
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.run import serve
 
 class Failing(ScriptedLLM):
     async def submit_chat(self, *given, **options):
-        self.is_healthy, self.error = False, OSError("planted")
+        self.is_healthy, self.error = False, ERROR
         raise EngineDeadError(self.error)
 
-options = ServerOptions(port=0, exit_on_failure=True)
+ERROR, is_asked = OPTIONS
+options = ServerOptions(port=0, exit_on_failure=is_asked)
 sys.exit(asyncio.run(serve(lambda: Failing(["a"], "x"), options)))
 """
-
-
-class Process:
-    """A server in a process; `root` is known once its port is open."""
-
-    def __init__(self, *words):
-        path = os.pathsep.join([os.getcwd(), "tests/support"])
-        env = {**os.environ, "PYTHONPATH": path, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, *words], stderr=subprocess.PIPE, text=True, env=env
-        )
-        self.lines = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self):
-        for line in self.process.stderr:
-            self.lines.append(line)
-
-    def wait_for(self, pattern, seconds=240):
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if found := re.search(pattern, "".join(self.lines)):
-                return found.group(found.re.groups)
-            if self.process.poll() is not None:
-                break
-            time.sleep(0.02)
-        raise AssertionError(f"no {pattern}: {''.join(self.lines)}")
-
-    def __enter__(self):
-        try:
-            self.root = self.wait_for(r"Serving at (http://127.0.0.1:\d+)")
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *error):
-        self.process.kill()
-        self.process.wait()
-        self._reader.join(5)
-        self.process.stderr.close()
 
 
 @pytest.mark.parametrize("processes", [1, soak(2)])
@@ -172,8 +129,13 @@ def test_threads_take_turns_more_often_while_it_serves():
     assert seen == [pytest.approx(0.0005)] and sys.getswitchinterval() == before
 
 
-def test_after_a_failed_step_the_process_ends_with_status_1_if_that_is_asked_for():
-    with Process("-c", FAILING) as server:
+@pytest.mark.parametrize(
+    "error, is_asked",
+    [('OSError("planted")', True), ("ReplicasDeadError(1, 2, 3, 'ended')", False)],
+)
+def test_after_a_failed_step_the_process_ends_with_status_1_if_that_is_asked_for(error, is_asked):
+    """With replicas always: one has ended repeatedly, and nothing would start it again."""
+    with Process("-c", FAILING.replace("OPTIONS", f"{error}, {is_asked}")) as server:
         assert httpx.get(f"{server.root}/health", timeout=30).status_code == 200
         body = {"messages": [{"role": "user", "content": "a"}]}
         found = httpx.post(f"{server.root}/v1/chat/completions", json=body, timeout=30)

@@ -6,6 +6,7 @@ import time
 from callers import Ask, Letters
 from schedules import Schedule
 
+from jaxspec.engine.metrics import EngineSnapshot, kv_cache_usage, metrics_of
 from jaxspec.requests.outputs import Sample
 from jaxspec.requests.request import Request
 from jaxspec.requests.sampling_params import SamplingParams
@@ -75,8 +76,18 @@ class FakeLLMEngine:
     def warm_up(self, feature_sets):
         pass
 
+    num_running = property(lambda self: len(self.session.scheduler.running))
+    kv_cache_usage = property(lambda self: kv_cache_usage(self.session.scheduler))
+
     def metrics(self):
         return self.session.engine.stats()
+
+    def get_metrics(self):
+        return metrics_of(self.session.engine, self.model_name)
+
+    def snapshot(self):
+        now = {"num_running": self.num_running, "kv_cache_usage": self.kv_cache_usage}
+        return EngineSnapshot({**self.metrics(), **now}, self.get_metrics())
 
     def close(self):
         self.session.close()

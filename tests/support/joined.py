@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import socket
 
+from jaxspec.api.processes.channel import Channel
+from jaxspec.api.processes.engine_server import RemoteEngineServer
 from jaxspec.server.metrics.server_metrics import ServerMetrics
 from jaxspec.server.metrics.snapshot import LocalWatch
-from jaxspec.server.processes.channel import Channel
-from jaxspec.server.processes.engine_server import RemoteEngineServer
 from jaxspec.server.processes.remote_llm import RemoteLLM
 
 
@@ -27,7 +27,8 @@ async def join(llm) -> Joined:
     near, far = map(Channel.of, socket.socketpair())
     near, far = await near, await far
     watch = LocalWatch(llm, ServerMetrics())
-    engine_server = RemoteEngineServer(llm, far, watch.snapshot, watch.last_steps)
+    handlers = {"snapshot": watch.snapshot, "last_steps": watch.last_steps}
+    engine_server = RemoteEngineServer(llm, far, handlers)
     remote = Joined(llm.worker_spec(1), near)
     remote.engine_server = engine_server
     remote.hearing = [asyncio.create_task(each.run()) for each in (engine_server, near)]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from scripted_llm import ScriptedLLM, ScriptedStream
 
 from jaxspec.engine.errors import EngineDeadError
+from jaxspec.engine.metrics import EngineSnapshot
 from jaxspec.requests.outputs import TextDelta
 
 FAILS, HANGS = "the step fails", "the model hangs"
@@ -55,7 +56,6 @@ class PageLLM(ScriptedLLM):
 
     def __init__(self, pieces: Sequence[str]):
         super().__init__(pieces, _TEMPLATE)
-        self.get_metrics = list
         self.streams: list[PageStream] = []
 
     async def submit_chat(self, messages, *args, **options):
@@ -64,8 +64,8 @@ class PageLLM(ScriptedLLM):
         self.streams.append(PageStream(prompt, self.tokenizer, self.pieces))
         return self.streams[-1]
 
-    def metrics(self) -> dict:
-        return _FIGURES
+    async def snapshot(self) -> EngineSnapshot:
+        return EngineSnapshot(_FIGURES, [])
 
     @contextlib.contextmanager
     def trace(self):

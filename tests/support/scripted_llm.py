@@ -41,7 +41,8 @@ class ScriptedLLM:
 
     model_name, max_model_len = "scripted", 4096
     num_running = num_waiting = 0
-    is_healthy, error = True, None
+    is_healthy, error, num_replicas = True, None, 1
+    is_ready = property(lambda self: self.is_healthy)
 
     def __init__(self, pieces: Sequence[str], template: str, reason: str = "stop"):
         self.pieces, self.reason = pieces, reason

@@ -75,5 +75,6 @@ def _config(service: Service) -> dict[str, dict[str, Any]]:
             "max_num_seqs": shapes.max_num_seqs,
             "max_num_batched_tokens": limits.max_num_batched_tokens,
         },
+        "parallel_config": {"data_parallel_size": service.llm.num_replicas},
         "speculative_config": {"num_speculative_tokens": shapes.num_drafts},
     }

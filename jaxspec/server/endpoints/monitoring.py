@@ -39,8 +39,8 @@ async def stats(
             "model": service.names[0],
             "time": time.monotonic(),
             "is_healthy": llm.is_healthy,
-            "max_num_seqs": llm.shapes.max_num_seqs,
-            "num_pages": llm.shapes.num_pages - 1,  # without the null page
+            "max_num_seqs": llm.num_replicas * llm.shapes.max_num_seqs,
+            "num_pages": llm.num_replicas * (llm.shapes.num_pages - 1),  # without null pages
             "page_size": llm.shapes.page_size,
             **{name: metrics[name] for name in _SAME if name in metrics},
             "acceptance": {
@@ -89,8 +89,11 @@ async def health(service: ServiceOf) -> Response:
 
 @router.get("/ready")
 async def ready(service: ServiceOf) -> Response:
-    """Return 200 while new requests are accepted; 503 after a failure or during shutdown."""
-    is_ready = service.llm.is_healthy and not service.is_draining
+    """Return 200 while new requests are accepted; 503 after a failure or during shutdown.
+
+    Also 503 while all replicas are being restarted.
+    """
+    is_ready = service.llm.is_ready and not service.is_draining
     return Response(status_code=200 if is_ready else 503)
 
 

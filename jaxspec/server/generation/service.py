@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from jaxspec.api.async_calls import AsyncCalls
 from jaxspec.engine.async_stream import AsyncStream
-from jaxspec.engine.errors import DrainingError, EngineDeadError, QueueFullError
+from jaxspec.engine.errors import DrainingError, EngineDeadError, NoReplicaError, QueueFullError
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.server.generation.generation import Generation
 from jaxspec.server.generation.response_store import ResponseStore
@@ -31,6 +31,7 @@ _REJECTIONS = {
     QueueFullError: "queue_full",
     DrainingError: "draining",
     EngineDeadError: "engine_dead",
+    NoReplicaError: "no_replica",
 }
 
 
@@ -184,7 +185,8 @@ class Service:
         try:
             yield
         except (*_REJECTIONS,) as error:
-            self.metrics.rejections[_REJECTIONS[type(error)]] += 1
+            kind = next(kind for kind in _REJECTIONS if isinstance(error, kind))
+            self.metrics.rejections[_REJECTIONS[kind]] += 1
             raise
         except (ValueError, TypeError) as error:
             raise ApiError.of_value(error, type(body).model_fields) from error

@@ -11,7 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxspec.checks import PromptTooLongError, shown
-from jaxspec.engine.errors import DrainingError, EngineDeadError, QueueFullError, QueueTimeoutError
+from jaxspec.engine.errors import (
+    DrainingError,
+    EngineDeadError,
+    NoReplicaError,
+    QueueFullError,
+    QueueTimeoutError,
+    ReplicaDiedError,
+)
 from jaxspec.server.translate import FieldError, anthropic
 
 _MAX_MESSAGE = 2000  # characters
@@ -34,6 +41,8 @@ ENGINE_ERRORS: dict[type[Exception], tuple[int, int | None]] = {
     QueueFullError: (503, 1),
     DrainingError: (503, 8),
     EngineDeadError: (503, 8),
+    ReplicaDiedError: (503, 1),
+    NoReplicaError: (503, 8),
     QueueTimeoutError: (408, None),
 }
 

@@ -41,14 +41,15 @@ class LocalWatch:
         self._steps = StepWatch(llm)
 
     async def snapshot(self) -> Snapshot:
-        return snapshot_of(self._llm, self._metrics, await loop_lag())
+        return await snapshot_of(self._llm, self._metrics, await loop_lag())
 
     async def last_steps(self, count: int) -> list[StepRow]:
         return await self._steps.last(count)
 
 
-def snapshot_of(llm: AsyncLLM, requests: ServerMetrics, lag: float) -> Snapshot:
-    return Snapshot(llm.is_healthy, llm.metrics(), llm.get_metrics(), requests, lag)
+async def snapshot_of(llm: AsyncLLM, requests: ServerMetrics, lag: float) -> Snapshot:
+    engine, by_vllm = await llm.snapshot()
+    return Snapshot(llm.is_healthy, engine, by_vllm, requests, lag)
 
 
 async def loop_lag() -> float:

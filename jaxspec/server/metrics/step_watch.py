@@ -36,9 +36,13 @@ class StepWatch:
     async def last(self, count: int) -> list[StepRow]:
         """Return the last `count` recorded steps; the first call starts the trace and returns none.
 
+        Steps of several replicas are not traced, so there are none.
+
         Raises:
             RuntimeError: the engine is closed, or has another trace.
         """
+        if self._llm.num_replicas > 1:
+            return []
         async with self._one_at_a_time:
             self._arm()
             if self._change is not None:

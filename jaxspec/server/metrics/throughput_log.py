@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.engine.metrics import EngineSnapshot
 from jaxspec.server.options import ServerOptions
 
 _SECONDS = 10.0
@@ -14,16 +15,17 @@ _SECONDS = 10.0
 class ThroughputLog:
     """Rates between two looks at an engine's counters."""
 
-    def __init__(self, llm: AsyncLLM):
-        self._llm, self._was_idle = llm, True
-        self._before, self._at = self._counts(), time.monotonic()
+    def __init__(self, snapshot: EngineSnapshot):
+        """Start from the counters of `snapshot`."""
+        self._was_idle = True
+        self._before, self._at = _counts(snapshot), time.monotonic()
 
-    def line(self) -> str | None:
+    def line(self, snapshot: EngineSnapshot) -> str | None:
         """Return the line for the time since the last call; None if no request ran in it.
 
         A last line follows when all requests have ended.
         """
-        metrics, counts, now = self._llm.metrics(), self._counts(), time.monotonic()
+        metrics, counts, now = snapshot.engine, _counts(snapshot), time.monotonic()
         seconds, before = max(now - self._at, 1e-9), self._before
         since = {name: count - before[name] for name, count in counts.items()}
         self._before, self._at = counts, now
@@ -44,16 +46,17 @@ class ThroughputLog:
             parts.append(f"acceptance length {1 + since['accepted'] / since['drafts']:.2f}")
         return "Engine: " + ", ".join(parts)
 
-    def _counts(self) -> dict[str, float]:
-        values = {metric.name: getattr(metric, "value", 0) for metric in self._llm.get_metrics()}
-        return {
-            "prompt_tokens": self._llm.metrics()["num_prompt_tokens"],
-            "tokens": values["vllm:generation_tokens"],
-            "queries": values["vllm:prefix_cache_queries"],
-            "hits": values["vllm:prefix_cache_hits"],
-            "drafts": values["vllm:spec_decode_num_drafts"],
-            "accepted": values["vllm:spec_decode_num_accepted_tokens"],
-        }
+
+def _counts(snapshot: EngineSnapshot) -> dict[str, float]:
+    values = {metric.name: getattr(metric, "value", 0) for metric in snapshot.by_vllm}
+    return {
+        "prompt_tokens": snapshot.engine["num_prompt_tokens"],
+        "tokens": values["vllm:generation_tokens"],
+        "queries": values["vllm:prefix_cache_queries"],
+        "hits": values["vllm:prefix_cache_hits"],
+        "drafts": values["vllm:spec_decode_num_drafts"],
+        "accepted": values["vllm:spec_decode_num_accepted_tokens"],
+    }
 
 
 @contextlib.contextmanager
@@ -73,9 +76,9 @@ def logging_throughput(
 
 
 async def _log(llm: AsyncLLM, log: Callable[[str], object], seconds: float) -> None:
-    throughput = ThroughputLog(llm)
+    throughput = ThroughputLog(await llm.snapshot())
     while llm.is_healthy:
         await asyncio.sleep(seconds)
         with contextlib.suppress(RuntimeError):  # the engine was closed meanwhile
-            if (line := throughput.line()) is not None:
+            if (line := throughput.line(await llm.snapshot())) is not None:
                 log(line)

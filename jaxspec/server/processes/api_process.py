@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import jax
 
-from jaxspec.api.async_llm import WorkerSpec
+from jaxspec.api.async_calls import WorkerSpec
+from jaxspec.api.processes.channel import Channel
 from jaxspec.engine.errors import EngineGoneError
 from jaxspec.server.app import app_of
 from jaxspec.server.generation.service import Service
@@ -21,7 +22,6 @@ from jaxspec.server.http.http_server import HttpServer, event_loop
 from jaxspec.server.metrics.server_metrics import ServerMetrics
 from jaxspec.server.metrics.snapshot import loop_lag
 from jaxspec.server.options import ServerOptions
-from jaxspec.server.processes.channel import Channel
 from jaxspec.server.processes.remote_llm import RemoteLLM
 
 
@@ -69,6 +69,7 @@ async def serve(end: socket.socket, port: socket.socket) -> int:
         "metrics": count,
         "drain": drain,
         "engine_failed": llm.end,
+        "engine_ready": llm.note_ready,
         "end": lambda now: server.end(now=now),
     }
 

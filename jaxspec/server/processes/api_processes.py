@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 
 from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.api.processes.channel import Channel
+from jaxspec.api.processes.engine_server import RemoteEngineServer
 from jaxspec.engine.errors import EngineDeadError
 from jaxspec.server.http.http_server import set_up_log
 from jaxspec.server.http.request_ids import LOG
@@ -17,8 +19,6 @@ from jaxspec.server.metrics.snapshot import Snapshot, loop_lag, snapshot_of
 from jaxspec.server.metrics.step_watch import StepWatch
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.processes.api_process import WorkerConfig
-from jaxspec.server.processes.channel import Channel
-from jaxspec.server.processes.engine_server import RemoteEngineServer
 
 _PROGRAM = "jaxspec.server.processes.api_process"
 _ENDING = 10.0  # seconds for processes to exit by themselves
@@ -35,6 +35,7 @@ class ApiProcesses:
         self._steps = StepWatch(llm)
         self._created = int(time.time())
         self._engine_servers = list[RemoteEngineServer]()
+        self._ready = list[asyncio.Event]()  # of each process, set once it has opened the port
         self._processes = list[subprocess.Popen[bytes]]()
         self._is_ending = False
 
@@ -71,7 +72,12 @@ class ApiProcesses:
 
     def engine_failed(self, error: BaseException) -> None:
         """Make `/health` return 503."""
-        self._notify("engine_failed", EngineDeadError(error))
+        dead = error if isinstance(error, EngineDeadError) else EngineDeadError(error)
+        self._notify("engine_failed", dead)
+
+    def engine_ready(self, is_ready: bool) -> None:
+        """Make `/ready` return 200, or 503 while the engine takes no requests."""
+        self._notify("engine_ready", is_ready)
 
     def end(self, *, now: bool = False) -> None:
         """Finish the requests in progress, or drop them if `now`, and return from `serve`."""
@@ -82,10 +88,15 @@ class ApiProcesses:
 
     async def _start(self, number: int) -> RemoteEngineServer:
         own, other = socket.socketpair()
-        engine_server = RemoteEngineServer(
-            self._llm, await Channel.of(own), self._snapshot, self._steps.last
-        )
+        ready = asyncio.Event()
+        handlers = {
+            "ready": ready.set,
+            "snapshot": self._snapshot,
+            "last_steps": self._steps.last,
+        }
+        engine_server = RemoteEngineServer(self._llm, await Channel.of(own), handlers)
         self._engine_servers.append(engine_server)
+        self._ready.append(ready)
         with other:
             ends = other.fileno(), self._port.fileno()
             self._processes.append(
@@ -103,21 +114,21 @@ class ApiProcesses:
         return engine_server
 
     async def _opened(self) -> None:
-        for engine_server in self._engine_servers:
-            await engine_server.ready.wait()
+        for ready in self._ready:
+            await ready.wait()
 
     async def _snapshot(self) -> Snapshot:
         async def metrics_of(engine_server: RemoteEngineServer) -> tuple[ServerMetrics, float]:
             async with asyncio.timeout(_ANSWERING):
                 return await engine_server.channel.call("metrics")
 
-        ready = [
-            engine_server for engine_server in self._engine_servers if engine_server.ready.is_set()
-        ]
-        answers = await asyncio.gather(*map(metrics_of, ready), return_exceptions=True)
+        both = zip(self._engine_servers, self._ready, strict=True)
+        asked = [engine_server for engine_server, ready in both if ready.is_set()]
+        answers = await asyncio.gather(*map(metrics_of, asked), return_exceptions=True)
         found = [each for each in answers if not isinstance(each, BaseException)]
         lags = [await loop_lag(), *(lag for _, lag in found)]
-        return snapshot_of(self._llm, ServerMetrics.total(each for each, _ in found), max(lags))
+        requests = ServerMetrics.total(each for each, _ in found)
+        return await snapshot_of(self._llm, requests, max(lags))
 
     def _notify(self, name: str, *args: object) -> None:
         for engine_server in self._engine_servers:

@@ -3,35 +3,19 @@
 import asyncio
 import contextlib
 import copy
-import itertools
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator
 from typing import Any
 
-from jaxspec.api.async_calls import AsyncCalls, EngineCall, Prepare
-from jaxspec.api.async_llm import WorkerSpec
+from jaxspec.api.async_calls import AsyncCalls, EngineCall, Prepare, WorkerSpec
+from jaxspec.api.processes.channel import Channel
+from jaxspec.api.processes.engine_client import EngineClient, Submission
 from jaxspec.engine.async_stream import AsyncStream, OutputQueue
+from jaxspec.engine.engine_thread import receive_each
 from jaxspec.engine.errors import EngineDeadError, EngineGoneError, ServiceError
-from jaxspec.engine.sample_stream import SampleStream, TokenDelta
-from jaxspec.requests.outputs import Sample
+from jaxspec.engine.sample_stream import Receiver
 from jaxspec.server.metrics.snapshot import Snapshot
-from jaxspec.server.processes.channel import Channel
 from jaxspec.viz.timeline import StepRow
-
-
-class _RemoteOutputQueue(OutputQueue):
-    """An `OutputQueue` whose request has a number that identifies it in both processes."""
-
-    def __init__(self, number: int, samples: Sequence[Sample], channel: Channel):
-        def settle(sample_stream: SampleStream, num_tokens: int | None) -> None:
-            channel.notify("settle", number, sample_stream.index, num_tokens)
-
-        super().__init__(asyncio.get_running_loop(), samples, _sample_stream_of, settle)
-        self.number = number
-
-
-def _sample_stream_of(sample: Sample) -> SampleStream:
-    """Return a stream without a receiver; the engine's process has the one that is read."""
-    return SampleStream(sample, lambda sample_stream, token_delta: None)
 
 
 class RemoteLLM(AsyncCalls):
@@ -42,18 +26,29 @@ class RemoteLLM(AsyncCalls):
 
     def __init__(self, engine: WorkerSpec, channel: Channel):
         """Use the engine at the other end of `channel`; the caller runs `channel.run`."""
-        super().__init__(engine.make_inputs(), engine.model_name, engine.shapes, engine.limits)
+        super().__init__(engine.make_inputs(), *engine[1:])
         self.error: ServiceError | None = None  # error of all further requests; None while serving
+        self._has_replica = True
         self._channel, self._loop = channel, asyncio.get_running_loop()
-        self._numbers = itertools.count()
-        self._output_queues = dict[int, _RemoteOutputQueue]()  # submitted requests, by number
-        self._queueing = set[asyncio.Task[_RemoteOutputQueue]]()
-        channel.handlers = {**channel.handlers, "deltas": self._receive, "failed": self._failed}
+        self._client = EngineClient(
+            channel, receive=receive_each, failed=self._failed, over=self._forget
+        )
+        self._submissions = dict[Receiver, Submission]()  # queued requests
+        self._queueing = set[asyncio.Task[OutputQueue]]()
 
     @property
     def is_healthy(self) -> bool:
         """True until this process is informed of a failure."""
         return self.error is None
+
+    @property
+    def is_ready(self) -> bool:
+        """False while all replicas are being restarted, and after a failure."""
+        return self.is_healthy and self._has_replica
+
+    def note_ready(self, is_ready: bool) -> None:
+        """Process the message that the engine takes requests, or none for now."""
+        self._has_replica = is_ready
 
     async def snapshot(self) -> Snapshot:
         return await self._call("snapshot")
@@ -67,9 +62,9 @@ class RemoteLLM(AsyncCalls):
     def end(self, error: ServiceError) -> None:
         """Stop serving: every stream ends with `error`."""
         self.error = self.error or error
-        output_queues, self._output_queues = self._output_queues, {}
-        for output_queue in output_queues.values():
-            output_queue.fail(copy.copy(error))
+        self._submissions.clear()
+        for submission in self._client.forget_all():
+            submission.receiver.fail(copy.copy(error))
 
     async def _submit(self, prepare: Prepare, *, is_long: bool = False) -> AsyncStream:
         # Queueing continues if the caller is cancelled: only queued requests can be aborted.
@@ -83,65 +78,62 @@ class RemoteLLM(AsyncCalls):
             raise
         return AsyncStream(output_queue, self._abort, keeps=self)
 
-    def _drop(self, queueing: asyncio.Task[_RemoteOutputQueue]) -> None:
+    def _drop(self, queueing: asyncio.Task[OutputQueue]) -> None:
         if not queueing.cancelled() and queueing.exception() is None:
             output_queue = queueing.result()
             output_queue.close()
             self._end(output_queue)
 
-    async def _queue(self, prepare: Prepare, *, is_long: bool) -> _RemoteOutputQueue:
-        number = next(self._numbers)
+    async def _queue(self, prepare: Prepare, *, is_long: bool) -> OutputQueue:
+        number = self._client.new_number()
         await self._call("expect", number)
         try:
             samples = await self._pool.run(prepare, is_long=is_long)
-            output_queue = self._output_queues[number] = _RemoteOutputQueue(
-                number, samples, self._channel
-            )
-            requests = [sample_stream.request for sample_stream in output_queue.sample_streams]
-            for request in requests:
-                request.tokens = []  # send the prompt once, as `request.prompt`
-            await self._call("take_over", number, requests)
         except BaseException:
-            self._output_queues.pop(number, None)
             self._channel.notify("abort", number)
+            raise
+        submission = Submission(
+            functools.partial(OutputQueue, self._loop, samples), self._client.settle
+        )
+        output_queue = submission.receiver
+        assert isinstance(output_queue, OutputQueue)
+        self._submissions[output_queue] = submission
+        try:
+            with self._refusing():
+                await self._client.take_over(number, submission)
+        except BaseException:
+            self._submissions.pop(output_queue, None)
             raise
         return output_queue
 
     async def _call(self, name: str, *args: Any) -> Any:
+        with self._refusing():
+            return await self._channel.call(name, *args)
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Raise `error` if it is set, and EngineGoneError if the channel is closed."""
         if self.error is not None:
             raise copy.copy(self.error)  # a copy, which gets its own traceback
         try:
-            return await self._channel.call(name, *args)
+            yield
         except ConnectionError as error:
             raise EngineGoneError from error
 
-    def _receive(self, token_deltas: list[tuple[int, int, TokenDelta]]) -> None:
-        for number, index, token_delta in token_deltas:
-            output_queue = self._output_queues.get(number)
-            if output_queue is None:
-                continue
-            sample_stream = output_queue.sample_streams[index]
-            output_queue.receive(sample_stream, token_delta)
-            sample_stream.is_over = bool(
-                token_delta.finish or sample_stream.reader.request.finish
-            )  # the reader's finish is set by a stop string
-            if sample_stream.is_over and all(each.is_over for each in output_queue.sample_streams):
-                self._end(output_queue)
-
-    def _failed(self, number: int, error: Exception) -> None:
+    def _failed(self, submission: Submission, error: Exception) -> None:
         if isinstance(error, EngineDeadError):
             self.error = self.error or error
-        if (output_queue := self._output_queues.pop(number, None)) is not None:
-            output_queue.fail(copy.copy(error))
+        self._forget(submission)
+        submission.receiver.fail(copy.copy(error))
 
-    def _end(self, output_queue: _RemoteOutputQueue) -> None:
-        """Remove a request; abort it in the engine unless it was read to its end."""
-        if self._output_queues.pop(output_queue.number, None) is not None:
-            was_read = not (output_queue.is_closed or output_queue.error)
-            self._channel.notify("release" if was_read else "abort", output_queue.number)
+    def _forget(self, submission: Submission) -> None:
+        self._submissions.pop(submission.receiver, None)
 
-    def _abort(self, output_queue: OutputQueue) -> None:
+    def _end(self, output_queue: Receiver) -> None:
+        if (submission := self._submissions.get(output_queue)) is not None:
+            self._client.abort(submission)
+
+    def _abort(self, output_queue: Receiver) -> None:
         """Abort a request; may be called from any thread, such as by the garbage collector."""
-        assert isinstance(output_queue, _RemoteOutputQueue)
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._end, output_queue)

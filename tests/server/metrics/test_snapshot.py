@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+from jaxspec.engine.metrics import EngineSnapshot
 from jaxspec.server.metrics.server_metrics import ServerMetrics
 from jaxspec.server.metrics.snapshot import LocalWatch, loop_lag
 
@@ -10,11 +11,10 @@ from jaxspec.server.metrics.snapshot import LocalWatch, loop_lag
 class Llm:
     is_healthy = False
 
-    def metrics(self):
-        return {"num_steps": 3}
+    num_replicas = 1
 
-    def get_metrics(self):
-        return ["a metric"]
+    async def snapshot(self):
+        return EngineSnapshot({"num_steps": 3}, ["a metric"])
 
 
 def test_a_snapshot_is_what_the_engine_says_then():

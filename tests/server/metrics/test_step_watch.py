@@ -17,6 +17,8 @@ STEP = StepTimes(Program(4, 0, GREEDY), 4, 0, 0.0, 1.0, 2.0, 2.0, 3.0, 4.0, 3.0)
 class Traced:
     """Stands for an AsyncLLM; an engine has one trace at a time."""
 
+    num_replicas = 1
+
     def __init__(self):
         self.steps: list | None = None
         self.num_traces = 0
@@ -91,6 +93,8 @@ def test_without_questions_the_trace_ends_and_the_next_one_begins_anew():
 
 def test_an_engine_that_can_t_be_traced_says_so_each_time():
     class Busy:
+        num_replicas = 1
+
         def trace(self):
             raise RuntimeError("one trace at a time")
 

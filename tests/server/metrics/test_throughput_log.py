@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from jaxspec.engine.metrics import Counter
+from jaxspec.engine.metrics import Counter, EngineSnapshot
 from jaxspec.server.metrics.throughput_log import ThroughputLog, logging_throughput
 from jaxspec.server.options import ServerOptions
 
@@ -34,31 +34,37 @@ class Engine:
             "num_prompt_tokens": self.counts["prompt_tokens"],
         }
 
-    def get_metrics(self):
-        return [Counter(name, {}, self.counts[own]) for name, own in NAMES.items()]
+    def snapshot(self):
+        by_vllm = [Counter(name, {}, self.counts[own]) for name, own in NAMES.items()]
+        return EngineSnapshot(self.metrics(), by_vllm)
+
+
+class Served(Engine):
+    async def snapshot(self):
+        return super().snapshot()
 
 
 def test_an_idle_engine_says_nothing_and_a_busy_one_what_came_since(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     engine = Engine()
-    log = ThroughputLog(engine)
-    assert log.line() is None
+    log = ThroughputLog(engine.snapshot())
+    assert log.line(engine.snapshot()) is None
     engine.counts |= {"prompt_tokens": 500, "tokens": 200, "queries": 100, "hits": 40}
     engine.counts |= {"drafts": 50, "accepted": 100}
     engine.running, now[0] = 3, 110.0
-    line = log.line()
+    line = log.line(engine.snapshot())
     for part in ("50.0 tokens/s", "20.0 tokens/s", "running 3", "25.0%", "40.0%", "3.00"):
         assert part in line
     engine.running, now[0] = 0, 120.0
-    assert "running 0" in log.line(), "the end of the load is logged once"
+    assert "running 0" in log.line(engine.snapshot()), "the end of the load is logged once"
     now[0] = 130.0
-    assert log.line() is None
+    assert log.line(engine.snapshot()) is None
 
 
 @pytest.mark.parametrize("is_on", [True, False])
 def test_the_line_is_logged_while_it_serves(is_on):
-    engine, lines = Engine(), []
+    engine, lines = Served(), []
 
     async def serve():
         with logging_throughput(engine, ServerOptions(throughput_log=is_on), lines.append, 0.01):

@@ -10,13 +10,13 @@ import sys
 import httpx
 from fake_llm_engine import FakeLLMEngine
 
-from jaxspec.api.async_llm import WorkerSpec
+from jaxspec.api.async_calls import WorkerSpec
 from jaxspec.api.inputs import InputProcessor
 from jaxspec.api.loading import EMBEDDED_MODEL
+from jaxspec.api.processes.channel import Channel
 from jaxspec.engine.errors import DrainingError, EngineDeadError
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.processes.api_process import WorkerConfig
-from jaxspec.server.processes.channel import Channel
 from jaxspec.text.tokenizer import Tokenizer
 
 PROGRAM = "jaxspec.server.processes.api_process"

@@ -38,7 +38,8 @@ async def nothing_is_left(llm, remote):
         while (
             llm.num_running
             or llm.num_waiting
-            or remote._output_queues
+            or remote._client.submissions
+            or remote._submissions
             or remote.engine_server._output_senders
         ):
             await asyncio.sleep(0.005)
@@ -155,12 +156,16 @@ def test_what_nobody_read_to_its_end_is_settled_by_an_abort(served, is_closed, t
 
     async def test(remote):
         stream = await remote.submit("x = [", SamplingParams(max_tokens=2, stop=["never"]))
-        number, output_queue = next(iter(remote._output_queues.items()))
-        output_queue.is_closed, heard = is_closed, []
+        ((number, submission),) = remote._client.submissions.items()
+        submission.receiver.is_closed, heard = is_closed, []
         notify = remote._channel.notify
         remote._channel.notify = lambda name, *args: (heard.append(name), notify(name, *args))
         async with asyncio.timeout(30):
-            while number in remote._output_queues:
+            while not (submission.is_over or (is_closed and not submission.running)):
+                await asyncio.sleep(0.005)
+            if is_closed:  # the garbage collector closes it, and then calls this
+                remote._abort(submission.receiver)
+            while number in remote._client.submissions:
                 await asyncio.sleep(0.005)
         assert heard[-1] == told
         del stream

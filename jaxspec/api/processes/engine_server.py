@@ -1,21 +1,20 @@
-"""RemoteEngineServer: the engine's side of one API process."""
+"""RemoteEngineServer: the engine's side of an `EngineClient` in another process."""
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.api.processes.channel import Channel
 from jaxspec.engine.engine_thread import MakeSampleStream, Settle
 from jaxspec.engine.sample_stream import Receiver, SampleStream, TokenDelta
 from jaxspec.requests.outputs import Sample
 from jaxspec.requests.request import Request
-from jaxspec.server.metrics.snapshot import Snapshot
-from jaxspec.server.processes.channel import Channel
-from jaxspec.viz.timeline import StepRow
 
 
 class OutputSender(Receiver):
-    """Sends the outputs of a request to the API process that submitted it."""
+    """Sends the outputs of a request to the process that submitted it."""
 
     def __init__(
         self,
@@ -32,6 +31,10 @@ class OutputSender(Receiver):
         super().__init__(engine_server.loop, [make_sample_stream(sample) for sample in samples])
         self._number, self._engine_server, self.settle = number, engine_server, settle
 
+    def begin(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self.loop.call_soon_threadsafe(self._engine_server.add_begun, self._number)
+
     def receive(self, sample_stream: SampleStream, token_delta: TokenDelta) -> None:
         self.stop_timer()
         self._engine_server.add(self._number, sample_stream.index, token_delta)
@@ -43,34 +46,32 @@ class OutputSender(Receiver):
 
 
 class RemoteEngineServer:
-    """Submits the requests of one API process to the engine and sends back their outputs."""
+    """Submits the requests of one other process to the engine and sends back their outputs."""
 
     def __init__(
-        self,
-        llm: AsyncLLM,
-        channel: Channel,
-        snapshot: Callable[[], Awaitable[Snapshot]],
-        last_steps: Callable[[int], Awaitable[list[StepRow]]],
+        self, llm: AsyncLLM, channel: Channel, handlers: Mapping[str, Callable[..., Any]] | None
     ):
-        """Serve the process at the other end of `channel`, once `run` is called."""
+        """Serve the process at the other end of `channel`, once `run` is called.
+
+        `handlers` handle its further messages.
+        """
         self.loop, self.channel = asyncio.get_running_loop(), channel
-        self.ready = asyncio.Event()  # set once the process has opened the port
         self._llm, self._is_gone = llm, False
         self._expected = dict[int, contextlib.ExitStack]()  # in preparation, by number
         self._output_senders = dict[int, OutputSender]()
         self._deltas = list[tuple[int, int, TokenDelta]]()  # unsent: number, sample, delta
+        self._begun = list[int]()  # unsent: numbers of requests that have their first row
         channel.handlers = {
-            "ready": self.ready.set,
+            **channel.handlers,
             "expect": self._expect,
             "take_over": self._take_over,
             "settle": self._settle,
             "abort": self._abort,
             "release": self._release,
-            "snapshot": snapshot,
-            "last_steps": last_steps,
             "reset_prefix_cache": llm.reset_prefix_cache,
             "start_profile": llm.start_profile,
             "stop_profile": llm.stop_profile,
+            **(handlers or {}),
         }
 
     async def run(self) -> None:
@@ -84,19 +85,27 @@ class RemoteEngineServer:
 
     def add(self, number: int, index: int, token_delta: TokenDelta) -> None:
         """Queue a sample's delta; all deltas of one event loop turn are sent in one message."""
-        if not self._deltas:
-            self.loop.call_soon(self._send)
+        self._send_soon()
         self._deltas.append((number, index, token_delta))
+
+    def add_begun(self, number: int) -> None:
+        """Queue the message that a request has its first row; it is sent with the deltas."""
+        self._send_soon()
+        self._begun.append(number)
 
     def fail(self, number: int, error: Exception) -> None:
         self._send()
         self._output_senders.pop(number, None)
         self.channel.notify("failed", number, error)
 
+    def _send_soon(self) -> None:
+        if not (self._deltas or self._begun):
+            self.loop.call_soon(self._send)
+
     def _send(self) -> None:
-        if self._deltas:
-            came, self._deltas = self._deltas, []
-            self.channel.notify("deltas", came)
+        if self._deltas or self._begun:
+            deltas, begun, self._deltas, self._begun = self._deltas, self._begun, [], []
+            self.channel.notify("deltas", deltas, begun)
 
     async def _expect(self, number: int) -> None:
         with contextlib.ExitStack() as entered:
@@ -115,7 +124,8 @@ class RemoteEngineServer:
         for request in requests:
             request.tokens = list(request.prompt)  # the prompt was sent once for all samples
         try:
-            with self._expected.pop(number):
+            # A request that was not expected is counted from here on.
+            with self._expected.pop(number, contextlib.nullcontext()):
                 await self._llm.take_over(requests, make)
         except BaseException:
             self._output_senders.pop(number, None)

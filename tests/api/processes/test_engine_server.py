@@ -1,4 +1,4 @@
-"""Desk: what the engine's process does for an API process, over a device in NumPy."""
+"""RemoteEngineServer: what the engine's process does for another, over a device in NumPy."""
 
 import asyncio
 import contextlib
@@ -10,8 +10,8 @@ from fake_llm_engine import FakeLLMEngine
 
 from jaxspec.api import async_llm
 from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.api.processes.engine_server import RemoteEngineServer
 from jaxspec.engine.errors import EngineDeadError, QueueFullError, QueueTimeoutError
-from jaxspec.server.processes.engine_server import RemoteEngineServer
 
 LONG = Ask(prompt=0, max_tokens=12)
 
@@ -34,7 +34,7 @@ class At:
 
     def __init__(self, llm, **options):
         self.llm, self.channel = llm(max_num_seqs=5, decode_rows=(5,), **options), Recorded()
-        self.engine_server = RemoteEngineServer(self.llm, self.channel, None, None)
+        self.engine_server = RemoteEngineServer(self.llm, self.channel, None)
         self.running = asyncio.create_task(self.engine_server.run())
 
     async def call(self, name, *args):

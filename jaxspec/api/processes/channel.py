@@ -1,4 +1,4 @@
-"""Channel: messages and remote calls between two processes of the server, over one socket."""
+"""Channel: messages and remote calls between two processes, over one socket."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ class Channel:
             Exception: raised by the handler.
         """
         if self._is_gone or self._writer.is_closing():
-            raise ConnectionResetError("The other process of the server is gone.")
+            raise ConnectionResetError("The other process is gone.")
         self._num_asked = number = self._num_asked + 1
         self._asked[number] = asyncio.get_running_loop().create_future()
         self._write(number, name, args)
@@ -87,6 +87,12 @@ class Channel:
         """Close the connection, which ends `run` on both sides."""
         self._writer.close()
 
+    async def finish(self) -> None:
+        """Send what is unsent and close the connection."""
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+
     async def _read(self) -> bytes:
         (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
         return await self._reader.readexactly(length)
@@ -110,7 +116,7 @@ class Channel:
         try:
             self._write(number, _ANSWER, (await self.handlers[name](*args), None))
         except Exception as error:
-            self._write(number, _ANSWER, (None, _portable(error)))
+            self._write(number, _ANSWER, (None, portable(error)))
 
     def _write(self, number: int | None, name: str, args: tuple[Any, ...]) -> None:
         data = pickle.dumps((number, name, args), pickle.HIGHEST_PROTOCOL)
@@ -121,7 +127,7 @@ class Channel:
             self._writer.transport.abort()
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """Return the error, or a RuntimeError with its message if it can't be pickled."""
     try:
         return pickle.loads(pickle.dumps(error))

@@ -6,10 +6,10 @@ import socket
 
 import pytest
 
+from jaxspec.api.processes import channel as channel_module
+from jaxspec.api.processes.channel import Channel
 from jaxspec.engine.errors import QueueFullError
 from jaxspec.server.http.http_server import event_loop
-from jaxspec.server.processes import channel as channel_module
-from jaxspec.server.processes.channel import Channel
 
 
 class Unsendable(Exception):
