@@ -22,7 +22,7 @@ from jaxspec.nodes.leader import Leader
 from jaxspec.options.engine_options import EngineConfig
 from jaxspec.runner.nodes import FollowerNode, LeaderNode, Node, end_group
 
-_SHUTDOWN_SECONDS = 10  # for all nodes to leave `jax.distributed`
+_SHUTDOWN_SECONDS = 60  # for all nodes to leave `jax.distributed`
 
 
 def join(config: EngineConfig, folder: Path, *, progress: bool) -> Node:
@@ -42,11 +42,36 @@ def join(config: EngineConfig, folder: Path, *, progress: bool) -> Node:
     nnodes, rank = config.nnodes, config.node_rank
     address, port = config.master_addr, config.master_port
     about = _description(config, folder, progress=progress)
-    side = Follower(address, port, rank, about) if rank else Leader(address, port, nnodes, about)
+    key = _key(config.nodes_key_file)
+    side = (
+        Follower(address, port, rank, about, key)
+        if rank
+        else Leader(address, port, nnodes, about, key)
+    )
     atexit.register(_leave, side)
     with side.loading():
         _join_jax(side.jax_address, config)
     return FollowerNode(side) if isinstance(side, Follower) else LeaderNode(side)
+
+
+def _key(file: str | Path | None) -> bytes:
+    """Return the secret in a file, without spaces around it; empty without a file.
+
+    Raises:
+        ValueError: the file can't be read, or is empty.
+    """
+    if file is None:
+        return b""
+    try:
+        key = Path(file).expanduser().read_bytes().strip()
+    except OSError as error:
+        raise ValueError(
+            f"nodes_key_file must be a file with the secret of the group, and {file} can't be "
+            f"read: {error.strerror}. Check the path."
+        ) from error
+    if not key:
+        raise ValueError(f"nodes_key_file must hold a secret, and {file} is empty.")
+    return key
 
 
 def _join_jax(address: str, config: EngineConfig) -> None:
@@ -94,6 +119,5 @@ def _description(config: EngineConfig, folder: Path, *, progress: bool) -> Mappi
     return {
         **options,
         **{f"version of {name}": version for name, version in versions().items()},
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS"),
         "digest of the weights": digests,
     }

@@ -19,7 +19,7 @@ OWN = (
     *("compilation_cache", "show_progress", "flight_recorder", "flight_folder", "profiler_folder"),
     *("tokenizer", "skip_tokenizer_init", "generation_config"),
     *("kv_offloading_folder", "kv_offloading_folder_size"),
-    *("nnodes", "node_rank", "master_addr", "master_port"),
+    *("nnodes", "node_rank", "master_addr", "master_port", "nodes_key_file"),
 )
 """Options that no step depends on: they are neither recorded nor replayed."""
 

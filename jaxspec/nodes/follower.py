@@ -24,6 +24,7 @@ class Follower:
         port: int,
         rank: int,
         description: Mapping[str, Any],
+        key: bytes = b"",
         on_loss: Callable[[NodeError], object] = end_process,
     ):
         """Connect to node 0, and wait until all nodes have connected.
@@ -33,6 +34,7 @@ class Follower:
             port: Its port.
             rank: Number of this node.
             description: JSON values by name that must be equal on all nodes.
+            key: Secret of the group.
             on_loss: Called in another thread when node 0 is lost.
 
         Raises:
@@ -43,7 +45,7 @@ class Follower:
         deadline = time.monotonic() + nodes.JOIN_SECONDS
         connection = _connected(address, port, rank, deadline)
         try:
-            handshake.introduce(connection)
+            handshake.introduce(connection, key)
             joining = {"rank": rank, "description": handshake.plain(description)}
             connection.sendall(Frame("join", joining).to_bytes())
             connection.settimeout(nodes.JOIN_SECONDS)
@@ -57,7 +59,7 @@ class Follower:
             connection.close()
             raise ValueError(
                 f"Node {rank} was refused at master_addr={address}, master_port={port}: {error}. "
-                f"Give all nodes the same {handshake.KEY_VARIABLE} and the address of node 0."
+                "Give all nodes the same nodes_key_file and the address of node 0."
             ) from error
         if frame.kind != "start":
             connection.close()

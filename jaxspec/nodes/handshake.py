@@ -3,14 +3,12 @@
     leader      challenge                    proof
     follower               challenge, proof          description of its engine
 
-The key is in the environment variable `KEY_VARIABLE`, and empty without it. A proof is the HMAC of
-both challenges, so it can't be used a second time.
+A proof is the HMAC of both challenges, so it can't be used a second time.
 """
 
 import hashlib
 import hmac
 import json
-import os
 import secrets
 import socket
 from collections.abc import Mapping
@@ -19,7 +17,6 @@ from typing import Any
 from jaxspec.checks import shown
 from jaxspec.nodes.wire import Frame, FrameError, receive
 
-KEY_VARIABLE = "JAXSPEC_NODES_KEY"
 SECONDS = 10.0
 """Timeout of each message."""
 
@@ -28,7 +25,7 @@ class StrangerError(ValueError):
     """The other side does not know the key, or is no node of jaxspec."""
 
 
-def admit(connection: socket.socket) -> None:
+def admit(connection: socket.socket, key: bytes) -> None:
     """Check a new connection as the leader.
 
     Raises:
@@ -40,12 +37,12 @@ def admit(connection: socket.socket) -> None:
     connection.sendall(Frame("challenge", {"challenge": own}).to_bytes())
     answer = _received(connection, "answer")
     theirs = str(answer.get("challenge"))
-    if not hmac.compare_digest(str(answer.get("proof")), _proof("follower", own, theirs)):
-        raise StrangerError(f"it has another key ({KEY_VARIABLE})")
-    connection.sendall(Frame("proof", {"proof": _proof("leader", own, theirs)}).to_bytes())
+    if not hmac.compare_digest(str(answer.get("proof")), _proof(key, "follower", own, theirs)):
+        raise StrangerError("it has another key")
+    connection.sendall(Frame("proof", {"proof": _proof(key, "leader", own, theirs)}).to_bytes())
 
 
-def introduce(connection: socket.socket) -> None:
+def introduce(connection: socket.socket, key: bytes) -> None:
     """Check a new connection as a follower.
 
     Raises:
@@ -54,11 +51,11 @@ def introduce(connection: socket.socket) -> None:
     """
     connection.settimeout(SECONDS)
     theirs, own = str(_received(connection, "challenge").get("challenge")), secrets.token_hex(16)
-    answer = {"challenge": own, "proof": _proof("follower", theirs, own)}
+    answer = {"challenge": own, "proof": _proof(key, "follower", theirs, own)}
     connection.sendall(Frame("answer", answer).to_bytes())
     proof = str(_received(connection, "proof").get("proof"))
-    if not hmac.compare_digest(proof, _proof("leader", theirs, own)):
-        raise StrangerError(f"it has another key ({KEY_VARIABLE})")
+    if not hmac.compare_digest(proof, _proof(key, "leader", theirs, own)):
+        raise StrangerError("it has another key")
 
 
 def plain(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,7 +89,6 @@ def _received(connection: socket.socket, kind: str) -> dict[str, Any]:
     return frame.fields
 
 
-def _proof(role: str, first: str, second: str) -> str:
-    key = os.environ.get(KEY_VARIABLE, "").encode()
+def _proof(key: bytes, role: str, first: str, second: str) -> str:
     text = f"jaxspec {role} {first} {second}".encode()
     return hmac.new(key, text, hashlib.sha256).hexdigest()

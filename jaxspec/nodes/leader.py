@@ -31,7 +31,14 @@ class Leader:
     gets the loss of a node as an error although the thread may wait for a device forever.
     """
 
-    def __init__(self, address: str, port: int, num_nodes: int, description: Mapping[str, Any]):
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        num_nodes: int,
+        description: Mapping[str, Any],
+        key: bytes = b"",
+    ):
         """Listen, and wait until all followers have connected.
 
         Args:
@@ -39,6 +46,7 @@ class Leader:
             port: Port to listen at; 0 chooses one.
             num_nodes: Number of nodes, including this one.
             description: JSON values by name that must be equal on all nodes.
+            key: Secret of the group.
 
         Raises:
             OSError: the address can't be bound.
@@ -46,7 +54,7 @@ class Leader:
             ValueError: a follower has another description, or the same rank as another one.
         """
         self._description, self._num_nodes = handshake.plain(description), num_nodes
-        self.failed = concurrent.futures.Future[None]()
+        self._key, self.failed = key, concurrent.futures.Future[None]()
         self.failed.set_running_or_notify_cancel()
         self.on_loss: Callable[[NodeError], object] = lambda error: None
         self._is_over, self._lock = False, threading.Lock()
@@ -217,7 +225,8 @@ class Leader:
                 )
             with contextlib.suppress(TimeoutError):
                 arrived, _ = listening.accept()
-                threading.Thread(target=_greet, args=(arrived, arrivals), daemon=True).start()
+                greeting = arrived, arrivals, self._key
+                threading.Thread(target=_greet, args=greeting, daemon=True).start()
             while not arrivals.empty():
                 self._let_in(*arrivals.get(), joined)
 
@@ -246,11 +255,13 @@ class Leader:
 
 
 def _greet(
-    arrived: socket.socket, arrivals: queue.SimpleQueue[tuple[socket.socket, dict[str, Any]]]
+    arrived: socket.socket,
+    arrivals: queue.SimpleQueue[tuple[socket.socket, dict[str, Any]]],
+    key: bytes,
 ) -> None:
     """Put a node that knows the key, and the fields of its description, into `arrivals`."""
     try:
-        handshake.admit(arrived)
+        handshake.admit(arrived, key)
         frame = receive(arrived, max_values=0)
         if frame is None or frame.kind != "join":
             raise StrangerError("it does not join")

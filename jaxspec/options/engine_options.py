@@ -115,7 +115,10 @@ class EngineConfig:
         least=0,
     )
     master_addr: str = option("127.0.0.1", "address of node 0, for the other nodes")
-    master_port: int = option(29501, "port of node 0, for the other nodes", least=0)
+    master_port: int = option(29501, "port of node 0, for the other nodes")
+    nodes_key_file: str | Path | None = option(
+        None, "file with a secret that all nodes must know", none="no secret"
+    )
     max_num_seqs: int = option(8, "maximum number of samples that run at the same time")
     max_model_len: int | None = option(
         None,

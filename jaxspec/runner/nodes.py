@@ -126,20 +126,24 @@ class FollowerRunner(ModelRunner):
             ValueError: a frame is malformed.
         """
         compiling = dict[AnyProgram, Future[jax.stages.Compiled]]()
-        with self._follower.loading(), ThreadPoolExecutor(num_cores(), "jaxspec-compile") as pool:
-            while (frame := self._follower.receive()).kind != "end":
-                if frame.kind == "reset":
-                    self.reset()
-                    continue
-                program = _program(frame)
-                if program not in compiling:
-                    compiling[program] = pool.submit(self._compiled, program)
-                if frame.kind == "run":
-                    if not self.is_warm(program):
-                        self.install(program, compiling[program].result())
-                    self._run(program, self._programs[program], self._checked(program, frame))
-            self.close()
-        jax.distributed.shutdown()
+        pool = ThreadPoolExecutor(num_cores(), "jaxspec-compile")
+        with self._follower.loading():
+            try:
+                while (frame := self._follower.receive()).kind != "end":
+                    if frame.kind == "reset":
+                        self.reset()
+                        continue
+                    program = _program(frame)
+                    if program not in compiling:
+                        compiling[program] = pool.submit(self._compiled, program)
+                    if frame.kind == "run":
+                        if not self.is_warm(program):
+                            self.install(program, compiling[program].result())
+                        self._run(program, self._programs[program], self._checked(program, frame))
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+        jax.distributed.shutdown()  # node 0 waits for it
+        self.close()
 
     def _compiled(self, program: AnyProgram) -> jax.stages.Compiled:
         with self._tracing:
