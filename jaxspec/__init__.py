@@ -3,6 +3,7 @@
 from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.api.beam_search import BeamSearchParams
 from jaxspec.api.engine_args import AsyncEngineArgs, EngineArgs
+from jaxspec.api.follow import follow
 from jaxspec.api.llm import LLM, generate
 from jaxspec.api.llm_engine import LLMEngine
 from jaxspec.engine.async_stream import AsyncStream
@@ -52,6 +53,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "__version__",
+    "follow",
     "generate",
     "inspect",
 ]

@@ -8,6 +8,9 @@ programs of one device are unchanged.
 Outside the program, an array of a group is the arrays of its devices side by side along the first
 axis, whatever that axis means. A replicated array is there n times; a scalar is one.
 
+The devices may be those of several processes (`runner/nodes.py`), which run the same programs in the
+same order. Each process holds the parts of its devices.
+
 Devices decide only on gathered values, which are the same bits everywhere: sums of a reduction may
 differ in the last bit between devices, and rows would drift apart.
 """
@@ -30,32 +33,54 @@ AXIS = "tensor"  # name of the mesh axis
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The first `size` devices of the default device's platform."""
+    """The first devices of the default device's platform, the same number of each node.
+
+    A node is a process of `jax.distributed`; arrays of the group have parts on all nodes.
+    """
 
     size: int = 1
+    nodes: int = 1
 
     @staticmethod
-    def of(size: int) -> "Group":
+    def of(size: int, nodes: int = 1) -> "Group":
         """Return a group of `size` devices.
 
         Raises:
-            ValueError: There are fewer devices.
+            ValueError: There are fewer devices, or devices of several kinds.
         """
-        there = len(_local_devices())
-        if size > there:
+        group = Group(size, nodes)
+        if size == 1:
+            return group
+        for rank, there in enumerate(_devices_of_nodes(nodes)):
+            if len(there) < size // nodes:
+                where = f" on node {rank}, of {size // nodes} that it needs" if nodes > 1 else ""
+                raise ValueError(
+                    f"tensor_parallel_size must be at most the number of devices that JAX sees, "
+                    f"got {size} with {len(there)}{where}. Lower it, or make more visible "
+                    "(CUDA_VISIBLE_DEVICES on GPUs, JAX_NUM_CPU_DEVICES on a CPU)."
+                )
+        kinds = sorted({there.device_kind for there in group.devices})
+        if len(kinds) > 1:
             raise ValueError(
-                f"tensor_parallel_size must be at most the number of devices that JAX sees, got "
-                f"{size} with {there}. Lower it, or make more visible (CUDA_VISIBLE_DEVICES on "
-                "GPUs, JAX_NUM_CPU_DEVICES on a CPU)."
+                f"All devices of a group must be of one kind, got {' and '.join(kinds)}. Make "
+                "those of one kind visible (CUDA_VISIBLE_DEVICES)."
             )
-        return Group(size)
+        return group
 
     @property
     def devices(self) -> tuple[Any, ...]:
         """The devices, in the order of their ranks; the default device alone without a group."""
         if self.size == 1:
             return (device.default_device(),)
-        return tuple(_local_devices()[: self.size])
+        each = self.size // self.nodes
+        return tuple(there for of_node in _devices_of_nodes(self.nodes) for there in of_node[:each])
+
+    @property
+    def own_ranks(self) -> range:
+        """Ranks of the devices of this node."""
+        each = self.size // self.nodes
+        first = each * jax.process_index() if self.nodes > 1 else 0
+        return range(first, first + each)
 
     def default(self, rank: int) -> contextlib.AbstractContextManager[Any]:
         """Make a device the default one; without a group the default stays."""
@@ -110,7 +135,7 @@ class Group:
         return mapped
 
     def stacked(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Return the group's array of the devices' arrays, which are given by rank; no copy."""
+        """Return the group's array of the arrays of this node's devices, by rank; no copy."""
         shape = self.size * arrays[0].shape[0], *arrays[0].shape[1:]
         return jax.make_array_from_single_device_arrays(shape, self.sharding, list(arrays))
 
@@ -144,8 +169,13 @@ ALONE = Group()
 """The default device, without a group."""
 
 
-def _local_devices() -> list[Any]:
-    return jax.local_devices(backend=device.default_device().platform)
+def _devices_of_nodes(count: int) -> list[list[Any]]:
+    """Return the devices of each node, this process alone without nodes."""
+    platform = device.default_device().platform
+    if count == 1:
+        return [jax.local_devices(backend=platform)]
+    found = jax.devices(platform)
+    return [[there for there in found if there.process_index == rank] for rank in range(count)]
 
 
 def _spec_of(leaf: Any) -> PartitionSpec:

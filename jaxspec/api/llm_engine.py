@@ -106,6 +106,7 @@ class LLMEngine(Diagnostics):
         scheduler = Scheduler(runner.shapes, loaded.limits, *parts)
         engine = Engine(scheduler, flight or runner, max_in_flight=config.max_in_flight)
         self.session = Session(engine, on_failure)
+        runner.on_loss(self.session.report)
         self.shapes, self.limits = runner.shapes, loaded.limits
         self.model_name = str(model or folder.name)
         self._runner, self._flight = runner, flight

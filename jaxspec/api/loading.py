@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jaxspec.api.nodes import Node, join
 from jaxspec.cache import CacheSpec, by_slot, kv_dtype_of, unknown
 from jaxspec.cache.copies import uncopied
 from jaxspec.files import writable_folder
@@ -353,6 +354,11 @@ def load(config: EngineConfig, *, progress: bool) -> Loaded:
         FileNotFoundError: as in `load_runner`.
         ValueError: the folder for hidden states can't be used, or as in `load_runner`.
     """
+    if config.node_rank:
+        raise ValueError(
+            f"An LLM or a server is node 0 of its group, got node_rank={config.node_rank}. Call "
+            "jaxspec.follow with these options, or run `jaxspec serve` with them."
+        )
     options = getattr(config.speculative_config, "options", None)
     if not isinstance(options, ExtractHiddenStatesOptions):
         return load_runner(config, progress=progress)
@@ -383,16 +389,24 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
         FileNotFoundError: the model does not exist, or its folder has no configuration or weights.
         ValueError: an option, the configuration or the weights are invalid, or do not fit into
             memory.
+        OSError: other nodes can't be reached (`join`).
     """
     enable_compilation_cache(config.compilation_cache)
     folder = folder_of(config, progress=progress, weights=config.load_format != "dummy")
+    node = join(config, folder, progress=progress)
+    with node.loading():
+        return _loaded(config, folder, node, progress=progress)
+
+
+def _loaded(config: EngineConfig, folder: Path, node: Node, *, progress: bool) -> Loaded:
     tokenizer = _tokenizer(config, folder, progress=progress)
     defaults = default_params(config.generation_config, folder)
     dtype = dtype_of(config.dtype)
     is_background = config.background_compilation
     # Measured before anything is loaded: the budget is the memory that other engines leave free.
-    group = Group.of(config.tensor_parallel_size)
+    group = Group.of(config.tensor_parallel_size, config.nnodes)
     budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages, group)
+    budget = node.agreed(budget)
     with contextlib.ExitStack() as failed:
         with (
             unread(
@@ -424,7 +438,7 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
             failed.callback(early.close)
             model = found.read(progress)
             drafter = found_drafter and found_drafter.read(progress)
-        runner = ModelRunner(model, blueprint, drafter=drafter, early=early)
+        runner = node.runner(model, blueprint, drafter=drafter, early=early)
         tier = host_tier(config, settled.limits.host_bytes, runner)
         failed.pop_all()
     return Loaded(

@@ -229,6 +229,11 @@ class Session:
         finally:
             self._do_notes()
 
+    def report(self, error: Exception) -> None:
+        """Report an error outside a step to the `listener`, in any thread."""
+        if self.listener is not None:
+            self.listener(error)
+
     def guarded(self, act: Callable[[], _Result]) -> _Result:
         """Return `act()`, and reset the session if it raises. Call it within a turn.
 

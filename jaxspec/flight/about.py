@@ -19,6 +19,7 @@ OWN = (
     *("compilation_cache", "show_progress", "flight_recorder", "flight_folder", "profiler_folder"),
     *("tokenizer", "skip_tokenizer_init", "generation_config"),
     *("kv_offloading_folder", "kv_offloading_folder_size"),
+    *("nnodes", "node_rank", "master_addr", "master_port", "nodes_key_file"),
 )
 """Options that no step depends on: they are neither recorded nor replayed."""
 
@@ -28,10 +29,7 @@ def about(config: EngineConfig, folder: Path, vocab_size: int) -> dict[str, Any]
 
     `config` has every option resolved that the device decides; `folder` is that of the checkpoint.
     """
-    options = dataclasses.asdict(dataclasses.replace(config, speculative_config=None))
-    options["speculative_config"] = _recorded(config.speculative_config)
-    for name in OWN:
-        del options[name]
+    options = options_of_steps(config)
     if config.model is not None:
         options["model"] = _place(config.model)
     here = device.default_device()
@@ -40,11 +38,21 @@ def about(config: EngineConfig, folder: Path, vocab_size: int) -> dict[str, Any]
         "vocab_size": vocab_size,
         "checkpoint": digest_of(folder),
         "device": here.device_kind,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version_of(name) for name in ("jaxspec", "jax", "jaxlib", "numpy")},
-        },
+        "versions": versions(),
     }
+
+
+def options_of_steps(config: EngineConfig) -> dict[str, Any]:
+    """Return the options that steps depend on, in JSON's types."""
+    options = dataclasses.asdict(dataclasses.replace(config, speculative_config=None))
+    options["speculative_config"] = _recorded(config.speculative_config)
+    return {name: value for name, value in options.items() if name not in OWN}
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of Python and of the packages that compute."""
+    packages = "jaxspec", "jax", "jaxlib", "numpy"
+    return {"python": platform.python_version(), **{name: version_of(name) for name in packages}}
 
 
 def _place(model: str | Path) -> str:

@@ -23,18 +23,18 @@ from jaxspec.checks import shown
 from jaxspec.flight import Flight, Step
 from jaxspec.flight.blocks import bounds_of_copy
 from jaxspec.plan.plan import (
-    WITHOUT_STEPS,
     AnyProgram,
     CopyBlock,
     ExportState,
     Program,
     WriteTables,
+    entry_of,
     output_layout,
     plan_layout,
+    program_of,
 )
 from jaxspec.plan.row import row_layout
 from jaxspec.plan.step_shapes import StepShapes
-from jaxspec.requests.sampling_features import SamplingFeatures
 from jaxspec.sampling.processors import PROCESSORS
 
 FORMAT = 5  # file format; `read` refuses others
@@ -56,7 +56,7 @@ def write(path: Path, flight: Flight) -> None:
         "format": FORMAT,
         **{name: getattr(flight, name) for name in ("about", "start", "failure", "hashed")},
         "shapes": dataclasses.asdict(flight.shapes),
-        "programs": [_entry(program) for program in programs],
+        "programs": [entry_of(program) for program in programs],
         "leaves": [[leaf.dtype.name, leaf.shape] for leaf in flight.state or ()],
     }
     arrays = {
@@ -183,28 +183,16 @@ def _about(entries: dict[str, Any]) -> dict[str, Any]:
     return entries
 
 
-def _entry(program: AnyProgram) -> dict[str, Any]:
-    return {"kind": type(program).__name__, **dataclasses.asdict(program)}
-
-
 def _program(entry: dict[str, Any], shapes: StepShapes) -> AnyProgram:
-    if entry["kind"] != Program.__name__:
-        for program in WITHOUT_STEPS:
-            if entry == _entry(program):
-                return program
-        raise ValueError(f"it has the program {entry!r:.100}")
-    features = SamplingFeatures.of(*entry["features"][0])
-    names = "decode_rows", "prefill_tokens", "num_steps", "num_drafts"
-    sizes = {name: entry[name] for name in names}
-    program = Program(features=features, **sizes)
-    if not set(features.processors) <= PROCESSORS.keys() or any(
-        type(n) is not int for n in sizes.values()
-    ):
+    program = program_of(entry)
+    if not isinstance(program, Program):
+        return program
+    if not set(program.features.processors) <= PROCESSORS.keys():
         raise ValueError(f"it has the program {program}")
     if program.shape not in shapes.compiled() or program.num_steps not in shapes.num_steps(
         program.prefill_tokens
     ):
-        raise ValueError(f"its shapes have no program of {tuple(sizes.values())}")
+        raise ValueError(f"its shapes have no program of {program.shape}")
     return program
 
 

@@ -33,7 +33,7 @@ _LOOKED_FOR = 64  # tensors of an alternative spelling
 
 def read_weights(
     model: CheckpointModule,
-    of_ranks: Iterable[Iterable[Placement]],
+    of_ranks: Sequence[Iterable[Placement]],
     published: Mapping[str, list[str]],
     checkpoint: Checkpoint,
     group: Group,
@@ -45,7 +45,7 @@ def read_weights(
 
     Args:
         model: The model, whose values are checked.
-        of_ranks: Where each tensor goes, for each device in turn.
+        of_ranks: Where each tensor goes, for each device; those of other nodes are not used.
         published: The checkpoint's names of each canonical name.
         checkpoint: The open checkpoint.
         group: The devices.
@@ -55,9 +55,9 @@ def read_weights(
         ValueError: A value is invalid, or a file changed in the meantime.
     """
     held: dict[int, tuple[nnx.Param, list[jax.Array]]] = {}
-    for rank, placements in enumerate(of_ranks):
+    for rank in group.own_ranks:
         with group.default(rank):
-            sources = _sources(placements, published, checkpoint)
+            sources = _sources(of_ranks[rank], published, checkpoint)
             for source, value in zip(sources, _read(sources, checkpoint, progress), strict=True):
                 source.param.set_value(value)
                 held.setdefault(id(source.param), (source.param, []))[1].append(value)
@@ -250,7 +250,7 @@ def draw_weights(model: CheckpointModule, group: Group) -> None:
     """
     params = {id(placement.param): placement.param for placement in model.checkpoint()}
     held = [(param, param.shape, list[jax.Array]()) for param in params.values()]
-    for rank in range(group.size):
+    for rank in group.own_ranks:
         with group.default(rank):
             key = jax.random.key(0)
             for number, (param, shape, values) in enumerate(held):

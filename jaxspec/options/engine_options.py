@@ -103,7 +103,21 @@ class EngineConfig:
         "float32", "dtype of recurrent states: float32, float16 or bfloat16"
     )
     tensor_parallel_size: int = option(
-        1, "number of devices that share the model, of one machine (docs/tensor-parallel.md)"
+        1, "number of devices that share the model, of all nodes (docs/tensor-parallel.md)"
+    )
+    nnodes: int = option(
+        1, "number of nodes, processes on one or several hosts, with the devices of the model"
+    )
+    node_rank: int = option(
+        0,
+        "number of this node; node 0 serves, the others are started with `jaxspec.follow` or "
+        "`serve`",
+        least=0,
+    )
+    master_addr: str = option("127.0.0.1", "address of node 0, for the other nodes")
+    master_port: int = option(29501, "port of node 0, for the other nodes")
+    nodes_key_file: str | Path | None = option(
+        None, "file with a secret that all nodes must know", none="no secret"
     )
     data_parallel_size: int = option(
         1,
@@ -266,10 +280,30 @@ class EngineConfig:
                     "kv_offloading_folder is for what kv_offloading_size has no room for, and "
                     f"{name} is 0. Give it some GiB, or leave the folder out."
                 )
+        self._check_nodes()
         if self.revision is not None and self.model is None:
             raise ValueError(
                 "revision chooses among the versions of a hub id, and the embedded model has one. "
                 "Leave revision out, or give a hub id as model."
+            )
+
+    def _check_nodes(self) -> None:
+        if self.node_rank >= self.nnodes:
+            raise ValueError(
+                f"node_rank must be below nnodes={self.nnodes}, got {self.node_rank}. Number the "
+                "nodes from 0, and give all of them the same nnodes."
+            )
+        if self.tensor_parallel_size % self.nnodes:
+            raise ValueError(
+                f"tensor_parallel_size must be a multiple of nnodes={self.nnodes}, since all nodes "
+                f"have the same number of devices, got {self.tensor_parallel_size}."
+            )
+        if self.master_port > 65535:
+            raise ValueError(f"master_port must be at most 65535, got {self.master_port}.")
+        if self.nnodes > 1 and self.kv_offloading_size:
+            raise ValueError(
+                f"Prefixes are copied to the memory of one host, got kv_offloading_size="
+                f"{self.kv_offloading_size} with nnodes={self.nnodes}. Set it to 0."
             )
 
     def sizes(

@@ -82,6 +82,31 @@ BLOCK_COPIES = READ, WRITE, READ_STATE, WRITE_STATE
 WITHOUT_STEPS = MOVES, TABLES, EXPORT, RESTORE, *BLOCK_COPIES
 
 
+def entry_of(program: AnyProgram) -> dict[str, Any]:
+    """Return a program as JSON values."""
+    return {"kind": type(program).__name__, **dataclasses.asdict(program)}
+
+
+def program_of(entry: dict[str, Any]) -> AnyProgram:
+    """Return the program of `entry_of`.
+
+    Raises:
+        ValueError: there is no such program.
+        KeyError, TypeError, IndexError: a value is missing, or has another type.
+    """
+    if entry["kind"] != Program.__name__:
+        for program in WITHOUT_STEPS:
+            if entry == entry_of(program):
+                return program
+        raise ValueError(f"it has the program {entry!r:.100}")
+    names = "decode_rows", "prefill_tokens", "num_steps", "num_drafts"
+    sizes = {name: entry[name] for name in names}
+    program = Program(features=SamplingFeatures.of(*entry["features"][0]), **sizes)
+    if any(type(size) is not int for size in sizes.values()):
+        raise ValueError(f"it has the program {program}")
+    return program
+
+
 def plan_layout(program: AnyProgram, shapes: StepShapes) -> PackedLayout:
     """Return the layout of the packed `StepPlan` of `program`."""
     match program:

@@ -42,7 +42,7 @@ class MemoryBudget:
     def of(
         utilization: float, num_pages: int | None, group: Group = ALONE
     ) -> "MemoryBudget | None":
-        """Return the budget of each device of a group; call it before anything is loaded.
+        """Return the budget of each device of this node; call it before anything is loaded.
 
         A GPU reports the memory that JAX may use: three quarters of it, or the fraction
         XLA_PYTHON_CLIENT_MEM_FRACTION.
@@ -55,7 +55,7 @@ class MemoryBudget:
         """
         if not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {utilization!r}.")
-        of_devices = [there.memory_stats() or {} for there in group.devices]
+        of_devices = [group.devices[rank].memory_stats() or {} for rank in group.own_ranks]
         if any("bytes_limit" not in stats for stats in of_devices):
             return None
         budgets = (
@@ -72,6 +72,11 @@ class MemoryBudget:
     @property
     def max_bytes(self) -> int:
         return int(self.device_bytes * self.utilization) - self.others_bytes
+
+    def at_most(self, num_bytes: int) -> "MemoryBudget":
+        """Return the budget, lowered to the `num_bytes` that another node has."""
+        others = self.others_bytes + max(0, self.max_bytes - num_bytes)
+        return dataclasses.replace(self, others_bytes=others)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, TypeVar
@@ -104,6 +104,9 @@ class ModelRunner:
         self._watcher = watching.enter_context(ThreadPoolExecutor(1, "jaxspec-watch"))
         watching.callback(setattr, self, "_watcher", None)
         return watching
+
+    def on_loss(self, act: Callable[[RuntimeError], object]) -> None:
+        """Call `act`, in another thread, if another node is lost. This runner has the only node."""
 
     @property
     def state(self) -> EngineState:

@@ -4,14 +4,17 @@ import argparse
 import asyncio
 import dataclasses
 import functools
+import signal
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.api.follow import follow
 from jaxspec.options import engine_options as engine
 from jaxspec.options.arguments import CommandParser, add_speculation, speculation_of
-from jaxspec.server.http.http_server import event_loop
+from jaxspec.server.http.http_server import event_loop, set_up_log
+from jaxspec.server.http.request_ids import LOG
 from jaxspec.server.options import OPTIONS, ServerOptions
 from jaxspec.server.run import serve
 
@@ -39,14 +42,35 @@ _OF_ASYNC_LLM = (
 def main(words: Sequence[str]) -> int:
     args = parser().parse_args(words)
     options = ServerOptions(**_given(args, OPTIONS))
+    engine_options = {**_given(args, _OF_ENGINE), "speculative_config": speculation_of(args)}
+    config = engine.EngineConfig.of(args.model, engine_options)
+    if config.node_rank:
+        return _follow(args.model, engine_options)
+    if config.nnodes > 1:  # the other nodes have ended, too
+        options = dataclasses.replace(options, exit_on_failure=True)
     llm_options: dict[str, Any] = {
-        **_given(args, _OF_ENGINE),
+        **engine_options,
         **{name: getattr(options, name) for name in _OF_ASYNC_LLM},
-        "speculative_config": speculation_of(args),
     }
     with asyncio.Runner(loop_factory=event_loop) as runner:
         make_llm = functools.partial(AsyncLLM, args.model, **llm_options)
         return runner.run(serve(make_llm, options))
+
+
+def _follow(model: str | None, engine_options: dict[str, Any]) -> int:
+    """Run a node without an HTTP server until node 0 ends the group.
+
+    The first SIGTERM is ignored: node 0, which gets one as well, first finishes its requests.
+    """
+
+    def wait(*_: object) -> None:
+        LOG.info("This node ends with node 0. A second signal ends it at once.")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    set_up_log()
+    signal.signal(signal.SIGTERM, wait)
+    follow(model, **engine_options)
+    return 0
 
 
 def parser() -> argparse.ArgumentParser:

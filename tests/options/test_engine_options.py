@@ -241,3 +241,19 @@ def test_what_is_given_is_no_default():
             sizes_of(**{option: [8, 4]})
     with pytest.raises(ValueError, match="max_num_batched_tokens=32 must exceed .* = 32"):
         sizes_of(max_num_batched_tokens=32)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"nnodes": 2}, "tensor_parallel_size"),
+        ({"nnodes": 2, "tensor_parallel_size": 3}, "tensor_parallel_size"),
+        ({"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 2}, "node_rank"),
+        ({"node_rank": 1}, "node_rank"),
+        ({"master_port": 65536}, "master_port"),
+        ({"nnodes": 2, "tensor_parallel_size": 2, "kv_offloading_size": 1.0}, "kv_offloading_size"),
+    ],
+)
+def test_options_of_nodes_are_consistent(options, named):
+    with pytest.raises(ValueError, match=f"^{named} must|{named}="):
+        EngineConfig.of(None, options)
