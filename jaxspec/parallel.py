@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxspec import device
@@ -102,8 +102,11 @@ class Group:
                 results = jax.tree.map(_spec_of, jax.eval_shape(function, *own))
             else:
                 results = jax.tree.map(_spec, equal)
+            # A process that only traces has no devices.
+            only_traces = isinstance(device.default_device(), device.StandIn)
+            mesh = AbstractMesh((self.size,), (AXIS,)) if only_traces else self.mesh
             call = jax.shard_map(
-                function, mesh=self.mesh, in_specs=ways, out_specs=results, check_vma=False
+                function, mesh=mesh, in_specs=ways, out_specs=results, check_vma=False
             )
             return call(*args)
 
