@@ -401,6 +401,7 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
                 load_format=config.load_format,
                 overrides=config.hf_overrides,
                 group=group,
+                whole_experts=config.enable_expert_parallel,
             ) as found,
             unread_drafter(config, dtype, group, progress=progress) as found_drafter,
         ):

@@ -105,6 +105,12 @@ class EngineConfig:
     tensor_parallel_size: int = option(
         1, "number of devices that share the model, of one machine (docs/tensor-parallel.md)"
     )
+    enable_expert_parallel: bool | None = option(
+        None,
+        "how these devices share a mixture of experts: True gives each of them whole experts, "
+        "False a share of every expert's width",
+        none="by width, unless a device's share would be no multiple of 64",
+    )
     max_num_seqs: int = option(8, "maximum number of samples that run at the same time")
     max_model_len: int | None = option(
         None,
@@ -261,6 +267,11 @@ class EngineConfig:
                     "kv_offloading_folder is for what kv_offloading_size has no room for, and "
                     f"{name} is 0. Give it some GiB, or leave the folder out."
                 )
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "enable_expert_parallel shares experts among the devices of tensor_parallel_size, "
+                "which is 1. Raise it, or leave enable_expert_parallel out."
+            )
         if self.revision is not None and self.model is None:
             raise ValueError(
                 "revision chooses among the versions of a hub id, and the embedded model has one. "
