@@ -8,8 +8,8 @@ programs of one device are unchanged.
 Outside the program, an array of a group is the arrays of its devices side by side along the first
 axis, whatever that axis means. A replicated array is there n times; a scalar is one.
 
-The devices may be those of several processes (`runner/nodes.py`), which run the same programs in the
-same order. Each process holds the parts of its devices.
+The devices may be those of several processes (`runner/nodes.py`), which run the same programs in
+the same order. Each process holds the parts of its devices.
 
 Devices decide only on gathered values, which are the same bits everywhere: sums of a reduction may
 differ in the last bit between devices, and rows would drift apart.
@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxspec import device
@@ -127,8 +127,11 @@ class Group:
                 results = jax.tree.map(_spec_of, jax.eval_shape(function, *own))
             else:
                 results = jax.tree.map(_spec, equal)
+            # A process that only traces has no devices.
+            only_traces = isinstance(device.default_device(), device.StandIn)
+            mesh = AbstractMesh((self.size,), (AXIS,)) if only_traces else self.mesh
             call = jax.shard_map(
-                function, mesh=self.mesh, in_specs=ways, out_specs=results, check_vma=False
+                function, mesh=mesh, in_specs=ways, out_specs=results, check_vma=False
             )
             return call(*args)
 

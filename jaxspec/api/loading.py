@@ -415,6 +415,7 @@ def _loaded(config: EngineConfig, folder: Path, node: Node, *, progress: bool) -
                 load_format=config.load_format,
                 overrides=config.hf_overrides,
                 group=group,
+                whole_experts=config.enable_expert_parallel,
             ) as found,
             unread_drafter(config, dtype, group, progress=progress) as found_drafter,
         ):

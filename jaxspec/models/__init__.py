@@ -15,6 +15,7 @@ from jaxspec.models.base import CheckpointModule, Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.hub import resolve_folder
+from jaxspec.models.layers.moe import sharing_experts
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.shards import shards
 from jaxspec.models.source import giving_sizes, naming, open_checkpoint, read_fields
@@ -102,6 +103,7 @@ def load_model(
     *,
     load_format: str = "auto",
     group: Group = ALONE,
+    whole_experts: bool | None = None,
     progress: bool = False,
 ) -> Model:
     """Load the model in a checkpoint folder, with weights in `dtype` on the devices of `group`.
@@ -114,12 +116,14 @@ def load_model(
         dtype: Dtype of the weights.
         load_format: "auto", or "dummy" for random weights.
         group: Devices that share the model; the default device by default.
+        whole_experts: Share routed experts as wholes, not by width; see `MoEConfig`.
         progress: Show a progress bar on standard error if loading takes long.
 
     Raises:
         FileNotFoundError, ValueError: As `unread`, or a file changed while it was read.
     """
-    with unread(folder, dtype, load_format=load_format, group=group) as found:
+    options = {"load_format": load_format, "group": group, "whole_experts": whole_experts}
+    with unread(folder, dtype, **options) as found:
         return found.read(progress)
 
 
@@ -146,10 +150,11 @@ def unread(
     load_format: str = "auto",
     overrides: Mapping[str, Any] | None = None,
     group: Group = ALONE,
+    whole_experts: bool | None = None,
 ) -> Iterator[AbstractModel[Model]]:
     """Open the model in a checkpoint folder; its weights can be read until the block ends.
 
-    `overrides` replaces entries of config.json.
+    `overrides` replaces entries of config.json, and `whole_experts` is that of `MoEConfig`.
 
     Tensor names, shapes and dtypes are checked against config.json. No tensor is read and no device
     memory is allocated before `AbstractModel.read`. The devices of `group` share the model.
@@ -159,7 +164,7 @@ def unread(
         ValueError: The architecture is not in `MODELS`, an option is not implemented, `load_format`
             is unknown, the weights do not match config.json, or the group can't share the model.
     """
-    with _unread(folder, dtype, load_format, family_of, group, overrides) as found:
+    with _unread(folder, dtype, load_format, family_of, group, overrides, whole_experts) as found:
         yield found
 
 
@@ -180,6 +185,7 @@ def _unread(
     family_of: Callable[[str, Path], type[Some]],
     group: Group,
     overrides: Mapping[str, Any] | None = None,
+    whole_experts: bool | None = None,
 ) -> Iterator[AbstractModel[Some]]:
     if load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}.")
@@ -187,7 +193,7 @@ def _unread(
     with naming(folder):
         fields = read_fields(folder, overrides)
         family = family_of(fields.architecture, folder / "config.json")
-        config = family.parse_config(fields)
+        config = sharing_experts(family.parse_config(fields), whole_experts)
         shared = config.local(group.size)
     dtype = jnp.dtype(dtype)
     if load_format == "dummy":

@@ -14,19 +14,21 @@ def shards(
 ) -> Iterator[Placement]:
     """Yield the placements of one device's parameters.
 
-    Where sizes of `whole` and `local` differ, the devices share that axis of the tensor: equally,
-    or each entry goes to several consecutive devices if there are fewer entries than devices.
+    Tensors of other devices (`Placement.holder`) are left out. Where sizes of `whole` and `local`
+    differ, the devices share that axis of the tensor: equally, or each entry goes to several
+    consecutive devices if there are fewer entries than devices.
 
     Args:
         whole: Placements of the model, as on a single device.
-        local: Placements of a model of `ModelConfig.local` sizes, in the same order. Their tensors
-            have the sizes of one device, and their parameters are those to fill.
+        local: Placements of a model of `ModelConfig.local` sizes, of the same tensors. These have
+            the sizes of one device, and the parameters are those to fill.
         rank: Number of the device.
         devices: Number of devices.
     """
-    for of_all, own in zip(whole, local, strict=True):
-        assert of_all.name == own.name
-        yield _shard(of_all, own, rank, devices)
+    of_all = {placement.name: placement for placement in whole}
+    for own in local:
+        if own.holder in (None, rank):
+            yield _shard(of_all[own.name], own, rank, devices)
 
 
 def _shard(whole: Placement, local: Placement, rank: int, devices: int) -> Placement:

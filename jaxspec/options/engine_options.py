@@ -124,6 +124,12 @@ class EngineConfig:
         "number of replicas: engines in processes of their own, each with tensor_parallel_size "
         "devices of this machine (docs/serving.md#several-gpus)",
     )
+    enable_expert_parallel: bool | None = option(
+        None,
+        "how the devices of tensor_parallel_size share a mixture of experts: True gives each of "
+        "them whole experts, False a share of every expert's width",
+        none="by width, unless a device's share would be no multiple of 64",
+    )
     max_num_seqs: int = option(8, "maximum number of samples that run at the same time")
     max_model_len: int | None = option(
         None,
@@ -280,14 +286,25 @@ class EngineConfig:
                     "kv_offloading_folder is for what kv_offloading_size has no room for, and "
                     f"{name} is 0. Give it some GiB, or leave the folder out."
                 )
-        self._check_nodes()
+        self._check_devices()
         if self.revision is not None and self.model is None:
             raise ValueError(
                 "revision chooses among the versions of a hub id, and the embedded model has one. "
                 "Leave revision out, or give a hub id as model."
             )
 
-    def _check_nodes(self) -> None:
+    def _check_devices(self) -> None:
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "enable_expert_parallel shares experts among the devices of tensor_parallel_size, "
+                "which is 1. Raise it, or leave enable_expert_parallel out."
+            )
+        if self.nnodes > 1 and self.data_parallel_size > 1:
+            raise ValueError(
+                f"Replicas are on one host, got data_parallel_size={self.data_parallel_size} with "
+                f"nnodes={self.nnodes}. Set one of them to 1, and start a server per group of "
+                "nodes."
+            )
         if self.node_rank >= self.nnodes:
             raise ValueError(
                 f"node_rank must be below nnodes={self.nnodes}, got {self.node_rank}. Number the "

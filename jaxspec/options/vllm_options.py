@@ -89,7 +89,6 @@ UNDERSTOOD: dict[str, Given] = {
     "distributed_executor_backend": Given("one process", (None, "uni"), _ONE_DEVICE),
     "download_dir": Given("the hub's own cache is used", (None,), "Set HF_HOME"),
     "enable_chunked_prefill": Given("prompts are computed in chunks", (True, None)),
-    "enable_expert_parallel": Given("one device", (False,), _ONE_DEVICE),
     "enable_log_requests": Given(
         "requests are not logged", (False,), "Log them where they are made"
     ),

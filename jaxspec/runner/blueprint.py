@@ -124,7 +124,7 @@ class Blueprint:
         """
         keys = {p: self.fingerprint(p) for p in programs if isinstance(p, Program)}
         lacking = {p: key for p, key in keys.items() if key and program_cache.lacks(key)}
-        if self.config.group.size > 1 or not trace_processes.num_processes(len(lacking)):
+        if not trace_processes.num_processes(len(lacking)):
             lacking = {}
         requests = {key: self.request(program) for program, key in lacking.items()}
         return EarlyTraces({key: each for key, each in requests.items() if each is not None})
@@ -132,4 +132,5 @@ class Blueprint:
     def _args(self, program: AnyProgram) -> tuple[Any, ...]:
         size = plan_layout(program, self.config.shapes).size
         packed = jax.ShapeDtypeStruct((size,), jnp.int32)
-        return self.weights, self.memory_usage.tables, self.state.of(program), packed
+        shared = self.weights, self.memory_usage.tables, self.state.of(program)
+        return *self.config.group.like(shared), packed

@@ -241,9 +241,7 @@ class ModelRunner:
         return self._weights, self._tables, self._like.of(program), self._empty_plan(program)
 
     def _place(self, program: AnyProgram) -> Path | None:
-        """Return the program's file in the program cache, which has none of groups."""
-        if self.group.size > 1:
-            return None
+        """Return the program's file in the program cache."""
         if program not in self._places:
             step, args = jitted_step(self._config, program), self._args(program)
             closed_over = self._blueprint.depends, program

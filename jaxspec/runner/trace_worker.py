@@ -67,7 +67,7 @@ def trace(request: TraceRequest) -> bytes:
     graph, weights = nnx.split(request.model_spec.model())
     leaves, tree = jax.tree.flatten(weights)
     config = dataclasses.replace(request.config, model=graph, weights=tree)
-    args = tuple(leaves), *request.arguments
+    args = config.group.like(tuple(leaves)), *request.arguments
     depends = program_key.words(config), request.program
     if program_key.fingerprint(args, depends) != request.fingerprint:
         raise ValueError(

@@ -1,8 +1,10 @@
 """The laws for models that several devices share: their tokens are those of the oracle, too."""
 
+import dataclasses
 import importlib
 
 import harness
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import (
@@ -19,11 +21,15 @@ from kept_prefixes import ask, keeping
 from pairwise import soak
 
 from jaxspec import parallel
+from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.options.draft_methods import DraftModelOptions, Eagle3Options, MTPOptions
+from jaxspec.pallas.moe import feed_forward
 from jaxspec.parallel import Group
 from jaxspec.requests.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.devices
+own_choices, local_sizes = feed_forward.own_choices, MoEConfig.local
+MOE = "qwen3_5_moe"
 SHARDS = importlib.import_module("jaxspec.models.shards")  # the package has a function of it
 PROMPTS = prompts(5, seed=3)
 PAIR, FOUR = Group(2), Group(4)
@@ -32,10 +38,11 @@ MIXED = (0.8, 0.5, 0.5)
 
 
 def sharing(fixture, group, params=GREEDY, *, drafts=3, **options) -> Harness:
-    """An engine whose drafts are right now and then."""
+    """An engine whose drafts are right now and then, and whose devices share experts by width."""
     wanted = [(prompt, params, seed) for seed, prompt in enumerate(PROMPTS)]
     oracle = {"accuracy": MIXED, "continuations": continuations(fixture, wanted), "vary": True}
-    given = {"chunk": 7, "feature_sets": (params.features,), **(oracle if drafts else {})}
+    given = {"chunk": 7, "feature_sets": (params.features,), "whole_experts": False}
+    given |= oracle if drafts else {}
     return Harness(fixture, group=group, drafts=drafts, **given | options)
 
 
@@ -67,7 +74,7 @@ def assert_equal_on_all_devices(engine: Harness) -> None:
             for case in [
                 (HYBRID, PAIR, SNAPSHOT, 3, GREEDY),
                 (HYBRID, PAIR, REPLAY, 0, SAMPLED),
-                ("qwen3_5_moe", PAIR, REPLAY, 3, GREEDY),
+                (MOE, PAIR, REPLAY, 3, GREEDY),
                 ("qwen3_5_moe_wide", FOUR, REPLAY, 0, SAMPLED),
                 ("qwen3_next", PAIR, SNAPSHOT, 3, GREEDY),
                 ("nemotron_h_latent", FOUR, SNAPSHOT, 0, GREEDY),
@@ -87,9 +94,32 @@ def test_tokens_are_those_of_one_device(fixture, group, states, drafts, params):
     assert served(engine, params).check() <= 1
 
 
+@pytest.mark.parametrize(
+    ("fixture", "group", "drafts", "params"),
+    [
+        (MOE, PAIR, 3, GREEDY),
+        *(
+            soak(*case)
+            for case in [
+                ("qwen3_5_moe_wide", FOUR, 0, SAMPLED),
+                ("nemotron_h", FOUR, 3, GREEDY),
+                ("nemotron_h_latent", PAIR, 3, SAMPLED),
+                ("granitemoehybrid", FOUR, 0, GREEDY),
+                ("qwen3_moe", FOUR, 3, NUCLEUS),
+            ]
+        ),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, SamplingParams) else str(each),
+)
+def test_tokens_of_whole_experts_are_those_of_one_device(fixture, group, drafts, params):
+    engine = sharing(fixture, group, params, drafts=drafts, whole_experts=True)
+    assert served(engine, params).check() <= 1
+
+
 METHODS = {
     "mtp": (HYBRID, None, MTPOptions()),
     "mtp of some ids": (HYBRID, None, MTPOptions(draft_vocab=200)),
+    "mtp of whole experts": (MOE, None, MTPOptions()),
     "eagle3": ("llama", "llama_eagle3", Eagle3Options("somewhere")),
     "draft_model": ("llama", "llama_draft", DraftModelOptions("somewhere")),
 }
@@ -103,6 +133,7 @@ METHODS = {
             soak(*case)
             for case in [
                 ("mtp", NUCLEUS, True),
+                ("mtp of whole experts", GREEDY, False),
                 ("mtp of some ids", SAMPLED, True),
                 ("eagle3", GREEDY, False),
                 ("draft_model", SAMPLED, True),
@@ -123,6 +154,7 @@ def test_every_drafter_is_shared_too(name, params, is_drawn):
             drafter=drafter,
             probabilistic=is_drawn,
             feature_sets=(params.features,),
+            whole_experts="whole experts" in name,
         )
         for group in (PAIR, harness.ALONE)
     )
@@ -177,11 +209,24 @@ def _by_rank(whole, local, rank, devices):
     )
 
 
+def _of_the_neighbour(choices, rule, held):
+    """A device computes the choices of the experts that the device before it has."""
+    moved = (choices.experts + held) % rule.num_experts
+    experts = jnp.where(choices.experts < rule.num_experts, moved, choices.experts)
+    return own_choices(choices.replace(experts=experts), rule, held)
+
+
+def _shared_expert_on_each(sizes, devices):
+    return dataclasses.replace(local_sizes(sizes, devices), shared_size=sizes.shared_size)
+
+
 BUGS = {
     "fused weights cut by their whole width": (SHARDS, "_segments", _whole_width, HYBRID, PAIR),
     "no sum over devices": (parallel, "reduce", lambda parts: parts, HYBRID, PAIR),
     "ids of every device from 0": (parallel, "first_of", lambda count: 0, HYBRID, PAIR),
     "key-value heads modulo their number": (SHARDS, "_held", _by_rank, "qwen3", FOUR),
+    "experts of the neighbour": (feed_forward, "own_choices", _of_the_neighbour, MOE, PAIR),
+    "shared expert on each": (MoEConfig, "local", _shared_expert_on_each, MOE, PAIR),
 }
 
 
@@ -192,6 +237,6 @@ def test_a_planted_bug_is_seen(name, monkeypatch, fresh_programs):
     module, attribute, wrong, fixture, group = BUGS[name]
     monkeypatch.setattr(module, attribute, wrong)
     monkeypatch.setattr(harness, "model", harness.model.__wrapped__)  # loaded anew
-    engine = sharing(fixture, group, drafts=0)
+    engine = sharing(fixture, group, drafts=0, whole_experts=fixture == MOE)
     with pytest.raises(AssertionError):
         served(engine, GREEDY).check()

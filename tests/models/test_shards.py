@@ -2,18 +2,22 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from gguf_files import write_gguf
+from gguf_folders import published as convertible
 from harness import FIXTURES
 
-from jaxspec.models import family_of, unread
+from jaxspec.models import family_of, load_model, unread
 from jaxspec.models.blocks import box
-from jaxspec.models.fields import read_fields
+from jaxspec.models.layers.moe import MoEConfig, sharing_experts
 from jaxspec.models.shards import shards
-from jaxspec.models.source import open_checkpoint
-from jaxspec.models.weights import as_published, compared, undefined
-from jaxspec.parallel import Group
+from jaxspec.models.source import open_checkpoint, read_fields
+from jaxspec.models.weights import as_published, compared, read_weights, undefined
+from jaxspec.parallel import ALONE, Group
 
 FLOAT32 = jnp.dtype("float32")
 SHARED = {
@@ -32,20 +36,22 @@ SHARED = {
 }
 
 
+@pytest.mark.parametrize("by_width", [True, False])
 @pytest.mark.parametrize("fixture", SHARED)
-def test_together_they_have_every_value(fixture):
+def test_together_they_have_every_value(fixture, by_width):
     """And of each tensor every device has equally many, in parameters of its own sizes."""
     devices, folder = SHARED[fixture], FIXTURES / fixture
     fields = read_fields(folder)
     family = family_of(fields.architecture, folder)
-    config = family.parse_config(fields)
+    config = sharing_experts(family.parse_config(fields), False if by_width else None)
     with open_checkpoint(folder) as checkpoint:
         _, whole, published = compared(family, config, FLOAT32, checkpoint)
         model = undefined(family, config.local(devices), FLOAT32, frozenset(published))
         local = list(as_published(model.checkpoint(), published, checkpoint))
     counts: dict[str, np.ndarray] = {}
     for rank in range(devices):
-        for own, part in zip(local, shards(whole, local, rank, devices), strict=True):
+        owned = [each for each in local if each.holder in (None, rank)]
+        for own, part in zip(owned, shards(whole, local, rank, devices), strict=True):
             held = counts.setdefault(part.name, np.zeros(part.shape, int))
             indices = np.ix_(*map(np.asarray, box(part.shape, part.part)))
             held[indices] += 1
@@ -68,3 +74,80 @@ def test_few_heads_are_copied_to_neighbours():
     assert config.local(4).num_kv_heads == 1
     with pytest.raises(ValueError, match="num_key_value_heads"):
         dataclasses.replace(config, num_heads=6).local(3)
+
+
+def by_path(model):
+    return {
+        jax.tree_util.keystr(path): np.asarray(value)
+        for path, value in jax.tree_util.tree_leaves_with_path(nnx.state(model))
+    }
+
+
+def of_rank(folder, rank, devices, whole_experts):
+    """The sizes of one device's experts, and the values that it loads."""
+    fields = read_fields(folder)
+    family = family_of(fields.architecture, folder)
+    config = sharing_experts(family.parse_config(fields), whole_experts)
+    with open_checkpoint(folder) as checkpoint:
+        _, whole, published = compared(family, config, FLOAT32, checkpoint)
+        config = config.local(devices)
+        model = undefined(family, config, FLOAT32, frozenset(published))
+        local = list(as_published(model.checkpoint(), published, checkpoint))
+        of_rank = shards(whole, local, rank, devices)
+        read_weights(model, [of_rank], published, checkpoint, ALONE)
+    return config.part(MoEConfig), by_path(model)
+
+
+def shared_width(stack, first, is_up, pieces):
+    """The slices of the shared expert side by side: `[..., features, width]`."""
+    slices = stack[first:]
+    if not is_up:
+        return np.concatenate(slices, axis=1)
+    count, _, features = slices.shape
+    by_piece = slices.reshape(count, pieces, -1, features).transpose(1, 3, 0, 2)
+    return by_piece.reshape(pieces, features, -1)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "is_gguf"),
+    [
+        ("qwen3_5_moe", 2, False),  # one tensor for each expert and matrix; with an MTP head
+        ("qwen3_5_moe_raw", 2, False),  # one for all experts
+        ("qwen3_5_moe_wide", 4, False),
+        ("nemotron_h", 4, False),  # with a shared expert that is two slices wide
+        ("nemotron_h_latent", 4, False),
+        ("granitemoehybrid", 4, False),
+        ("qwen3_moe", 4, False),
+        ("qwen3_5_moe", 2, True),
+        ("nemotron_h_moe", 2, True),
+        ("lfm2_moe", 4, True),
+    ],
+)
+def test_each_device_loads_its_experts(name, devices, is_gguf, tmp_path):
+    """Whole, and in order; its share of the shared expert, and all else as without the option."""
+    folder = FIXTURES / name
+    if is_gguf:
+        folder = write_gguf(convertible(name, tmp_path / "published"), tmp_path / "x.gguf")
+    of_all = by_path(load_model(folder, FLOAT32))
+    for rank in range(devices):
+        sizes, found = of_rank(folder, rank, devices, True)
+        _, by_width = of_rank(folder, rank, devices, False)
+        own, whole = sizes.routing.num_experts // devices, sizes.routing.num_experts
+        width, pieces = sizes.shared_size, sizes.activation.pieces
+        stacks = {
+            path for path in found if "['experts']['up']" in path or "['experts']['down']" in path
+        }
+        assert stacks and found.keys() == by_width.keys() == of_all.keys()
+        for path, values in found.items():
+            if path not in stacks:
+                np.testing.assert_array_equal(values, by_width[path])
+                continue
+            np.testing.assert_array_equal(values[:own], of_all[path][rank * own :][:own])
+            if len(values) == own:  # no shared expert, or one outside of the stacks
+                continue
+            is_up = "['up']" in path
+            held = shared_width(values, own, is_up, pieces)
+            expected = shared_width(of_all[path], whole, is_up, pieces)
+            part = expected[..., rank * width : (rank + 1) * width]
+            np.testing.assert_array_equal(held[..., :width], part)
+            assert not held[..., width:].any()

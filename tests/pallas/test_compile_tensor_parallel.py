@@ -19,6 +19,8 @@ from jaxspec.parallel import Group
 from jaxspec.plan.plan import Program, plan_layout
 from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.runner.blueprint import Blueprint
+from jaxspec.runner.output import DeviceOutput
+from jaxspec.runner.programs import program_cache
 from jaxspec.runner.step import new_step
 from jaxspec.sampling import make_verifier
 
@@ -42,7 +44,10 @@ def group(h200, monkeypatch):
 
 @pytest.mark.mosaic
 def test_a_step_of_the_9b_on_two_gpus(group, tmp_path):
-    """Two sums over the devices a layer; the donated state is written in place."""
+    """Two sums over the devices a layer; the donated state is written in place.
+
+    The program is one that was kept: exported, and read again.
+    """
     fields = SHAPES["qwen3.5-9b"].config() | {"num_hidden_layers": LAYERS}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with unread(tmp_path, BFLOAT16, load_format="dummy", group=group) as found:
@@ -76,7 +81,10 @@ def test_a_step_of_the_9b_on_two_gpus(group, tmp_path):
     size = plan_layout(program, settled.shapes).size
     plan = placed(jax.ShapeDtypeStruct((size,), jnp.int32))
     shared = jax.tree.map(lambda leaf: placed(leaf, parallel.AXIS), (*given, state))
-    lowered = new_step(blueprint.config, program).lower(*shared, plan)
+    step, args = new_step(blueprint.config, program), (*shared, plan)
+    results = jax.tree.structure((state, DeviceOutput.structure(GREEDY)))
+    kept = program_cache.traced(step, args, "cuda")
+    lowered = program_cache._jitted(kept, step, args, results, 2).lower(*args)
     with nothing_kept_on_disk():
         compiled = lowered.compile()
     text = compiled.as_text()

@@ -48,7 +48,8 @@ def test_a_blueprint_of_shapes_is_that_of_the_weights(monkeypatch):
     llm.close()
 
 
-def test_the_first_programs_are_traced_once_and_before_the_weights(folder, monkeypatch):
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.devices)])
+def test_the_first_programs_are_traced_once_and_before_the_weights(devices, folder, monkeypatch):
     """A second engine finds them on disk and starts no process."""
     asked = []
     ask = trace_processes.TraceProcesses.ask
@@ -57,7 +58,7 @@ def test_the_first_programs_are_traced_once_and_before_the_weights(folder, monke
         "ask",
         lambda self, request: asked.append(request) or ask(self, request),
     )
-    llm = make()
+    llm = make(tensor_parallel_size=devices)
     assert len(asked) == 2  # by the time that the constructor returns
     runner = llm._compiler._runner
     steps = [
@@ -67,6 +68,6 @@ def test_the_first_programs_are_traced_once_and_before_the_weights(folder, monke
     ]
     assert set(runner.trace_ahead(steps)) == set(steps)
     assert all(program_cache.is_there(runner._place(program)) for program in steps)
-    make().close()
+    make(tensor_parallel_size=devices).close()
     assert len(asked) == 2
     llm.close()

@@ -14,6 +14,7 @@ from jax import export
 
 from jaxspec import device
 from jaxspec.models.base import ModelSpec
+from jaxspec.parallel import ALONE, Group
 from jaxspec.plan.plan import MOVES, Program
 from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.runner import trace_worker
@@ -22,6 +23,7 @@ from jaxspec.runner.programs.trace_processes import TraceProcesses
 
 DECODE = Program(4, 0, GREEDY)
 H200 = device.StandIn("gpu", "NVIDIA H200", "9.0")
+GROUPS = [ALONE, pytest.param(Group(2), marks=pytest.mark.devices)]
 
 
 @pytest.fixture(autouse=True)
@@ -67,10 +69,13 @@ def program_of(content):
     return chosen, re.sub(r"#loc\d* = .*\n|#loc\d*", "", text)
 
 
-def test_a_worker_keeps_what_this_process_would():
-    runner = Harness("qwen3_5", drafts=2, feature_sets=()).runner
-    there, here = traced_there(runner), traced_here(runner)
-    assert program_of(there) == program_of(here)
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_worker_keeps_what_this_process_would(group):
+    """A worker has no devices, so it does not count those of a group in the module's head."""
+    runner = Harness("qwen3_5", drafts=2, feature_sets=(), group=group).runner
+    there, here = program_of(traced_there(runner)), program_of(traced_here(runner))
+    here = here[0], here[1].replace(f"partitions = {group.size}", "partitions = 1")
+    assert there == here and here[1].count("all_reduce") == (2 * 4 if group.size > 1 else 0)
 
 
 @pytest.mark.gpu
@@ -127,9 +132,10 @@ def run(**options):
 
 
 @pytest.mark.soak
-def test_programs_traced_by_processes_give_the_same_tokens(monkeypatch, tmp_path):
+@pytest.mark.parametrize("group", GROUPS)
+def test_programs_traced_by_processes_give_the_same_tokens(group, monkeypatch, tmp_path):
     """Nothing but the copies, which have no kernel, is traced in this process."""
-    _, tokens = run()
+    _, tokens = run(group=group)
     traced = []
 
     def note(step, args, platform):
@@ -141,17 +147,18 @@ def test_programs_traced_by_processes_give_the_same_tokens(monkeypatch, tmp_path
     monkeypatch.setattr(program_cache, "_folder", lambda: tmp_path / "programs")
     monkeypatch.setattr(program_cache, "_calls", {})
     monkeypatch.setattr(trace_processes, "num_processes", lambda count: count)
-    runner, again = run()
+    runner, again = run(group=group)
     assert again == tokens
     assert traced == ["moves", "tables"]
     assert len(list((tmp_path / "programs").iterdir())) == 5
     compiled = runner.lower(DECODE).compile()
     state = jax.tree.leaves(runner.state.of(DECODE))
-    assert compiled.memory_analysis().alias_size_in_bytes == sum(leaf.nbytes for leaf in state)
+    held = sum(leaf.nbytes for leaf in state) // group.size
+    assert compiled.memory_analysis().alias_size_in_bytes == held
     asked = []
     monkeypatch.setattr(trace_processes, "num_processes", lambda count: asked.append(count) or 0)
     monkeypatch.setattr(program_cache, "_calls", {})
-    assert run()[1] == tokens and asked == [0]
+    assert run(group=group)[1] == tokens and asked == [0]
 
 
 def test_programs_that_processes_fail_to_trace_are_traced_here(monkeypatch, tmp_path):

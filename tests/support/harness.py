@@ -51,8 +51,9 @@ def folder_of(fixture: str) -> Path:
 
 
 @functools.cache
-def model(fixture: str, group: Group = ALONE):
-    return load_model(folder_of(fixture), jnp.dtype("float32"), group=group)
+def model(fixture: str, group: Group = ALONE, whole_experts: bool | None = None):
+    float32 = jnp.dtype("float32")
+    return load_model(folder_of(fixture), float32, group=group, whole_experts=whole_experts)
 
 
 @functools.cache
@@ -134,6 +135,7 @@ class Harness:
         block_pages: int = 4,
         folder: Path | None = None,  # of files of pieces
         group: Group = ALONE,
+        whole_experts: bool | None = None,
     ):
         speculation = None
         if drafts:
@@ -184,8 +186,9 @@ class Harness:
             model_spec = given and ModelSpec.of(given, jnp.dtype("float32"))
             self.proposer = make_proposer(speculation, model(fixture), model_spec)
         given = drafter and drafting(drafter, group)
+        shared = model(fixture, group, whole_experts) if group.size > 1 else model(fixture)
         blueprint = Blueprint.of(
-            abstract(model(fixture, group)),
+            abstract(shared),
             dataclasses.replace(self.buckets, num_pages=max(num_pages, NUM_PAGES)),
             self.proposer,
             dtype=jnp.dtype("float32"),
@@ -195,7 +198,7 @@ class Harness:
             drafter=abstract(given),
             group=group,
         )
-        self.runner = ModelRunner(model(fixture, group), blueprint, drafter=given)
+        self.runner = ModelRunner(shared, blueprint, drafter=given)
         compiled = programs(self.buckets, self.limits, feature_sets)
         warm_up(self.runner, compiled)
         drafts_on_host = make_host_drafter(speculation)

@@ -28,6 +28,7 @@ class ExpertStacks(nnx.Module):
         width: int,
         dtype: jnp.dtype,
         *,
+        holders: int = 1,
         shared_width: int = 0,
         activation: Activation = Activation.SWIGLU,
     ):
@@ -38,11 +39,13 @@ class ExpertStacks(nnx.Module):
             features: Input and output features.
             width: Intermediate features per expert.
             dtype: Dtype of the weights.
+            holders: Devices that the routed experts are shared among; each stacks its own.
             shared_width: Intermediate features of the shared expert; 0 if there is none.
             activation: Activation between the two matmuls.
         """
-        self.competing, self.shared_width, self.activation = competing, shared_width, activation
-        held = competing + -(-shared_width // width)
+        self.competing, self.own = competing, competing // holders
+        self.shared_width, self.activation = shared_width, activation
+        held = self.own + -(-shared_width // width)
         self.up = declare((held, activation.pieces * width, features), dtype)
         self.down = declare((held, features, width), dtype, _INITS[activation])
 
@@ -77,15 +80,17 @@ class ExpertStacks(nnx.Module):
 
         def one_by_one() -> Iterator[Placement]:
             for expert in range(self.competing):
+                holder, index = divmod(expert, self.own)
                 for matrix, rows in matrices.items():
                     yield Placement(
                         f"{prefix}{expert}.{matrix}.weight",
                         (rows.stop - rows.start, inner),
                         param,
-                        index=(expert, rows),
+                        index=(index, rows),
+                        holder=holder if self.own < self.competing else None,
                     )
 
-        shape, index = (self.competing, outer, inner), slice(self.competing)
+        shape, index = (self.own, outer, inner), slice(self.own)
         return Placement(prefix + name, shape, param, index=index, instead=one_by_one)
 
     def _shared(self, prefix: str) -> Iterator[Placement]:
@@ -93,7 +98,7 @@ class ExpertStacks(nnx.Module):
         (features, width), size = self.down.shape[1:], self.shared_width
         pieces = self._pieces
         for number, start in enumerate(range(0, size, width)):
-            expert = self.competing + number
+            expert = self.own + number
             part = slice(start, min(start + width, size))
             held = part.stop - start
             for place, name in enumerate(pieces):

@@ -53,6 +53,7 @@ class LatentMoE(nnx.Module):
             latent,
             sizes.intermediate_size,
             dtype,
+            holders=sizes.holders,
             activation=sizes.activation,
         )
 

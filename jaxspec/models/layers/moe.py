@@ -25,6 +25,7 @@ from jaxspec.pallas.norm.residual import Pending, Stream
 MAX_EXPERTS = 4096
 EXPERTS = whole(1, MAX_EXPERTS)
 SCALE = number(1e-3, 1e3)  # factor of the chosen experts' output
+_WIDTHS = 64  # the kernels take experts whose width is a multiple
 _MAX_SHARED = 64  # limit of shared width / expert width, which is 1 or 2 in published models
 _OPTIONS = {
     "scoring_func": ("softmax",),
@@ -53,6 +54,10 @@ class MoEConfig:
     has_correction: bool = False  # scores are corrected for the choice (`Correction`)
     activation: Activation = Activation.SWIGLU
     latent_size: int | None = None  # input features of experts; None means the hidden size
+    # How a group of devices shares routed experts: whole ones, or the width of each. None means by
+    # width, unless the share of it would be no multiple of `_WIDTHS`.
+    whole_experts: bool | None = None
+    holders: int = 1  # devices that whole experts are shared among; these sizes are those of one
 
     @classmethod
     def read(cls, fields: Fields, *, renormalise: bool, shared: bool) -> "MoEConfig":
@@ -71,11 +76,27 @@ class MoEConfig:
         )
 
     def local(self, devices: int) -> "MoEConfig":
-        """Return the sizes that each of `devices` devices holds: a share of every expert."""
+        """Return the sizes that each of `devices` devices holds.
+
+        A device holds a share of the shared expert's width, and a share of the routed experts or
+        of the width of each.
+
+        Raises:
+            ValueError: A size cannot be shared.
+        """
+        width, number = self.intermediate_size, self.routing.num_experts
+        whole = self.whole_experts
+        if whole is None:
+            whole = width % (_WIDTHS * devices) > 0 and number % devices == 0
+        if whole:
+            share(number, devices, "num_experts")
+        else:
+            width = share(width, devices, "moe_intermediate_size")
         return dataclasses.replace(
             self,
-            intermediate_size=share(self.intermediate_size, devices, "moe_intermediate_size"),
+            intermediate_size=width,
             shared_size=share(self.shared_size, devices, "the width of the shared expert"),
+            holders=devices if whole else 1,
         )
 
     @property
@@ -89,6 +110,27 @@ class MoEConfig:
         num_shared = -(-self.shared_size // self.intermediate_size)
         gated = self.gated_shared and num_shared > 0
         return dataclasses.replace(self.routing, num_shared=num_shared, gated_shared=gated)
+
+
+def sharing_experts(config: ModelConfig, whole: bool | None) -> ModelConfig:
+    """Return the config of a model whose routed experts a group of devices shares in this way.
+
+    See `MoEConfig.whole_experts`.
+
+    Raises:
+        ValueError: Whole experts are wanted of a model without any.
+    """
+    sizes = config.find_part(MoEConfig)
+    if sizes is None and whole:
+        raise ValueError(
+            f"enable_expert_parallel is for mixtures of experts, and {config.architecture} has "
+            "none. Leave it out: tensor_parallel_size alone shares the model."
+        )
+    if sizes is None:
+        return config
+    chosen = dataclasses.replace(sizes, whole_experts=whole)
+    parts = tuple(chosen if part is sizes else part for part in config.parts)
+    return dataclasses.replace(config, parts=parts)
 
 
 class MoE(nnx.Module):
@@ -110,6 +152,7 @@ class MoE(nnx.Module):
             config.hidden_size,
             sizes.intermediate_size,
             dtype,
+            holders=sizes.holders,
             shared_width=sizes.shared_size,
             activation=sizes.activation,
         )

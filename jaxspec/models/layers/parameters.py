@@ -32,6 +32,7 @@ class Placement:
     # Axis of the tensor, and sizes of the parts along it that devices share one by one; None means
     # that each axis is one part.
     segments: tuple[int, tuple[int, ...]] | None = None
+    holder: int | None = None  # number of the only device of a group with the tensor; None: all
     instead: Callable[[], Iterator["Placement"]] | None = None  # None if there is one spelling
 
     def scaled(self, factor: float) -> "Placement":

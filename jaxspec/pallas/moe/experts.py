@@ -41,7 +41,8 @@ def moe_experts(
     """Return the outputs of each token's experts, times their weights, to be summed.
 
     The result is float32 `[parts, tokens, features]`, one part for each expert of a token, so the
-    order of the sum depends on the token alone. Padding gets zeros. The kernels read only chosen
+    order of the sum depends on the token alone. Padding gets zeros, and so do parts without an
+    expert on this device (`own_choices`). The kernels read only chosen
     experts, and compute some of the sum themselves, always in one order:
 
     * one token: no more parts than `norm_matmul` takes in one kernel;
@@ -64,7 +65,7 @@ def _few_tokens(x, experts, choices):
     work = kernels.Direct(tokens, parts, experts.number)
     arrays = choices.experts, choices.weights
     hidden = kernels.up_kernel(x, experts.up.array, arrays, experts.activation, work=work)
-    if tokens > 1:
+    if tokens > 1 or choices.has_gaps:
         return kernels.down_kernel(hidden, down, arrays, work=work)
     sums = max(1, min(parts, MAX_SUMS // x.shape[1]))
     return kernels.one_token_down_kernel(hidden, down, choices.experts, parts=sums)
@@ -75,7 +76,7 @@ def _many_tokens(x, experts, choices):
     from jaxspec.pallas.moe import tiles_kernel
 
     (tokens, parts), none, down = choices.experts.shape, experts.number, experts.down.array
-    tiles = work_list(choices, none, tile_rows(tokens, parts, none))
+    tiles = work_list(choices, none, tile_rows(tokens, parts, none * choices.devices))
     tiled, *of_rows = tiles_kernel.to_tiles_kernel(x, tiles, choices, none=none)
     work = kernels.Listed(tokens, parts, none, tiles.expert.shape[0], tiles.rows)
     arrays = tiles.expert, tiles.count, *of_rows

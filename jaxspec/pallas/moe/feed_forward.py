@@ -3,8 +3,9 @@
 import flax.struct
 from jaxtyping import Array, Bool, Float
 
+from jaxspec import parallel
 from jaxspec.pallas.moe.experts import Experts, moe_experts
-from jaxspec.pallas.moe.route import Routing, moe_route
+from jaxspec.pallas.moe.route import Routing, moe_route, own_choices
 from jaxspec.pallas.moe.scores import moe_scores
 from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.residual import Pending, Stream
@@ -42,20 +43,29 @@ def moe_feed_forward(
     stream, normed = add_norm(stream, pending, norm)
     scores = moe_scores(normed, router.weight)
     choices = moe_route(scores, router.bias, live, router.rule)
+    choices = own_choices(choices, router.rule, held(router.rule, experts))
     return stream, moe_experts(normed, experts, choices)
+
+
+def held(rule: Routing, experts: Experts) -> int:
+    """Return the number of routed experts on this device."""
+    return experts.number - rule.num_shared
 
 
 def check(features: int, width: int, router: Router, experts: Experts) -> None:
     """Check that the operands of a layer fit together; the kernels would read out of bounds.
 
-    The router reads the stream's `features`, and the experts read `width` features.
+    The router reads the stream's `features`, and the experts read `width` features. In a group of
+    devices each may hold an equal share of the routed experts.
 
     Raises:
         ValueError: the experts or the router have another shape.
     """
     rule, up, down = router.rule, experts.up.array.shape, experts.down.array.shape
-    inner = experts.down.inner
-    wanted = (rule.none, experts.activation.pieces * inner, width), (rule.none, width, inner)
+    inner, number = experts.down.inner, rule.none
+    if held(rule, experts) * parallel.size() == rule.num_experts:
+        number = experts.number
+    wanted = (number, experts.activation.pieces * inner, width), (number, width, inner)
     if (up, down) != wanted:
         raise ValueError(
             f"The weights of {rule.num_experts} experts that compete and {rule.num_shared} slices "

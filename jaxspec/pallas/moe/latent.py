@@ -9,8 +9,8 @@ from jaxspec.pallas.gpu.device import ALIGNED_COLUMNS
 from jaxspec.pallas.matmul.products import matmul
 from jaxspec.pallas.matmul.split_matmul import split_matmul
 from jaxspec.pallas.moe.experts import Experts, moe_experts
-from jaxspec.pallas.moe.feed_forward import Router, check
-from jaxspec.pallas.moe.route import moe_route
+from jaxspec.pallas.moe.feed_forward import Router, check, held
+from jaxspec.pallas.moe.route import moe_route, own_choices
 from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.residual import Pending, Stream, sum_parts
 from jaxspec.pallas.norm.rms_norm import Norm
@@ -51,6 +51,7 @@ def latent_moe_feed_forward(
     # One matmul reads `normed` once. In float32, no extra kernel has to slice the scores.
     product = matmul(normed, router.weight, jnp.float32)
     choices = moe_route(product, router.bias, live, router.rule)
+    choices = own_choices(choices, router.rule, held(router.rule, experts))
     routed = moe_experts(product[:, columns.latent].astype(stream.dtype), experts, choices)
     shared = experts.activation(product[:, columns.shared].astype(stream.dtype))
     both = jnp.concatenate([sum_parts(routed, stream.dtype), shared], axis=1)

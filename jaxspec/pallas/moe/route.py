@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec import checks
+from jaxspec import checks, parallel
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.norm.residual import sum_parts
 
@@ -88,6 +88,14 @@ class Choices:
 
     experts: Int[Array, "tokens parts"]  # int32; `Routing.none` for padding
     weights: Float[Array, "tokens parts"]  # float32; 0 for padding
+    # Devices that the routed experts are shared among. With several, `experts` are those of one
+    # device, and a choice of another device's expert is like one of padding.
+    devices: int = flax.struct.field(pytree_node=False, default=1)
+
+    @property
+    def has_gaps(self) -> bool:
+        """True if only some choices of a token may be those of padding."""
+        return self.devices > 1
 
 
 def moe_route(
@@ -123,6 +131,26 @@ def why_not_kernel(scores, rule):
     if rule.top_groups < rule.groups:
         return f"{rule.groups} groups"
     return None
+
+
+def own_choices(choices: Choices, rule: Routing, held: int) -> Choices:
+    """Return the choices of one device's experts: `held` of the routed ones, and all shared ones.
+
+    Its experts are numbered from 0. On the second of two devices that share experts 0 to 7, a token
+    that chose experts 6, 1 and the shared expert 8 has experts 2, none and 4, where none is 5.
+
+    All devices must have the same scores to the last bit, or an expert may be left out: scores are
+    computed from a sum over devices, which is the same on each of them.
+    """
+    if held == rule.num_experts:
+        return choices
+    experts, own = choices.experts, choices.experts - parallel.first_of(held)
+    is_own = (own >= 0) & (own < held)
+    is_common = experts >= rule.num_experts  # shared experts, and padding
+    experts = jnp.where(is_own, own, held + rule.num_shared)
+    experts = jnp.where(is_common, choices.experts - rule.num_experts + held, experts)
+    weights = jnp.where(is_own | is_common, choices.weights, 0.0)
+    return Choices(experts.astype(jnp.int32), weights, rule.num_experts // held)
 
 
 def moe_route_reference(scores, bias, live, rule):

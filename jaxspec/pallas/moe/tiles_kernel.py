@@ -4,6 +4,7 @@ A block handles one token.
 """
 
 import functools
+import operator
 from math import gcd, prod
 
 import jax
@@ -32,12 +33,12 @@ def to_tiles_kernel(x, work, choices, *, none, interpret=None):
     """
     (tokens, features), (tiles, rows) = x.shape, (work.expert.shape[0], work.rows)
     parts, width = choices.experts.shape[1], gcd(features, _COPY)
-    pieces = features // width, width
+    pieces, has_gaps = (features // width, width), choices.has_gaps
 
     def body(x, place, experts, weights, tiled, at_place, scales, *, row, filled):
         token = lax.axis_index("token")
         plgpu.copy_gmem_to_smem(x.at[token], row, filled)
-        is_live = experts[token, 0] < none
+        is_live = _is_live(experts, token, none, has_gaps)
         places = [place[token, part] for part in range(parts)]
         for part, at in enumerate(places):
             at_place[at] = token * parts + part
@@ -75,6 +76,12 @@ def to_tiles_kernel(x, work, choices, *, none, interpret=None):
     )
 
 
+def _is_live(experts, token, none, has_gaps):
+    """Return whether a token has an expert; without gaps, all its choices are like the first."""
+    parts = range(experts.shape[1] if has_gaps else 1)
+    return functools.reduce(operator.or_, [experts[token, part] < none for part in parts])
+
+
 @functools.partial(jax.jit, static_argnames=("none", "interpret"))
 def from_tiles_kernel(tiled, work, choices, *, none, interpret=None):
     """Sum each token's rows in order of its experts: `[tokens, features]`, in their dtype.
@@ -82,24 +89,30 @@ def from_tiles_kernel(tiled, work, choices, *, none, interpret=None):
     Padding gets zeros; `work`, `choices` and `none` are those of `to_tiles_kernel`.
     """
     features, (tokens, parts) = tiled.shape[-1], choices.experts.shape
+    has_gaps = choices.has_gaps
     pieces = layouts.row_pieces(features, tiled.dtype.itemsize)
 
     def body(tiled, place, experts, y):
         token = lax.axis_index("token")
-        is_live = experts[token, 0] < none
+        is_live = _is_live(experts, token, none, has_gaps)
 
         @pl.when(is_live)
         def _():
             # All loads are issued before the first use, so the block waits for the memory once.
             places = [place[token, part] for part in range(parts)]
+            has_expert = [True] * parts
+            if has_gaps:  # rows without an expert are uninitialized
+                has_expert = [experts[token, part] < none for part in range(parts)]
+                places = [jnp.where(has, at, 0) for has, at in zip(has_expert, places, strict=True)]
             loaded = [
                 [access.load(tiled.at[at, piece.columns], piece.layout) for at in places]
                 for piece in pieces
             ]
             for piece, rows in zip(pieces, loaded, strict=True):
                 total = jnp.zeros((piece.size,), jnp.float32)
-                for row in rows:
-                    total = total + row.astype(jnp.float32)
+                for row, has in zip(rows, has_expert, strict=True):
+                    value = row.astype(jnp.float32)
+                    total = total + (jnp.where(has, value, 0.0) if has_gaps else value)
                 access.store(y.at[token, piece.columns], total.astype(y.dtype))
 
         @pl.when(~is_live)

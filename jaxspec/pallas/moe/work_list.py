@@ -54,9 +54,8 @@ def work_list(choices: Choices, num_experts: int, rows: int) -> WorkList:
     """
     experts = choices.experts
     (tokens, parts), kinds = experts.shape, num_experts + 1
-    has = jnp.any(experts[:, :, None] == jnp.arange(kinds)[None, None, :], axis=1)
-    amount = jnp.where(jnp.arange(kinds) == num_experts, parts, 1)  # for padding, all parts
-    before, held = _counted(jnp.where(has, amount[None, :], 0))
+    has = experts[:, :, None] == jnp.arange(kinds)[None, None, :]
+    before, held = _counted(jnp.sum(has, axis=1, dtype=jnp.int32))
     tiles = (held + rows - 1) // rows
     ends = _sums_up_to(tiles)
     starts = ends - tiles
@@ -66,8 +65,11 @@ def work_list(choices: Choices, num_experts: int, rows: int) -> WorkList:
     left = held[known] - (tile - starts[known]) * rows
     count = jnp.where(expert < kinds, jnp.minimum(left, rows), 0)
     rank = jnp.take_along_axis(before, experts, axis=1)
-    part = jnp.arange(parts, dtype=jnp.int32)[None, :]
-    rank = jnp.where(experts == num_experts, rank + part, rank)
+    # A token may have the expert of padding several times.
+    is_none, part = experts == num_experts, jnp.arange(parts)
+    is_earlier = is_none[:, None, :] & (part[None, :] < part[:, None])[None]
+    earlier = jnp.sum(is_earlier, axis=2, dtype=jnp.int32)
+    rank = jnp.where(is_none, rank + earlier, rank)
     return WorkList(expert, count, starts[experts] * rows + rank, rows)
 
 

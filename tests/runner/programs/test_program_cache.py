@@ -17,6 +17,7 @@ import pytest
 from harness import Harness, prompts
 
 from jaxspec.pallas import dispatch
+from jaxspec.parallel import Group
 from jaxspec.plan.plan import Program
 from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.runner.programs import program_cache, program_key
@@ -72,9 +73,9 @@ def files(folder):
     return sorted(file.name for file in folder.rglob("*"))
 
 
-def run():
+def run(devices=1):
     """The tokens of two requests to a model with drafts."""
-    engine = Harness("qwen3_5", drafts=1, **FEW)
+    engine = Harness(drafts=1, group=Group(devices), **FEW)
     for prompt in prompts(2):
         engine.add(prompt)
     engine.run()
@@ -91,13 +92,14 @@ from jaxspec.runner.programs import program_cache, program_key
 jax.config.update("jax_disable_most_optimizations", json.loads(sys.argv[2]))
 program_cache._folder = lambda: Path(sys.argv[1])
 program_cache.traced = None
-print(json.dumps([here.run(), dispatch.implementations()]))
+print(json.dumps([here.run(int(sys.argv[3])), dispatch.implementations()]))
 """
 
 
-def test_a_later_process_traces_no_step_and_gives_the_same_tokens(folder):
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.devices)])
+def test_a_later_process_traces_no_step_and_gives_the_same_tokens(devices, folder):
     """One program is a loop; and states are copied for samples of one prompt."""
-    tokens = run()
+    tokens = run(devices)
     names = files(folder)
     steps = "step_4_0_1_greedy-", "step_4_0_1_greedy_2_times", "step_4_16_1_greedy"
     starts = "moves", *steps, "tables"
@@ -106,7 +108,7 @@ def test_a_later_process_traces_no_step_and_gives_the_same_tokens(folder):
     here = Path(__file__).parent  # which has a conftest of its own
     path = os.pathsep.join([str(here.parents[1]), *sys.path, str(here)])
     later = subprocess.run(
-        [sys.executable, "-c", LATER, str(folder), config],
+        [sys.executable, "-c", LATER, str(folder), config, str(devices)],
         env={**os.environ, **SMALL, "PYTHONPATH": path, "PYTHONHASHSEED": "7"},
         stdout=subprocess.PIPE,
         check=True,
