@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -187,6 +188,29 @@ def _spec_of(leaf: Any) -> PartitionSpec:
 
 def _spec(is_whole: bool) -> PartitionSpec:
     return PartitionSpec() if is_whole else PartitionSpec(AXIS)
+
+
+def held(
+    whole: Sequence[int], local: Sequence[int], rank: int, devices: int
+) -> Int[np.ndarray, " indices"]:
+    """Return the indices along an axis that a device holds.
+
+    An axis has segments, such as queries, keys and values, and each is shared: equally, or each
+    entry goes to several consecutive devices if there are fewer entries than devices.
+
+    Args:
+        whole: Sizes of the segments.
+        local: Sizes of the parts of the segments that each device holds.
+        rank: Number of the device.
+        devices: Number of devices.
+    """
+    indices, start = [], 0
+    for size, own in zip(whole, local, strict=True):
+        pieces = size // own
+        first = start + rank * pieces // devices * own
+        indices.append(np.arange(first, first + own))
+        start += size
+    return np.concatenate(indices)
 
 
 # Inside a program

@@ -42,7 +42,6 @@ class TransferEngine(LLMEngine):
             RuntimeError: as in `generate`.
         """
         self.session.require_usable()
-        self._check_devices()
         name = str(request_id)
         samples = self.session.of_request(name)
         if len(samples) != 1 or samples[0].request.params.n > 1:
@@ -90,7 +89,6 @@ class TransferEngine(LLMEngine):
             RuntimeError: the request was aborted or failed, or as in `generate`.
         """
         self.session.require_usable()
-        self._check_devices()
         sample, *others = self.inputs.process_one(
             prompt, sampling_params, request_id, priority, call="prefill"
         )
@@ -138,7 +136,6 @@ class TransferEngine(LLMEngine):
             RuntimeError: as in `generate`.
         """
         self.session.require_usable()
-        self._check_devices()
         if not isinstance(state, RequestState):
             raise ValueError(
                 f"import_request takes a RequestState, got {shown(state)}. Read one by "
@@ -160,13 +157,6 @@ class TransferEngine(LLMEngine):
 
     # Export
 
-    def _check_devices(self) -> None:
-        if (size := self._runner.group.size) > 1:
-            raise ValueError(
-                f"Requests migrate between engines of one device each, and {size} share this "
-                "engine's model. Use tensor_parallel_size=1 on both sides."
-            )
-
     def _check_prefill(self, request: Request) -> None:
         if not self.limits.caches_prefixes:
             raise ValueError(
@@ -181,7 +171,7 @@ class TransferEngine(LLMEngine):
             )
 
     def _state_of(self, sample: Sample, copied: Copied) -> RequestState:
-        arrays = self._runner.blocks.to_arrays(copied)
+        arrays = self._runner.portable.to_arrays(copied)
         return RequestState.of(sample.request, self._runner.fingerprint, copied.num_tokens, arrays)
 
     def _compile_copies(self) -> None:
@@ -190,7 +180,6 @@ class TransferEngine(LLMEngine):
 
     def _compile_copies_in_turn(self) -> None:
         self.session.require_usable()
-        self._check_devices()
         runner = self._runner
         if not self.limits.caches_prefixes:
             return
@@ -232,7 +221,7 @@ class TransferEngine(LLMEngine):
         is_read = self.limits.caches_prefixes and not PrefixCache.why_not(request)
         if not (is_read and state.num_computed):
             return None
-        return self._runner.blocks.from_arrays(state.arrays, request.tokens[: state.num_computed])
+        return self._runner.portable.from_arrays(state.arrays, request.tokens[: state.num_computed])
 
 
 def _stream(

@@ -1,7 +1,7 @@
 """The portable form of a request's pools: NumPy arrays independent of the engine's sizes.
 
-Engines differ in page size, number of slots, number of drafts and state policy. None of these
-affects the arrays:
+Engines differ in page size, number of slots, number of drafts, state policy and number of devices.
+None of these affects the arrays, which are those of the whole model:
 
     by token     `[tokens, ...]`: keys and values `[tokens, layers, 2, heads, head_dim]`, token ids,
                  hidden states; page i of a request contains tokens from `i * page_size` on
@@ -13,7 +13,7 @@ The names are those of the specs, with the part after a slash if a pool has seve
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ import numpy as np
 from jaxspec.cache.checkpoints import BySlot, by_slot
 from jaxspec.cache.copies import paged
 from jaxspec.cache.specs import CacheSpec, Pools, PoolSizes
+from jaxspec.parallel import held
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -113,6 +114,81 @@ def checkpoint_of(
         leaves = [as_stored(name, leaf) for name, leaf in _named(spec.name, like)]
         pools[spec.name] = jax.tree.unflatten(jax.tree.structure(like), leaves)
     return pools
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cut:
+    """The parts of an array that the devices of a group hold."""
+
+    devices: int
+    axis: int | None = None  # axis that they share; None if each device holds the whole array
+    size: int = 0  # of the whole array along the axis
+    held: tuple[np.ndarray, ...] = ()  # indices along the axis that each device holds
+
+    def parts(self, whole: np.ndarray) -> list[np.ndarray]:
+        """Return the part of each device."""
+        if self.axis is None:
+            return [whole] * self.devices
+        return [np.take(whole, indices, self.axis) for indices in self.held]
+
+    def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the whole array; of what several devices hold, one of their equal copies."""
+        if self.axis is None:
+            return parts[0]
+        shape, before = list(parts[0].shape), (slice(None),) * self.axis
+        shape[self.axis] = self.size
+        whole = np.empty(shape, parts[0].dtype)
+        for indices, part in zip(self.held, parts, strict=True):
+            whole[*before, indices] = part
+        return whole
+
+
+def cuts(
+    whole: Iterable[CacheSpec],
+    local: Iterable[CacheSpec],
+    of_all: Pools,
+    of_one: Pools,
+    devices: int,
+) -> Pools:
+    """Return the `Cut` of each array of the pools.
+
+    Args:
+        whole: Specs of the model, as on a single device.
+        local: Specs with the sizes of one of the devices, in the same order.
+        of_all: Shapes of copied pages or of a checkpoint, with the sizes of `whole`.
+        of_one: The same with the sizes of `local`.
+        devices: Number of devices.
+    """
+    specs = {a.name: (a, b) for a, b in zip(whole, local, strict=True)}
+    found = {}
+    for name, tree in of_all.items():
+        leaves, own = _named(name, tree), jax.tree.leaves(of_one[name])
+        of_pool = [
+            _cut(specs[name], _part(full), (leaf.shape, other.shape), devices)
+            for (full, leaf), other in zip(leaves, own, strict=True)
+        ]
+        found[name] = jax.tree.unflatten(jax.tree.structure(tree), of_pool)
+    return found
+
+
+def _cut(
+    specs: tuple[CacheSpec, CacheSpec],
+    part: str,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    devices: int,
+) -> Cut:
+    """Return the cut of one array, given the specs and shapes of all devices and of one."""
+    shared = [axis for axis, (size, own) in enumerate(zip(*shapes, strict=True)) if size != own]
+    if not shared:
+        return Cut(devices)
+    (axis,) = shared
+    is_last = axis == len(shapes[0]) - 1
+    whole, local = (
+        (is_last and spec.segments_of(part)) or (shape[axis],)
+        for spec, shape in zip(specs, shapes, strict=True)
+    )
+    indices = (held(whole, local, rank, devices) for rank in range(devices))
+    return Cut(devices, axis, shapes[0][axis], tuple(indices))
 
 
 def _rows(position: int, taps: int, ring: int) -> np.ndarray:

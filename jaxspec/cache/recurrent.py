@@ -16,8 +16,12 @@ class Conv(NamedTuple):
     """The causal convolution before a recurrence."""
 
     taps: int
-    channels: int
+    parts: tuple[int, ...]  # channels of each part, such as queries, keys and values
     dtype: jnp.dtype
+
+    @property
+    def channels(self) -> int:
+        return sum(self.parts)
 
 
 class PerSlot(NamedTuple):
@@ -106,6 +110,9 @@ class Recurrent(BySlot):
 
     def taps_of(self, part: str) -> int | None:
         return self.conv.taps if part == "conv" else None
+
+    def segments_of(self, part: str) -> tuple[int, ...] | None:
+        return self.conv.parts if part == "conv" else None
 
     def export(
         self, pool: RecurrentPool, checkpoints: SavedStates, saved: SavedState, states: Any

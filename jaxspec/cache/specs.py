@@ -89,6 +89,16 @@ class CacheSpec(abc.ABC):
     def copy(self, pool: Any, moves: Moves) -> Any:
         """Return the pool with each source copied to its target."""
 
+    def segments_of(self, part: str) -> tuple[int, ...] | None:
+        """Return the sizes of the segments of an array's last axis that devices share one by one.
+
+        None means that each axis is one segment (`parallel.held`).
+
+        Args:
+            part: Name of the array, as in `BySlot.taps_of`.
+        """
+        return None
+
     def holders(self, pool: Any) -> dict[str, Any]:
         """Return the pool's parts by the names under which their bytes are reported."""
         return {self.name: pool}

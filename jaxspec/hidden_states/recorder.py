@@ -36,7 +36,8 @@ class PageReader:
         self.page_size = runner.shapes.page_size
         self._num_pages = max(1, _TOKENS // self.page_size)
         pages = np.zeros(self._num_pages, np.int32)
-        self._copy = jax.jit(_copy).lower(runner.state.pools[pool], pages).compile()
+        copy = runner.group.on_each(_copy, whole=1, equal=True)
+        self._copy = jax.jit(copy).lower(runner.state.pools[pool], pages).compile()
         self.read([0])
 
     def read(self, pages: Sequence[int]) -> list[Pages]:

@@ -75,6 +75,11 @@ class ModelSpec(NamedTuple):
         tensors = tuple(placement.name for placement in model.checkpoint())
         return ModelSpec(type(model), model.config, dtype, tensors)
 
+    @property
+    def whole(self) -> "ModelSpec":
+        """The spec of the module that devices share, as on a single device."""
+        return self._replace(config=self.config.whole)
+
     def model(self) -> Any:
         """Return an instance of `family` without values."""
         return nnx.eval_shape(lambda: self.family(self.config, self.dtype, self.tensors))

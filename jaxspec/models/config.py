@@ -72,6 +72,13 @@ class ModelConfig:
     parts: tuple[Any, ...] = ()
     # Devices that share the model; heads and widths are those of one, `vocab_size` is the model's.
     devices: int = 1
+    # Sizes of all devices together; None if a single device holds the model.
+    of_all: "ModelConfig | None" = dataclasses.field(default=None, repr=False)
+
+    @property
+    def whole(self) -> "ModelConfig":
+        """The model's sizes, as on a single device."""
+        return self.of_all or self
 
     def local(self, devices: int) -> "ModelConfig":
         """Return the sizes that each of `devices` devices holds of the model.
@@ -92,6 +99,7 @@ class ModelConfig:
             num_kv_heads=share_or_copy(self.num_kv_heads, devices, "num_key_value_heads"),
             parts=tuple(parts),
             devices=devices,
+            of_all=self,
         )
 
     def find_part(self, kind: type[_Part]) -> _Part | None:

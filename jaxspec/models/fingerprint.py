@@ -1,39 +1,130 @@
 """Fingerprint of a model: its architecture, weights and dtype."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Int
+
+from jaxspec import parallel
+from jaxspec.models.blocks import box
+from jaxspec.models.checkpoint_module import CheckpointModule, ModelSpec
+from jaxspec.models.layers.parameters import Placement
+from jaxspec.models.shards import shards
+from jaxspec.parallel import ALONE, Group
 
 _VALUES = 256  # sampled values per leaf
+_Indices = Int[np.ndarray, "axes values"]  # of sampled values in an array; -1 where it lacks them
 
 
-def fingerprint(config: Any, leaves: Sequence[Array]) -> str:
+def fingerprint(model_spec: ModelSpec, weights: Sequence[Array], group: Group = ALONE) -> str:
     """Return 64 hexadecimal digits that are equal for engines with the same model.
 
     They are the SHA-256 of the model's configuration, the shapes and dtypes of its weights, and a
-    regular sample of values of each weight. Further training changes nearly all values, and with
-    them the fingerprint. Engine sizes and separately loaded drafters are not included.
+    regular sample of values of each weight, all as on a single device. Further training changes
+    nearly all values, and with them the fingerprint. Engine sizes, the number of devices and
+    separately loaded drafters are not included.
 
-    Waits for the device.
+    Waits for the devices.
 
     Args:
-        config: Any object whose repr is the same for the same model.
-        leaves: The weights.
+        model_spec: Spec of the model, with the sizes of one device.
+        weights: Its weights, in the order of `ModelSpec.weights_of`.
+        group: The devices that share the model.
     """
-    digest = hashlib.sha256(repr(config).encode())
+    whole = model_spec.whole.model()
+    leaves = ModelSpec.weights_of(whole)
+    digest = hashlib.sha256(repr(whole.config).encode())
     digest.update(repr([(leaf.shape, leaf.dtype.name) for leaf in leaves]).encode())
-    digest.update(np.asarray(_sampled(tuple(leaves))).tobytes())
+    indices = _indices(whole, model_spec.model(), group.size)
+    sampled = jax.jit(group.on_each(_sampled, whole=1, equal=True))
+    digest.update(np.asarray(sampled(tuple(weights), tuple(indices))).tobytes())
     return digest.hexdigest()
 
 
-@jax.jit
-def _sampled(leaves: tuple[Array, ...]) -> Float[Array, " values"]:
-    """Return at most twice `_VALUES` values of each leaf, concatenated."""
-    flat = [leaf.reshape(-1) for leaf in leaves]
-    parts = [leaf[:: max(1, leaf.size // _VALUES)].astype(jnp.float32) for leaf in flat]
-    return jnp.concatenate([*parts, jnp.zeros(0, jnp.float32)])
+def _sampled(
+    weights: tuple[Array, ...], indices: tuple[Int[Array, "devices axes values"], ...]
+) -> Int[Array, " values"]:
+    """Return the bits of at most twice `_VALUES` float32 values of each weight, concatenated."""
+    rank, found = parallel.first_of(1), [jnp.zeros(0, jnp.int32)]
+    for weight, of_ranks in zip(weights, indices, strict=True):
+        own = of_ranks[rank]
+        bits = jax.lax.bitcast_convert_type(weight[tuple(own)].astype(jnp.float32), jnp.int32)
+        found.append(jnp.where(own[0] < 0, 0, bits))
+    return parallel.reduce(jnp.concatenate(found))
+
+
+def _indices(
+    whole: CheckpointModule, local: CheckpointModule, devices: int
+) -> list[Int[np.ndarray, "devices axes values"]]:
+    """Return where each device has the sampled values of each weight; one device has a value."""
+    leaves = ModelSpec.weights_of(whole)
+    of_all, of_one = list(whole.checkpoint()), list(local.checkpoint())
+    numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
+    samples = [_sample(leaf.shape) for leaf in leaves]
+    keys = [(numbers[id(each.param.get_value())], each.name) for each in of_all]
+    in_tensors: dict[tuple[int, str], _Indices] = {}
+    for key, placement in zip(keys, of_all, strict=True):
+        indices = _in_tensor(placement, samples[key[0]])
+        in_tensors[key] = np.maximum(in_tensors.get(key, -1), indices)
+    found = [np.full((devices, *each.shape), -1, np.int32) for each in samples]
+    for rank in range(devices):
+        for key, part in zip(keys, shards(of_all, of_one, rank, devices), strict=True):
+            of_ranks, indices = found[key[0]], _in_parameter(part, in_tensors[key])
+            is_new = (of_ranks[:, 0] < 0).all(axis=0)
+            of_ranks[rank] = np.where(is_new, indices, of_ranks[rank])
+    return found
+
+
+def _sample(shape: tuple[int, ...]) -> _Indices:
+    size = int(np.prod(shape))
+    return np.stack(np.unravel_index(np.arange(0, size, max(1, size // _VALUES)), shape))
+
+
+def _in_tensor(placement: Placement, indices: _Indices) -> _Indices:
+    """Return the indices in a placement's tensor, given those in its parameter."""
+    shape, place = _as_stored(placement)
+    if placement.transpose:
+        indices = indices[::-1]
+    return _moved(indices, shape, place, box(placement.shape, placement.part))
+
+
+def _in_parameter(placement: Placement, indices: _Indices) -> _Indices:
+    """Return the indices in a placement's parameter, given those in its tensor."""
+    place = _as_stored(placement)[1]
+    tensor = placement.shape
+    moved = _moved(indices, tensor, box(tensor, placement.part), place)
+    return moved[::-1] if placement.transpose else moved
+
+
+def _as_stored(placement: Placement) -> tuple[tuple[int, ...], list[Any]]:
+    """Return the shape and the placement's box of the parameter, in the tensor's order of axes."""
+    shape: tuple[int, ...] = placement.param.shape
+    place = box(shape, placement.index)
+    return (shape[::-1], place[::-1]) if placement.transpose else (shape, place)
+
+
+def _moved(
+    indices: _Indices, shape: tuple[int, ...], place: list[Any], target: list[Any]
+) -> _Indices:
+    """Return indices into the box `place` of an array as those into the box `target` of another.
+
+    The boxes have equal sizes, apart from axes of size 1. Indices outside `place` become -1.
+    """
+    within = [_within(*each) for each in zip(indices, shape, place, strict=True)]
+    is_inside = np.all([indices[0] >= 0, *(each >= 0 for each in within)], axis=0)
+    steps: Iterator[np.ndarray] = (
+        each for each, picked in zip(within, place, strict=True) if len(picked) > 1
+    )
+    moved = [np.asarray(p)[next(steps) if len(p) > 1 else 0 * indices[0]] for p in target]
+    return np.where(is_inside, np.stack(moved), -1)
+
+
+def _within(indices: np.ndarray, size: int, picked: Any) -> np.ndarray:
+    """Return the places of indices along an axis in `picked`; -1 where they are not."""
+    places = np.full(size, -1)
+    places[np.asarray(picked)] = np.arange(len(picked))
+    return places[indices]

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxspec.models.blocks import box
 from jaxspec.models.layers.parameters import Placement
+from jaxspec.parallel import held
 
 
 def shards(
@@ -15,8 +16,7 @@ def shards(
     """Yield the placements of one device's parameters.
 
     Tensors of other devices (`Placement.holder`) are left out. Where sizes of `whole` and `local`
-    differ, the devices share that axis of the tensor: equally, or each entry goes to several
-    consecutive devices if there are fewer entries than devices.
+    differ, the devices share that axis of the tensor (`held`).
 
     Args:
         whole: Placements of the model, as on a single device.
@@ -34,12 +34,12 @@ def shards(
 def _shard(whole: Placement, local: Placement, rank: int, devices: int) -> Placement:
     if whole.shape == local.shape:
         return local
-    held = [
-        _held(_segments(whole, axis), _segments(local, axis), rank, devices)
+    by_axis = [
+        held(_segments(whole, axis), _segments(local, axis), rank, devices)
         for axis in range(len(whole.shape))
     ]
     wanted = box(local.shape, local.part)
-    part = tuple(_as_slice(indices[np.asarray(w)]) for indices, w in zip(held, wanted, strict=True))
+    part = tuple(_as_slice(own[np.asarray(w)]) for own, w in zip(by_axis, wanted, strict=True))
     return dataclasses.replace(local, shape=whole.shape, part=part)
 
 
@@ -47,17 +47,6 @@ def _segments(placement: Placement, axis: int) -> tuple[int, ...]:
     if placement.segments is not None and placement.segments[0] == axis:
         return placement.segments[1]
     return (placement.shape[axis],)
-
-
-def _held(whole: tuple[int, ...], local: tuple[int, ...], rank: int, devices: int) -> np.ndarray:
-    """Return the indices along an axis that the device holds, of segments of these sizes."""
-    held, start = [], 0
-    for size, own in zip(whole, local, strict=True):
-        pieces = size // own
-        first = start + rank * pieces // devices * own
-        held.append(np.arange(first, first + own))
-        start += size
-    return np.concatenate(held)
 
 
 def _as_slice(indices: np.ndarray) -> slice | np.ndarray:

@@ -118,6 +118,15 @@ class Proposer(abc.ABC):
     is_probabilistic: bool = False  # `Drafts.logits` is given, except in greedy programs
     taps: tuple[int, ...] = ()  # layers of `DraftInputs.aux_hidden`: see `Model.forward`
 
+    @property
+    def whole(self) -> "Proposer":
+        """The proposer with the sizes of all devices that share a model, as on a single device.
+
+        Its `cache_specs` are those of the whole pools. A proposer whose pools are on every device
+        whole is its own.
+        """
+        return self
+
     @abc.abstractmethod
     def propose(
         self, model: Model, inputs: DraftInputs, pools: Pools, tables: Any

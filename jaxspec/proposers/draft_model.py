@@ -63,6 +63,10 @@ class DraftModelProposer(Proposer):
         is_drawn = config.draft_sample_method == "probabilistic"
         return cls(config.num_drafts, drafter, is_drawn)
 
+    @property
+    def whole(self) -> "DraftModelProposer":
+        return dataclasses.replace(self, model_spec=self.model_spec.whole)
+
     def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
         return namespaced(_OWNER, self.model_spec.model().cache_specs(options))
 

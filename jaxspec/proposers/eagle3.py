@@ -53,6 +53,10 @@ class Eagle3Proposer(Proposer):
         is_drawn = config.draft_sample_method == "probabilistic"
         return cls(config.num_drafts, drafter, taps, is_drawn)
 
+    @property
+    def whole(self) -> "Eagle3Proposer":
+        return dataclasses.replace(self, model_spec=self.model_spec.whole)
+
     def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
         return namespaced(_OWNER, self.model_spec.model().cache_specs(options))
 

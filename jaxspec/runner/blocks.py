@@ -8,7 +8,7 @@ plans. The programs of steps are not affected.
 import dataclasses
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import flax.struct
@@ -21,7 +21,6 @@ from jaxspec.cache import (
     CacheSpec,
     Pools,
     PoolSizes,
-    TokenHistory,
     allocate,
     allocate_checkpoints,
 )
@@ -29,13 +28,11 @@ from jaxspec.cache.copies import (
     paged,
     read_checkpoint,
     read_pages,
-    uncopied,
     write_checkpoint,
     write_pages,
 )
-from jaxspec.cache.portable import checkpoint_of, names, pages_of, state_arrays, token_arrays
 from jaxspec.parallel import ALONE, Group
-from jaxspec.plan.block_plan import Block, Copied
+from jaxspec.plan.block_plan import Block
 from jaxspec.plan.plan import AnyProgram, CopyBlock, StepPlan, plan_layout
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.runner.batch_state import EngineState
@@ -53,7 +50,6 @@ class Contents:
 
 _Kept = tuple[Pools, Pools]
 """Source or target of a copy: paged pools, and checkpoints, which are empty for pages alone."""
-Arrays = Mapping[str, np.ndarray]
 
 
 def check_host_bytes(
@@ -83,7 +79,7 @@ class BlockCopies:
     """Copies blocks from the pools of an engine to the host, and back."""
 
     def __init__(self, specs: Iterable[CacheSpec], shapes: StepShapes, group: Group = ALONE):
-        self.specs, self._shapes, self._group = tuple(specs), shapes, group
+        self.specs, self.shapes, self._group = tuple(specs), shapes, group
         self.sizes = PoolSizes(shapes.num_pages, shapes.page_size, shapes.num_slots, shapes.width)
         self._programs: dict[CopyBlock, jax.stages.Compiled] = {}
         self._staged: dict[Block, tuple[jax.Array, ...]] = {}
@@ -96,7 +92,7 @@ class BlockCopies:
 
     def lower(self, program: CopyBlock, state: EngineState) -> jax.stages.Lowered:
         self._where = state.page_tables.sharding
-        layout, like = plan_layout(program, self._shapes), self._like(program.of_state)
+        layout, like = plan_layout(program, self.shapes), self.like(is_state=program.of_state)
         packed, structure = np.zeros(layout.size, np.int32), jax.tree.structure(like)
 
         def read(kept: _Kept, packed: Int[Array, " plan"]) -> tuple[Array, ...]:
@@ -131,8 +127,8 @@ class BlockCopies:
         Returns the state, and the seconds of the last run.
         """
         self._programs[program] = self.lower(program, state).compile()
-        packed, started = np.zeros(plan_layout(program, self._shapes).size, np.int32), 0.0
-        like = jax.tree.leaves(self._like(program.of_state))
+        packed, started = np.zeros(plan_layout(program, self.shapes).size, np.int32), 0.0
+        like = jax.tree.leaves(self.like(is_state=program.of_state))
         for _ in range(2):  # a GPU loads the program in the first run
             arrays = tuple(np.zeros(leaf.shape, leaf.dtype) for leaf in like)
             block = Block(is_state=program.of_state, arrays=arrays)
@@ -199,66 +195,24 @@ class BlockCopies:
 
     def num_bytes(self, *, is_state: bool) -> int:
         """Return the bytes of a block with a state, or of one with pages only."""
-        leaves = jax.tree.leaves(self._like(is_state))
+        leaves = jax.tree.leaves(self.like(is_state=is_state))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     def arrays(self, *, is_state: bool) -> list[tuple[tuple[int, ...], np.dtype]]:
         """Return the shape and dtype of each array of a block."""
-        leaves = jax.tree.leaves(self._like(is_state))
+        leaves = jax.tree.leaves(self.like(is_state=is_state))
         return [(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves]
 
     # Contents, for request migration
 
     def contents(self, block: Block) -> Contents:
         """Return the contents of a block as NumPy arrays; waits for a copy in progress."""
-        structure = jax.tree.structure(self._like(block.is_state))
+        structure = jax.tree.structure(self.like(is_state=block.is_state))
         return jax.tree.unflatten(structure, [np.asarray(array) for array in block.arrays or ()])
 
     def block_of(self, contents: Contents) -> Block:
         is_state = bool(contents.checkpoint)
         return Block(is_state=is_state, arrays=tuple(jax.tree.leaves(contents)))
-
-    def to_arrays(self, copied: Copied) -> dict[str, np.ndarray]:
-        """Wait for the blocks of a prefix and convert them to portable arrays (`cache.portable`).
-
-        Engines of other sizes can import these arrays.
-        """
-        if not copied.num_tokens:
-            return {}
-        num_full, arrays = copied.num_tokens // self.sizes.page_size, {}
-        parts = [self.contents(block).pages for block in copied.pages]
-        parts = [_part(_joined(parts), 0, num_full)] if parts else []
-        if copied.state is not None:
-            state = self.contents(copied.state)
-            arrays = state_arrays(self.specs, state.checkpoint, copied.num_tokens)
-            parts.append(state.pages)  # partly filled page, or arbitrary data after the last token
-        return arrays | token_arrays(self.specs, _joined(parts), copied.num_tokens)
-
-    def from_arrays(self, arrays: Arrays, tokens: Sequence[int]) -> Copied | None:
-        """Convert portable arrays of the prefix `tokens` to blocks of this engine.
-
-        Returns:
-            The blocks, or None if an array that this engine needs is missing, for example because
-            the exporting engine has another drafter.
-
-        Raises:
-            ValueError: an array has another shape or dtype than in this engine.
-        """
-        count, shapes, size = len(tokens), self._shapes, self._shapes.block_pages
-        if any(spec.name == TokenHistory.name for spec in self.specs):
-            arrays = {TokenHistory.name: np.array(tokens, np.int32), **arrays}
-        if uncopied(self.specs) or not names(self.specs) <= arrays.keys():
-            return None
-        pages, num_full = pages_of(self.specs, arrays, count, self.sizes), count // shapes.page_size
-        parts = [
-            _part(pages, first, min(num_full, first + size)) for first in range(0, num_full, size)
-        ]
-        full = tuple(self.block_of(Contents(_padded(part, size), {})) for part in parts)
-        if not shapes.num_checkpoints:
-            return Copied(count, full)
-        tail = _padded(_part(pages, num_full, shapes.pages_for(count)), 1)
-        checkpoint = checkpoint_of(self.specs, arrays, count, self.sizes)
-        return Copied(count, full, self.block_of(Contents(tail, checkpoint)))
 
     # Helpers
 
@@ -277,33 +231,16 @@ class BlockCopies:
         states = read_checkpoint(self.specs, checkpoints, checkpoint) if checkpoints else {}
         return Contents(read_pages(self.specs, pools, pages), states)
 
-    def _like(self, is_state: bool) -> Contents:
-        """Return the contents of a block as shapes and dtypes."""
+    def like(self, *, is_state: bool) -> Contents:
+        """Return the contents of a block as shapes and dtypes; a group's are stacked."""
         if is_state in self._likes:
             return self._likes[is_state]
 
         def make() -> Contents:
             pools = allocate(paged(self.specs), self.sizes)
-            count = self._shapes.num_checkpoints if is_state else 0
+            count = self.shapes.num_checkpoints if is_state else 0
             checkpoints = allocate_checkpoints(self.specs, self.sizes, count)
-            pages = jnp.zeros(1 if is_state else self._shapes.block_pages, jnp.int32)
+            pages = jnp.zeros(1 if is_state else self.shapes.block_pages, jnp.int32)
             return self._contents((pools, checkpoints), pages, jnp.int32(0))
 
         return self._likes.setdefault(is_state, self._group.like(jax.eval_shape(make)))
-
-
-def _joined(parts: Sequence[Pools]) -> Pools:
-    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
-
-
-def _part(pages: Pools, first: int, end: int) -> Pools:
-    return jax.tree.map(lambda array: array[first:end], pages)
-
-
-def _padded(pages: Pools, count: int) -> Pools:
-    def padded(array: np.ndarray) -> np.ndarray:
-        whole = np.zeros((count, *array.shape[1:]), array.dtype)
-        whole[: len(array)] = array
-        return whole
-
-    return jax.tree.map(padded, pages)

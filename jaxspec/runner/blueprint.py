@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.cache import state_policy
+from jaxspec.cache import CacheSpec, state_policy
 from jaxspec.models.base import CheckpointModule, Model, ModelSpec
 from jaxspec.parallel import ALONE, Group
 from jaxspec.plan.plan import AnyProgram, Program, plan_layout
 from jaxspec.plan.step_shapes import StateConfig, StepShapes
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState
-from jaxspec.runner.memory import MemoryUsage
+from jaxspec.runner.memory import MemoryUsage, specs_of
 from jaxspec.runner.programs import program_cache, program_key, trace_processes
 from jaxspec.runner.programs.trace_processes import EarlyTraces
 from jaxspec.runner.step import StepConfig
@@ -102,6 +102,12 @@ class Blueprint:
             state=jax.eval_shape(functools.partial(memory_usage.empty_state, shapes)),
             depends=program_key.words(config) or config,
         )
+
+    def whole_specs(self) -> tuple[CacheSpec, ...]:
+        """Return the specs of the pools as on a single device."""
+        proposer = self.config.proposer
+        model: Model = self.model_spec.whole.model()
+        return specs_of(model, proposer and proposer.whole, self.memory_usage.options)
 
     def fingerprint(self, program: AnyProgram) -> str | None:
         return program_key.fingerprint(self._args(program), (self.depends, program))

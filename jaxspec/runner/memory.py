@@ -85,7 +85,8 @@ class MemoryUsage:
 
     weights: Any  # shapes and dtypes, as in `tables`
     tables: Any  # the drafter tables
-    specs: tuple[CacheSpec, ...]
+    options: CacheOptions
+    specs: tuple[CacheSpec, ...]  # of the pools with these options
     drawn_ids: int  # size of the distributions that drafts are sampled from; 0 if greedy
     vocab_size: int
 
@@ -106,12 +107,11 @@ class MemoryUsage:
         """
         options = CacheOptions(dtype, kv_dtype, jnp.dtype(states.dtype), state_policy(states))
         weights = _described(model)
-        tables, drawn_ids, specs = (), 0, model.cache_specs(options)
+        tables, drawn_ids, specs = (), 0, specs_of(model, proposer, options)
         if proposer is not None:
             tables = _tables(model, proposer, drafter, group)
             drawn_ids = model.vocab_size if proposer.is_probabilistic else 0
-            specs += proposer.cache_specs(options)
-        return MemoryUsage(weights, tables, specs, drawn_ids, model.vocab_size)
+        return MemoryUsage(weights, tables, options, specs, drawn_ids, model.vocab_size)
 
     def empty_state(self, shapes: StepShapes) -> EngineState:
         return empty_state(shapes, self.specs, self.drawn_ids, self.vocab_size)
@@ -128,6 +128,14 @@ class MemoryUsage:
             name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
             for name, pool in held.items()
         }
+
+
+def specs_of(
+    model: Model, proposer: Proposer | None, options: CacheOptions
+) -> tuple[CacheSpec, ...]:
+    """Return the specs of all pools, the proposer's last."""
+    own = () if proposer is None else proposer.cache_specs(options)
+    return *model.cache_specs(options), *own
 
 
 def _tables(

@@ -32,6 +32,7 @@ from jaxspec.runner.batch_state import EngineState
 from jaxspec.runner.blocks import BlockCopies
 from jaxspec.runner.blueprint import Blueprint
 from jaxspec.runner.output import DeviceOutput, PendingOutput
+from jaxspec.runner.portable_blocks import PortableBlocks
 from jaxspec.runner.programs import program_cache, trace_processes
 from jaxspec.runner.programs.trace_processes import EarlyTraces, TraceProcesses
 from jaxspec.runner.step import jitted_step
@@ -118,7 +119,12 @@ class ModelRunner:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Fingerprint of the model and its weights; can't be computed after `close`."""
-        return fingerprint(self._blueprint.model_spec.config, self._weights)
+        return fingerprint(self._blueprint.model_spec, self._weights, self.group)
+
+    @functools.cached_property
+    def portable(self) -> PortableBlocks:
+        """Conversions of blocks for request migration."""
+        return PortableBlocks(self.blocks, self._blueprint.whole_specs(), self.group)
 
     def reset(self) -> None:
         """Drop the state; the next use allocates an empty one.

@@ -12,7 +12,7 @@ GDN = Ring(GdnRing, (PerSlot((1, 4), F16), PerSlot((2, 3), F16), PerSlot((2,), F
 
 
 def pool_of(policy):
-    conv, state = Conv(taps=4, channels=5, dtype=BF16), PerSlot((2, 3, 4), F16)
+    conv, state = Conv(taps=4, parts=(2, 3), dtype=BF16), PerSlot((2, 3, 4), F16)
     return Recurrent("recurrent", 3, conv, state, GDN, policy).allocate(SIZES)
 
 

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from jaxspec.hidden_states.recorder import PageReader
+from jaxspec.parallel import ALONE
 
 
 def make_runner(page_size, num_pages=40):
     pool = jnp.arange(num_pages * page_size * 2, dtype=jnp.float32)
     pool = pool.reshape(num_pages, page_size, 2)
     shapes, state = SimpleNamespace(page_size=page_size), SimpleNamespace(pools={"it": pool})
-    return SimpleNamespace(shapes=shapes, state=state)
+    return SimpleNamespace(shapes=shapes, state=state, group=ALONE)
 
 
 @pytest.mark.parametrize("page_size", [16, 100, 300])  # pages of a copy: 16, 2 and 1

@@ -224,7 +224,7 @@ BUGS = {
     "fused weights cut by their whole width": (SHARDS, "_segments", _whole_width, HYBRID, PAIR),
     "no sum over devices": (parallel, "reduce", lambda parts: parts, HYBRID, PAIR),
     "ids of every device from 0": (parallel, "first_of", lambda count: 0, HYBRID, PAIR),
-    "key-value heads modulo their number": (SHARDS, "_held", _by_rank, "qwen3", FOUR),
+    "key-value heads modulo their number": (SHARDS, "held", _by_rank, "qwen3", FOUR),
     "experts of the neighbour": (feed_forward, "own_choices", _of_the_neighbour, MOE, PAIR),
     "shared expert on each": (MoEConfig, "local", _shared_expert_on_each, MOE, PAIR),
 }

@@ -1,17 +1,52 @@
 """Fingerprints: one for a model and its weights, whatever the engine; another for any other."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
+from flax import nnx
+from harness import ALONE, model
 
+from jaxspec.models.base import ModelSpec
 from jaxspec.models.fingerprint import fingerprint
+from jaxspec.models.layers.parameters import Placement, declare
+from jaxspec.parallel import Group
 
+FLOAT32 = jnp.dtype("float32")
 LEAVES = (jnp.arange(2000, dtype=jnp.float32).reshape(50, 40), jnp.ones(3, jnp.bfloat16))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    name: str
+    leaves: tuple = dataclasses.field(repr=False)  # shapes and dtypes
+
+    @property
+    def whole(self):
+        return self
+
+
+class Made(nnx.Module):
+    def __init__(self, config, dtype, tensors):
+        self.config = config
+        for number, leaf in enumerate(config.leaves):
+            setattr(self, f"leaf{number}", declare(*leaf))
+
+    def checkpoint(self):
+        for number in range(len(self.config.leaves)):
+            param = getattr(self, f"leaf{number}")
+            yield Placement(f"{number}", param.shape, param)
+
+
+def made(name, leaves):
+    config = Config(name, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+    return fingerprint(ModelSpec(Made, config, FLOAT32, ()), leaves)
 
 
 def test_equal_models_have_equal_fingerprints():
     copies = tuple(leaf + 0 for leaf in LEAVES)
-    assert fingerprint("config", LEAVES) == fingerprint("config", copies)
-    assert len(fingerprint("config", ())) == 64
+    assert made("config", LEAVES) == made("config", copies)
+    assert len(made("config", ())) == 64
 
 
 @pytest.mark.parametrize(
@@ -29,4 +64,39 @@ def test_equal_models_have_equal_fingerprints():
     ids=["config", "order", "fewer", "values", "one value", "shape", "dtype", "precision"],
 )
 def test_any_other_model_has_another(other):
-    assert fingerprint(*other) != fingerprint("config", LEAVES)
+    assert made(*other) != made("config", LEAVES)
+
+
+def of_fixture(fixture, group, number=None):
+    """The fingerprint of a fixture, or of one in which all values of a weight are greater."""
+    loaded = model(fixture, group)
+    weights = list(ModelSpec.weights_of(loaded))
+    if number is not None:
+        weights[number] += 0.1
+    return fingerprint(ModelSpec.of(loaded, FLOAT32), weights, group)
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize(
+    ("fixture", "devices"),
+    [
+        ("nemotron_h", 4),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in [
+                ("qwen3_5", 2),
+                ("qwen3_5_moe", 2),
+                ("qwen3_next", 2),
+                ("granitemoehybrid", 4),
+                ("falcon_h1", 2),
+                ("lfm2", 4),
+                ("qwen3_moe", 4),
+            ]
+        ),
+    ],
+)
+def test_of_several_devices_it_is_that_of_one(fixture, devices):
+    alone, group = of_fixture(fixture, ALONE), Group(devices)
+    assert of_fixture(fixture, group) == alone
+    for number in (0, 5):
+        assert of_fixture(fixture, group, number) == of_fixture(fixture, ALONE, number) != alone

@@ -1,5 +1,7 @@
 """Pieces from arrays and back: the same arrays whatever the sizes of the engines between them."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from fake_device import make_buckets
@@ -7,19 +9,22 @@ from pools import CONVS, HISTORY, KV, StrangePages, recurrent
 
 from jaxspec.cache import namespaced
 from jaxspec.cache.portable import names
+from jaxspec.parallel import Group
 from jaxspec.plan.block_plan import Copied
 from jaxspec.runner.blocks import BlockCopies
+from jaxspec.runner.portable_blocks import PortableBlocks
 
 TOKENS = tuple(range(100, 123))
 MODEL = (KV, recurrent(), CONVS)
 ATTENTION = (KV, HISTORY)
 
 
-def blocks_of(specs=MODEL, page_size=4, block_pages=2, num_checkpoints=2):
+def blocks_of(specs=MODEL, page_size=4, block_pages=2, num_checkpoints=2, *, devices=1, local=None):
     shapes = make_buckets(
         page_size=page_size, block_pages=block_pages, num_checkpoints=num_checkpoints
     )
-    return BlockCopies(specs, shapes)
+    group = Group(devices)
+    return PortableBlocks(BlockCopies(local or specs, shapes, group), specs, group)
 
 
 def made_up(num_tokens):
@@ -47,6 +52,53 @@ def test_arrays_go_through_engines_of_any_sizes_unchanged(num_tokens):
         assert arrays.keys() == given.keys() == names(MODEL)
         for name, array in arrays.items():
             np.testing.assert_array_equal(array, given[name])
+
+
+def shared(devices):
+    """Pools of a model with 2 key-value heads and convolutions of 4, 2 and 4 channels."""
+    few = max(1, 2 // devices)
+    states = recurrent()
+    return (
+        dataclasses.replace(KV, heads=few),
+        dataclasses.replace(
+            states,
+            conv=states.conv._replace(parts=(4 // devices, few, 4 // devices)),
+            state=states.state._replace(shape=(4 // devices, 3, 4)),
+        ),
+        dataclasses.replace(CONVS, channels=8 // devices),
+        HISTORY,
+    )
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_arrays_are_those_of_the_model_on_any_number_of_devices(devices):
+    whole, local, random = shared(1), shared(devices), np.random.default_rng(devices)
+    shapes = {
+        "kv": (23, 1, 2, 2, 4),
+        "recurrent/conv": (2, 3, 10),
+        "recurrent/states": (2, 4, 3, 4),
+        "short_conv": (2, 2, 8),
+    }
+    given = {name: random.random(shape).astype(np.float32) for name, shape in shapes.items()}
+    engine = blocks_of(whole, devices=devices, local=local)
+    copied = engine.from_arrays(given, TOKENS)
+    got = engine.to_arrays(copied)
+    for name, array in given.items():
+        np.testing.assert_array_equal(got[name], array)
+    np.testing.assert_array_equal(got["tokens"], TOKENS)
+    contents = engine._blocks.contents(copied.state)
+    conv = np.split(contents.checkpoint["recurrent"].conv, devices)
+    kv = np.split(contents.pages["kv"], devices)
+    for rank in range(devices):
+        first, count = rank * 4 // devices, 4 // devices
+        few, head = max(1, 2 // devices), rank * 2 // devices
+        channels = [*range(first, first + count), *range(4 + head, 4 + head + few)]
+        channels += range(6 + first, 6 + first + count)
+        newest = given["recurrent/conv"][:, -1, channels]
+        assert any((row == newest).all() for row in np.moveaxis(conv[rank], 1, 0))
+        np.testing.assert_array_equal(
+            kv[rank][0, 0, :, 2], given["kv"][22, 0, :, head : head + few]
+        )
 
 
 def test_nothing_computed_is_no_array():

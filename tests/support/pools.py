@@ -28,7 +28,7 @@ CONVS = ShortConv("short_conv", 2, taps=3, channels=5, dtype=F32)
 
 
 def recurrent(policy=Snapshot()):  # noqa: B008
-    return Recurrent("recurrent", 2, Conv(4, 5, F32), PerSlot((2, 3, 4), F32), GDN, policy)
+    return Recurrent("recurrent", 2, Conv(4, (2, 3), F32), PerSlot((2, 3, 4), F32), GDN, policy)
 
 
 class Strange(CacheSpec):

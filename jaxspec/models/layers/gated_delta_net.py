@@ -106,6 +106,10 @@ class GatedDeltaNet(RecurrentMixer):
         self.norm = RMSNorm(sizes.value_dim, config.rms_norm_eps, jnp.float32)
         self.out_proj = Linear(sizes.values, {"out_proj": config.hidden_size}, dtype)
 
+    @property
+    def conv_parts(self) -> tuple[int, ...]:
+        return self.sizes.conv_parts
+
     def cached(self, dtype: jnp.dtype) -> tuple[PerSlot, Ring]:
         sizes = self.sizes
         value = sizes.value_heads, sizes.value_dim
@@ -157,7 +161,7 @@ class GatedDeltaNet(RecurrentMixer):
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         prefix += "linear_attn."
         taps, channels = self.conv.shape
-        segments = 0, self.sizes.conv_parts
+        segments = 0, self.conv_parts
         if self.sizes.by_key_head:
             yield from self._by_key_head(prefix)
         else:

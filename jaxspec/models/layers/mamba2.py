@@ -126,6 +126,12 @@ class Mamba2(RecurrentMixer):
         self.norm = norm
         self.out_proj = Linear(heads.features, {"out_proj": config.hidden_size}, dtype)
 
+    @property
+    def conv_parts(self) -> tuple[int, ...]:
+        """Channels of x, B and C."""
+        heads = self.sizes.heads
+        return heads.features, *2 * (heads.groups * heads.state_dim,)
+
     def cached(self, dtype: jnp.dtype) -> tuple[PerSlot, Ring]:
         heads = self.sizes.heads
         x = heads.heads, _state_rows(heads.head_dim)
@@ -182,10 +188,8 @@ class Mamba2(RecurrentMixer):
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         prefix += "mamba."
-        heads, channels = self.sizes.heads, self.sizes.heads.channels
+        channels, parts = self.sizes.heads.channels, (0, self.conv_parts)
         yield from self._projection(prefix + "in_proj.weight")
-        features, keys = heads.features, heads.groups * heads.state_dim
-        parts = 0, (features, keys, keys)
         taps = prefix + "conv1d.weight", (channels, 1, self.conv.shape[0]), self.conv
         yield Placement(*taps, transpose=True, segments=parts)
         if self.conv_bias is not None:

@@ -36,11 +36,15 @@ class RecurrentMixer(nnx.Module):
         """The input projection, whose first columns are the channels of the convolution."""
         return self.in_proj
 
+    @property
+    @abc.abstractmethod
+    def conv_parts(self) -> tuple[int, ...]:
+        """Channels of each part of the convolution; devices share the parts one by one."""
+
     def cache_specs(self, options: CacheOptions) -> tuple[Recurrent]:
         """Return the spec of states, convolution inputs and ring entries of a layer."""
-        taps, channels = self.conv.shape
         state, ring = self.cached(options.state_dtype)
-        conv = Conv(taps, channels, options.dtype)
+        conv = Conv(self.conv.shape[0], self.conv_parts, options.dtype)
         return (Recurrent(self.pool, 1, conv, state, ring, options.states),)
 
     def prepare(
