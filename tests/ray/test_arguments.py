@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from jaxspec.options import engine_options as engine
 from jaxspec.ray.arguments import OPTIONS, RayOptions, read_arguments
 from jaxspec.server.command import options_of, parser
 from jaxspec.server.options import ServerOptions
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "ray.md"
+ROOT = Path(__file__).parents[2]
 
 
 def test_without_arguments_all_defaults_hold():
@@ -100,5 +101,16 @@ def test_a_wrong_one_is_named_before_anything_starts(given, named):
 
 
 def test_the_document_lists_all_that_are_of_ray():
-    text = DOCUMENT.read_text()
+    text = (ROOT / "docs/ray.md").read_text()
     assert [name for name in OPTIONS if f"`{name}`" not in text] == []
+
+
+def test_the_manifest_has_valid_ones():
+    service = yaml.safe_load((ROOT / "deploy/rayservice.yaml").read_text())["spec"]
+    [application] = yaml.safe_load(service["serveConfigV2"])["applications"]
+    assert application["import_path"] == "jaxspec.ray:app"
+    found = read_arguments(application["args"])
+    [workers] = service["rayClusterConfig"]["workerGroupSpecs"]
+    [container] = workers["template"]["spec"]["containers"]
+    assert int(container["resources"]["limits"]["nvidia.com/gpu"]) % found.num_gpus == 0
+    assert found.ray.max_replicas == workers["maxReplicas"]
