@@ -31,8 +31,10 @@ class PrefixRouter(RequestRouter):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Return groups of replicas in order of preference; Ray takes the first one with room."""
-        args = [] if pending_request is None else pending_request.args
-        call = args[0] if args and isinstance(args[0], Call) else None
+        call = None
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # if none of these has room
+            call = next((arg for arg in pending_request.args if isinstance(arg, Call)), None)
         if call is not None:
             sound = [each for each in candidate_replicas if _id(each) not in call.avoid]
             candidate_replicas = sound or candidate_replicas

@@ -43,7 +43,9 @@ def replicas(*names):
 
 def choose(router, names, prefix, avoid=()):
     call = Call({}, b"", prefix, frozenset(avoid))
-    groups = asyncio.run(router.choose_replicas(replicas(*names), SimpleNamespace(args=[call])))
+    request = SimpleNamespace(args=[call], routing_context=SimpleNamespace(should_backoff=False))
+    groups = asyncio.run(router.choose_replicas(replicas(*names), request))
+    assert request.routing_context.should_backoff  # else Ray asks again at once, for ever
     return [[each.replica_id.unique_id for each in group] for group in groups]
 
 
