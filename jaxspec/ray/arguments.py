@@ -69,7 +69,10 @@ class RayOptions:
 OPTIONS = {field.name: field for field in dataclasses.fields(RayOptions)}
 """Option fields by name, in order."""
 _FIELDS = {**engine.OPTIONS, **SERVER, **OPTIONS}
-_OTHERS = "host", "port", "api_processes", "exit_on_failure", "max_stored_responses"
+_REFUSED = (
+    *("host", "port", "api_processes", "data_parallel_size"),
+    *("exit_on_failure", "max_stored_responses"),
+)
 
 
 class Arguments(NamedTuple):
@@ -102,10 +105,10 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
     args = parser().parse_args([])
     ray = dict[str, Any]()
     for name, value in given.items():
-        if name in _OTHERS:
+        if name in _REFUSED:
             raise ValueError(
                 f"{name} must be left out under Ray, got {shown(value)}. Ray has the port, the "
-                "processes and restarts, and replicas share no stored responses (docs/ray.md)."
+                "processes (num_replicas) and restarts, and replicas share no stored responses."
             )
         if name not in OPTIONS and name not in vars(args):
             known = [*vars(args), *OPTIONS]
@@ -114,21 +117,18 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
                 f"The application has no option {name!r}; the nearest is {near!r}. docs/ray.md "
                 "lists them."
             )
-        read_value = _read_value(name, value)
         if name in OPTIONS:
-            ray[name] = read_value
+            ray[name] = _parsed(name, value)
         else:
-            setattr(args, name, read_value)
+            setattr(args, name, _parsed(name, value))
     server, llm_options = options_of(args)
-    EngineConfig.of(args.model, {name: llm_options[name] for name in llm_options.keys() & _ENGINE})
+    of_engine = llm_options.keys() & engine.OPTIONS.keys()
+    EngineConfig.of(args.model, {name: llm_options[name] for name in of_engine})
     server = dataclasses.replace(server, max_stored_responses=0)
     return Arguments(RayOptions(**ray), server, {"model": args.model, **llm_options})
 
 
-_ENGINE = engine.OPTIONS.keys()
-
-
-def _read_value(name: str, value: Any) -> Any:
+def _parsed(name: str, value: Any) -> Any:
     """Return `value`; a text for an option that is no text is read as JSON."""
     if name == "speculative_config" and isinstance(value, Mapping):
         return json.dumps(dict(value))  # as on the command line

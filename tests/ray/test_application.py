@@ -20,6 +20,7 @@ _ENVIRONMENT = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "RAY_AUTH_MODE": "disabled",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "600",
+    "RAY_worker_niceness": "0",  # added to that of the tests
     "RAY_worker_register_timeout_seconds": "600",
     "RAY_USAGE_STATS_ENABLED": "0",
     "PYTHONPATH": str(ROOT),

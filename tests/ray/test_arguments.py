@@ -85,6 +85,7 @@ def test_a_replica_has_the_gpus_of_its_group():
         ({"num_replica": 4}, "num_replicas"),
         ({"port": 8000}, "port"),
         ({"api_processes": 2}, "api_processes"),
+        ({"data_parallel_size": 2}, "num_replicas"),
         ({"max_stored_responses": 5}, "max_stored_responses"),
         ({"max_num_seqs": "many"}, "max_num_seqs"),
         ({"enable_prefix_caching": "perhaps"}, "enable_prefix_caching"),

@@ -55,17 +55,12 @@ def free_port():
 
 
 def replicas():
-    """Processes of this cluster's replicas, by Ray's title of theirs."""
+    """Processes of this cluster's replicas, by the names that Ray gives to them."""
     found = []
     for process in psutil.Process().children(recursive=True):
-        try:
-            if (
-                "ServeReplica:" in (title := " ".join(process.cmdline()))
-                and "Replica" in (title.rpartition(":")[2])
-            ):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if "ServeReplica:default:Replica" in " ".join(process.cmdline()):
                 found.append(process)
-        except psutil.Error:
-            continue
     return found
 
 
