@@ -45,23 +45,11 @@ def app_of(service: Service) -> FastAPI:
     Raises:
         ValueError: the file of keys can't be read, or holds no key.
     """
-    options = service.options
-    before = [
-        Middleware(RequestIds),
-        Middleware(RequireKey, keys=options.keys(), protect_metrics=options.protect_metrics),
-        Middleware(ClientConnection, max_body_bytes=options.max_body_mib * 2**20),
-    ]
-    if options.allowed_origins:
-        origins = list(options.allowed_origins)
-        cors = Middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
-        )
-        before.insert(0, cors)
     errors = (ApiError, HTTPException, RequestValidationError, *ENGINE_ERRORS, Exception)
     app = FastAPI(
         title="jaxspec",
         version=VERSION,
-        middleware=before,
+        middleware=[Middleware(RequestIds), *guards(service.options)],
         exception_handlers=dict.fromkeys(errors, respond),
         docs_url=None,  # the page would load scripts from a CDN
         redoc_url=None,
@@ -70,3 +58,22 @@ def app_of(service: Service) -> FastAPI:
     for endpoints in _ENDPOINTS:
         app.include_router(endpoints.router)
     return app
+
+
+def guards(options: ServerOptions) -> list[Middleware]:
+    """Return the middleware that admits a request: its origin, its key, then its body.
+
+    Raises:
+        ValueError: the file of keys can't be read, or holds no key.
+    """
+    found = [
+        Middleware(RequireKey, keys=options.keys(), protect_metrics=options.protect_metrics),
+        Middleware(ClientConnection, max_body_bytes=options.max_body_mib * 2**20),
+    ]
+    if options.allowed_origins:
+        origins = list(options.allowed_origins)
+        cors = Middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+        )
+        found.insert(0, cors)
+    return found

@@ -41,20 +41,34 @@ _OF_ASYNC_LLM = (
 
 def main(words: Sequence[str]) -> int:
     args = parser().parse_args(words)
+    options, llm_options = options_of(args)
+    if llm_options.get("node_rank"):
+        return _follow(args.model, _engine_options(args))
+    with asyncio.Runner(loop_factory=event_loop) as runner:
+        make_llm = functools.partial(AsyncLLM, args.model, **llm_options)
+        return runner.run(serve(make_llm, options))
+
+
+def options_of(args: argparse.Namespace) -> tuple[ServerOptions, dict[str, Any]]:
+    """Return the options of the server, and those of its `AsyncLLM` without the model.
+
+    Raises:
+        ValueError: an option of the server or of speculation is invalid.
+    """
     options = ServerOptions(**_given(args, OPTIONS))
-    engine_options = {**_given(args, _OF_ENGINE), "speculative_config": speculation_of(args)}
+    engine_options = _engine_options(args)
     config = engine.EngineConfig.of(args.model, engine_options)
-    if config.node_rank:
-        return _follow(args.model, engine_options)
     if config.nnodes > 1:  # the other nodes have ended, too
         options = dataclasses.replace(options, exit_on_failure=True)
     llm_options: dict[str, Any] = {
         **engine_options,
         **{name: getattr(options, name) for name in _OF_ASYNC_LLM},
     }
-    with asyncio.Runner(loop_factory=event_loop) as runner:
-        make_llm = functools.partial(AsyncLLM, args.model, **llm_options)
-        return runner.run(serve(make_llm, options))
+    return options, llm_options
+
+
+def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    return {**_given(args, _OF_ENGINE), "speculative_config": speculation_of(args)}
 
 
 def _follow(model: str | None, engine_options: dict[str, Any]) -> int:
@@ -105,7 +119,7 @@ def _given(args: argparse.Namespace, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _add(group: Any, field: dataclasses.Field) -> None:
     """Add an option with the type, help and default of its dataclass field."""
-    default, kinds = field.default, set(_kinds(field.type))
+    default, kinds = field.default, set(kinds_of(field.type))
     shown = field.metadata["none"] if default in (None, ()) else str(default)
     how: dict[str, Any] = {"metavar": _METAVARS.get(field.name, "VALUE"), "type": str}
     if bool in kinds:
@@ -127,7 +141,7 @@ _SHORT = {"tensor_parallel_size": ["-tp"], "data_parallel_size": ["-dp"]}  # as 
 _METAVARS = {"host": "ADDRESS", "api_key_file": "FILE"}
 
 
-def _kinds(kind: Any) -> Iterator[Any]:
+def kinds_of(kind: Any) -> Iterator[Any]:
     """Yield the types that `kind` is a union of, without type arguments."""
     origin = typing.get_origin(kind)
     if origin in (Sequence, tuple):
@@ -136,7 +150,7 @@ def _kinds(kind: Any) -> Iterator[Any]:
         yield kind
     else:
         for part in typing.get_args(kind):
-            yield from _kinds(part)
+            yield from kinds_of(part)
 
 
 def _number(word: str) -> int | float | str:
