@@ -6,7 +6,8 @@ import json
 import pytest
 from installed import needs
 
-pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default"), needs("ray")]
+# Ray's own imports warn.
+pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore"), needs("ray")]
 
 START = {"type": "http.response.start", "status": 200, "headers": [(b"x-request-id", b"a")]}
 SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
@@ -74,9 +75,12 @@ def lost():
 
 
 def failed(name):
+    """The replica's error as Ray raises it in the ingress."""
+    from ray.exceptions import RayTaskError
+
     from jaxspec.ray.replica import EngineFailedError
 
-    return EngineFailedError(name)
+    return RayTaskError("respond", "", EngineFailedError(name)).as_instanceof_cause()
 
 
 def test_a_request_of_which_nothing_was_sent_is_repeated():

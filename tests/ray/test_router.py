@@ -8,7 +8,8 @@ from installed import needs
 
 from jaxspec.ray.call import Call
 
-pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default"), needs("ray")]
+# Ray's own imports warn.
+pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore"), needs("ray")]
 PREFIXES = [bytes([number]) for number in range(200)]
 
 
