@@ -42,6 +42,7 @@ class TransferEngine(LLMEngine):
             RuntimeError: as in `generate`.
         """
         self.session.require_usable()
+        self._check_nodes()
         name = str(request_id)
         samples = self.session.of_request(name)
         if len(samples) != 1 or samples[0].request.params.n > 1:
@@ -89,6 +90,7 @@ class TransferEngine(LLMEngine):
             RuntimeError: the request was aborted or failed, or as in `generate`.
         """
         self.session.require_usable()
+        self._check_nodes()
         sample, *others = self.inputs.process_one(
             prompt, sampling_params, request_id, priority, call="prefill"
         )
@@ -136,6 +138,7 @@ class TransferEngine(LLMEngine):
             RuntimeError: as in `generate`.
         """
         self.session.require_usable()
+        self._check_nodes()
         if not isinstance(state, RequestState):
             raise ValueError(
                 f"import_request takes a RequestState, got {shown(state)}. Read one by "
@@ -156,6 +159,13 @@ class TransferEngine(LLMEngine):
         return Stream(_stream(self.session, sample, copied), state.request_id)
 
     # Export
+
+    def _check_nodes(self) -> None:
+        if (count := self._runner.group.nodes) > 1:
+            raise ValueError(
+                f"Requests migrate between engines of one process each, and this one has {count} "
+                "nodes. Use nnodes=1 on both sides."
+            )
 
     def _check_prefill(self, request: Request) -> None:
         if not self.limits.caches_prefixes:
@@ -180,6 +190,7 @@ class TransferEngine(LLMEngine):
 
     def _compile_copies_in_turn(self) -> None:
         self.session.require_usable()
+        self._check_nodes()
         runner = self._runner
         if not self.limits.caches_prefixes:
             return

@@ -111,6 +111,14 @@ def test_what_is_saved_is_what_the_layers_made(make, plain, tmp_path, options):
     assert all(output.metrics.num_draft_tokens == 0 for output in outputs)
 
 
+@pytest.mark.devices
+def test_devices_that_share_the_model_save_each_state_once(make, tmp_path):
+    params = [sampled(max_tokens=8, seed=1), GREEDY]
+    with make(tensor_parallel_size=2) as llm:
+        outputs = llm.generate(PROMPTS[:2], params)
+    check(tmp_path, outputs)
+
+
 def test_a_sample_may_end_while_it_waits_to_come_in_again(make, tmp_path):
     """Its pages were given away when it was preempted, and steps in flight then ended it."""
     ended = 0
