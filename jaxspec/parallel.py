@@ -8,8 +8,8 @@ programs of one device are unchanged.
 Outside the program, an array of a group is the arrays of its devices side by side along the first
 axis, whatever that axis means. A replicated array is there n times; a scalar is one.
 
-The devices may be those of several processes (`runner/nodes.py`), which run the same programs in the
-same order. Each process holds the parts of its devices.
+The devices may be those of several processes (`runner/nodes.py`), which run the same programs in
+the same order. Each process holds the parts of its devices.
 
 Devices decide only on gathered values, which are the same bits everywhere: sums of a reduction may
 differ in the last bit between devices, and rows would drift apart.
