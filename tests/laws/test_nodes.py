@@ -113,7 +113,9 @@ def test_too_few_devices_are_named_on_all_nodes():
     assert any("with 1 on node 1" in node.text for node in nodes)
 
 
-def test_a_server_and_its_follower_end_together(tmp_path):
+@pytest.mark.parametrize("follower_dies", [False, True])
+def test_a_server_and_its_follower_end_together(tmp_path, follower_dies):
+    """Also an idle server."""
     model = write_shortened(EMBEDDED_MODEL, (0, 3), tmp_path / "short")
     own = f"--nnodes 2 --tensor-parallel-size 2 --master-port {free_port(HOST)} --dtype float32"
     words = f"-m jaxspec serve {model} --port 0 --max-num-seqs 2 --max-model-len 96 {own}".split()
@@ -125,5 +127,10 @@ def test_a_server_and_its_follower_end_together(tmp_path):
         body = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
         answer = httpx.post(f"{root}/v1/completions", json=body, timeout=SECONDS)
         assert answer.json()["usage"]["completion_tokens"] == 8
-        server.process.send_signal(signal.SIGTERM)
-        assert (server.wait(), follower.wait()) == (0, 0), server.text + follower.text
+        if follower_dies:
+            follower.process.kill()
+            assert server.wait() == 1
+            assert "Node 1 of the group is gone" in server.text
+        else:
+            server.process.send_signal(signal.SIGTERM)
+            assert (server.wait(), follower.wait()) == (0, 0), server.text + follower.text
