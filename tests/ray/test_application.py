@@ -22,7 +22,6 @@ _ENVIRONMENT = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "600",
     "RAY_worker_niceness": "0",  # added to that of the tests
     "RAY_worker_register_timeout_seconds": "600",
-    "RAY_raylet_start_wait_time_s": "600",
     "RAY_USAGE_STATS_ENABLED": "0",
     "PYTHONPATH": str(ROOT),
 }
