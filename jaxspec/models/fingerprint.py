@@ -41,20 +41,16 @@ def fingerprint(model_spec: ModelSpec, weights: Sequence[Array], group: Group = 
     digest.update(repr([(leaf.shape, leaf.dtype.name) for leaf in leaves]).encode())
     indices = _indices(whole, model_spec.model(), group.size)
     sampled = jax.jit(group.on_each(_sampled, whole=1, equal=True))
-    digest.update(np.asarray(sampled(tuple(weights), tuple(indices))).tobytes())
+    for each in zip(weights, indices, strict=True):  # a program per shape, and one sum at a time
+        digest.update(np.asarray(sampled(*each)).tobytes())
     return digest.hexdigest()
 
 
-def _sampled(
-    weights: tuple[Array, ...], indices: tuple[Int[Array, "devices axes values"], ...]
-) -> Int[Array, " values"]:
-    """Return the bits of at most twice `_VALUES` float32 values of each weight, concatenated."""
-    rank, found = parallel.first_of(1), [jnp.zeros(0, jnp.int32)]
-    for weight, of_ranks in zip(weights, indices, strict=True):
-        own = of_ranks[rank]
-        bits = jax.lax.bitcast_convert_type(weight[tuple(own)].astype(jnp.float32), jnp.int32)
-        found.append(jnp.where(own[0] < 0, 0, bits))
-    return parallel.reduce(jnp.concatenate(found))
+def _sampled(weight: Array, indices: Int[Array, "devices axes values"]) -> Int[Array, " values"]:
+    """Return the bits of at most twice `_VALUES` values of a weight, as float32."""
+    own = indices[parallel.first_of(1)]
+    bits = jax.lax.bitcast_convert_type(weight[tuple(own)].astype(jnp.float32), jnp.int32)
+    return parallel.reduce(jnp.where(own[0] < 0, 0, bits))
 
 
 def _indices(

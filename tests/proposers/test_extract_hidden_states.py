@@ -111,6 +111,7 @@ def test_what_is_saved_is_what_the_layers_made(make, plain, tmp_path, options):
     assert all(output.metrics.num_draft_tokens == 0 for output in outputs)
 
 
+@pytest.mark.soak
 @pytest.mark.devices
 def test_devices_that_share_the_model_save_each_state_once(make, tmp_path):
     params = [sampled(max_tokens=8, seed=1), GREEDY]
