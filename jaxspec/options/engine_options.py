@@ -107,8 +107,8 @@ class EngineConfig:
     )
     enable_expert_parallel: bool | None = option(
         None,
-        "how these devices share a mixture of experts: True gives each of them whole experts, "
-        "False a share of every expert's width",
+        "how devices share a mixture of experts: True gives each of them whole experts, False a "
+        "share of every expert's width",
         none="by width, unless a device's share would be no multiple of 64",
     )
     max_num_seqs: int = option(8, "maximum number of samples that run at the same time")
