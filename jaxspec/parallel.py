@@ -94,6 +94,14 @@ class Group:
         return Mesh(self.devices, (AXIS,))
 
     @property
+    def _traced(self) -> Mesh | AbstractMesh:
+        """The mesh, or one without devices if this process only traces or has fewer devices."""
+        only_traces = isinstance(device.default_device(), device.StandIn)
+        if only_traces or len(self.devices) < self.size:
+            return AbstractMesh((self.size,), (AXIS,))
+        return self.mesh
+
+    @property
     def sharding(self) -> NamedSharding:
         """Sharding of a group's arrays."""
         return NamedSharding(self.mesh, PartitionSpec(AXIS))
@@ -128,11 +136,8 @@ class Group:
                 results = jax.tree.map(_spec_of, jax.eval_shape(function, *own))
             else:
                 results = jax.tree.map(_spec, equal)
-            # A process that only traces has no devices.
-            only_traces = isinstance(device.default_device(), device.StandIn)
-            mesh = AbstractMesh((self.size,), (AXIS,)) if only_traces else self.mesh
             call = jax.shard_map(
-                function, mesh=mesh, in_specs=ways, out_specs=results, check_vma=False
+                function, mesh=self._traced, in_specs=ways, out_specs=results, check_vma=False
             )
             return call(*args)
 

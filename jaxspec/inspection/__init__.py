@@ -51,17 +51,18 @@ def inspect(model: str | Path | None = None, **options: Any) -> Inspection:
     """
     config = EngineConfig.of(model, options)
     dtype = dtype_of(config.dtype)
-    budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages)
+    group = Group(config.tensor_parallel_size)
+    budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages, group)
     found = find(config, dtype)
     facts = {} if found.model is None else _facts(found.model)
     settled = None
-    if found.model is not None:
-        alone = Group()
-        with found.noting(), unread_drafter(config, dtype, alone, progress=False) as drafter:
-            settled = settle(config, found.model, dtype, drafter and drafter.model)
+    if (local := found.local) is not None:
+        facts |= _share(local)
+        with found.noting(), unread_drafter(config, dtype, group, progress=False) as drafter:
+            settled = settle(config, local, dtype, drafter and drafter.model, group)
         if settled is not None:
             facts |= _needs(settled)
-            facts["fits"] = fits(config, found.model, settled, budget)
+            facts["fits"] = fits(config, local, settled, budget)
             with found.noting():
                 settled.fitting(budget)
     return Inspection(
@@ -71,6 +72,7 @@ def inspect(model: str | Path | None = None, **options: Any) -> Inspection:
         architecture=found.architecture,
         stored_bytes=found.stored_bytes,
         device=str(device.default_device().device_kind),
+        devices=group.size,
         max_bytes=None if budget is None else budget.max_bytes,
         **facts,
     )
@@ -87,8 +89,12 @@ def _facts(model: Model) -> dict[str, Any]:
         "promised_draft_layers": model.config.num_draft_layers,
         "parameters": parameters(model, model.trunk.checkpoint()),
         "draft_parameters": None if head is None else parameters(model, head.checkpoint()),
-        "weight_bytes": weight_bytes(model),
     }
+
+
+def _share(local: Model) -> dict[str, Any]:
+    """Return the fields of `Inspection` that describe what one device holds of the model."""
+    return {"held_experts": local.experts, "weight_bytes": weight_bytes(local)}
 
 
 def _kinds(layer: DecoderLayer) -> str:

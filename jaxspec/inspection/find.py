@@ -16,10 +16,13 @@ from jaxspec.inspection.config_faults import parse
 from jaxspec.models import family_of
 from jaxspec.models.base import Model
 from jaxspec.models.checkpoint import INDEX, Checkpoint, read_index
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields, overridden
+from jaxspec.models.layers.moe import sharing_experts
 from jaxspec.models.source import giving_sizes, naming, open_checkpoint, read_fields
 from jaxspec.models.weights import compared, undefined
 from jaxspec.options.engine_options import EngineConfig
+from jaxspec.parallel import Group
 
 CONFIG_ALONE = "config.json alone"  # value of `Found.read` without tensor names
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin")
@@ -33,6 +36,7 @@ class Found:
     refused: list[str]
     architecture: str | None = None
     model: Model | None = None  # without values; None if config.json was refused
+    local: Model | None = None  # the same with the sizes of one device; None if they don't divide
     stored_bytes: dict[str, int] = dataclasses.field(default_factory=dict)  # by dtype
 
     @contextlib.contextmanager
@@ -83,13 +87,34 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
         if checkpoint is not None:
             with found.noting(), giving_sizes(fields, place.path):
                 found.model, *_ = compared(family, config, dtype, checkpoint)
+    if names is not None:
+        spellings = (family.canonical_name(name, config) for name in names)
+        names = frozenset(name for name in spellings if name is not None)
     if found.model is None:
-        if names is not None:
-            spellings = (family.canonical_name(name, config) for name in names)
-            names = frozenset(name for name in spellings if name is not None)
         with found.noting(), giving_sizes(fields, place.path):
             found.model = undefined(family, config, dtype, names)
+    found.local = found.model
+    if found.model is not None and (devices := options.tensor_parallel_size) > 1:
+        with found.noting():
+            Group.of(devices)
+        found.local, local = None, _local(found, place.path, config, options)
+        if local is not None:
+            found.local = undefined(family, local, dtype, names)
     return found
+
+
+def _local(
+    found: Found, path: Path, config: ModelConfig, options: EngineConfig
+) -> ModelConfig | None:
+    """Return the sizes of one device; None after noting a fault for each part that has one."""
+    before, devices = len(found.refused), options.tensor_parallel_size
+    with found.noting(), naming(path):
+        config = sharing_experts(config, options.enable_expert_parallel)
+    for part in (*config.parts, dataclasses.replace(config, parts=())):
+        if hasattr(part, "local"):
+            with found.noting(), naming(path):
+                part.local(devices)
+    return config.local(devices) if len(found.refused) == before else None
 
 
 class _Place(NamedTuple):

@@ -24,16 +24,18 @@ class Inspection:
     refused: tuple[str, ...]  # messages of all errors of `LLM`; empty if it runs
     device: str  # kind of the default device
     max_bytes: int | None  # for weights and caches; None if the device reports no memory
+    devices: int = 1  # that share the model; all bytes but the stored ones are of one of them
     architecture: str | None = None  # named in config.json
     family: str | None = None  # name of the model class
     layers: Mapping[str, int] = dataclasses.field(default_factory=dict)  # count by class names
     experts: MoEConfig | None = None  # None for a dense model
+    held_experts: MoEConfig | None = None  # the same, with the sizes of one device
     draft_heads: tuple[str, ...] = ()  # class names of the heads with tensors
     promised_draft_layers: int = 0  # expected by config.json or the family; tensors decide
     parameters: Parameters | None = None  # text model without draft heads
     draft_parameters: Parameters | None = None  # draft head alone
     stored_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # in files, by dtype
-    weight_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # on the device
+    weight_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # on a device
     num_drafts: int | None = None  # drafts per verify step
     kv_dtype: str | None = None  # dtype of keys and values
     state_policy: str | None = None  # of recurrent states; None if there are none
@@ -81,8 +83,18 @@ def _about_the_model(found: Inspection) -> Iterator[tuple[str, str]]:
         yield "", f"and in the draft head {_counted(found.draft_parameters)}"
     if found.stored_bytes:
         yield "stored", _by_dtype(found.stored_bytes)
+    if found.devices > 1 and found.weight_bytes:
+        yield "devices", f"{found.devices} share the model; what follows is of each of them"
+        if found.held_experts is not None:
+            yield "experts here", _held(found.held_experts)
     if found.weight_bytes:
         yield "weights here", _by_dtype(found.weight_bytes)
+
+
+def _held(experts: MoEConfig) -> str:
+    whole = experts.routing.num_experts // experts.holders
+    words = f"{whole} a layer, {experts.intermediate_size} wide"
+    return words + (f", and {experts.shared_size} of the shared one" if experts.shared_size else "")
 
 
 def _about_the_cache(found: Inspection) -> Iterator[tuple[str, str]]:
@@ -109,7 +121,8 @@ def _table(found: Inspection) -> Iterator[str]:
     room = "which does not tell its memory"
     if found.max_bytes is not None:
         room = f"{human(found.max_bytes)} for weights and caches"
-    yield f"On this device ({found.device}, {room}) weights and full requests take:"
+    where = "this device" if found.devices == 1 else f"each of {found.devices} devices"
+    yield f"On {where} ({found.device}, {room}) weights and full requests take:"
     columns = ["max_model_len", *(f"{n} request{'s' * (n > 1)}" for n in _REQUESTS), "fit at once"]
     yield "  " + "".join(f"{column:>14}" for column in columns)
     for fit in found.fits:

@@ -15,7 +15,7 @@ STANDARD = Path("-")
 """Path that means standard input or output."""
 _MAX_FILE_BYTES = 2**28
 
-# Placeholders for the values of `LLM` options in the help.
+# Placeholders for the values of `LLM` options in the help; none for one that is true or false.
 _METAVARS = {
     "model": "MODEL",
     "revision": "REVISION",
@@ -27,10 +27,13 @@ _METAVARS = {
     "max_num_seqs": "N",
     "max_model_len": "N",
     "gpu_memory_utilization": "F",
+    "tensor_parallel_size": "N",
+    "enable_expert_parallel": "",
 }
 ENGINE_OPTIONS = (
     *("revision", "dtype", "kv_dtype", "state_policy", "state_dtype"),
     *("max_model_len", "gpu_memory_utilization"),
+    *("tensor_parallel_size", "enable_expert_parallel"),
 )
 """Options of `LLM`, apart from the model, that determine its memory use."""
 FEW = "revision", "dtype", "kv_dtype", "max_model_len", "gpu_memory_utilization"
@@ -59,12 +62,11 @@ def add_engine_options(parser: Any, *names: str) -> None:
     """Add options of `LLM` as flags, with their help and defaults from `EngineConfig`."""
     for name in names:
         metavar = _METAVARS[name]
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type={"N": int, "F": float}.get(metavar, str),
-            metavar=metavar,
-            help=f"{meaning(name)} (default: {default_of(name)})",
-        )
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if metavar:
+            how = {"type": {"N": int, "F": float}.get(metavar, str), "metavar": metavar}
+        help = f"{meaning(name)} (default: {default_of(name)})"
+        parser.add_argument(f"--{name.replace('_', '-')}", help=help, **how)
 
 
 def add_other_engine_options(parser: Any) -> None:

@@ -3,12 +3,16 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 from harness import FIXTURES
 
 import jaxspec
-from jaxspec import Inspection
+from jaxspec import Inspection, parallel
 from jaxspec.inspection import Parameters
+from jaxspec.models import load_model
+from jaxspec.parallel import Group
 
 REPORT = """\
 FIXTURES/qwen3_5: Qwen3_5ForCausalLM
@@ -54,6 +58,41 @@ def test_experts_are_told():
     assert re.search("experts +8 a layer, of which a token goes to 3, and 1 shared", str(found))
     plain = jaxspec.inspect(FIXTURES / "qwen3_moe")
     assert re.search("experts +8 a layer, of which a token goes to 3\n", str(plain))
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_what_each_of_two_devices_holds_is_told(is_whole):
+    """Its weights are those that loading gives it."""
+    folder, group = FIXTURES / "qwen3_5_moe", Group(2)
+    alone = jaxspec.inspect(folder)
+    found = jaxspec.inspect(folder, tensor_parallel_size=2, enable_expert_parallel=is_whole)
+    assert found.refused == () and found.parameters == alone.parameters
+    loaded = load_model(folder, jnp.dtype("float32"), group=group, whole_experts=is_whole)
+    shards = [leaf.addressable_shards[0].data for leaf in jax.tree.leaves(nnx.state(loaded))]
+    assert found.weight_bytes == {"float32": sum(shard.nbytes for shard in shards)}
+    assert 2 * found.cache.token == alone.cache.token
+    words = "4 a layer, 32 wide" if is_whole else "8 a layer, 16 wide"
+    assert re.search(f"experts here +{words}, and 24 of the shared one\n", str(found))
+
+
+def test_each_size_that_devices_cannot_share_is_told():
+    found = jaxspec.inspect(FIXTURES / "qwen3_5_moe", tensor_parallel_size=3)
+    names = ("linear_num_key_heads", "moe_intermediate_size", "num_attention_heads")
+    assert len(found.refused) == 3 and not found.weight_bytes and found.parameters is not None
+    for name, message in zip(names, found.refused, strict=True):
+        assert name in message and "got 3" in message
+    dense = jaxspec.inspect(
+        FIXTURES / "qwen3_5", tensor_parallel_size=2, enable_expert_parallel=True
+    )
+    assert len(dense.refused) == 1 and "mixtures of experts" in dense.refused[0]
+
+
+def test_devices_that_are_not_here_are_told_and_so_is_what_each_would_hold(monkeypatch):
+    monkeypatch.setattr(parallel, "_local_devices", lambda: jax.local_devices()[:1])
+    found = jaxspec.inspect(FIXTURES / "qwen3_5", tensor_parallel_size=2)
+    assert len(found.refused) == 1 and "got 2 with 1" in found.refused[0]
+    assert found.weight_bytes and found.fits
 
 
 def test_a_convolution_without_states_has_no_policy():

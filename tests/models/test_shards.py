@@ -17,6 +17,8 @@ from jaxspec.models.layers.moe import MoEConfig, sharing_experts
 from jaxspec.models.shards import shards
 from jaxspec.models.source import open_checkpoint, read_fields
 from jaxspec.models.weights import as_published, compared, read_weights, undefined
+from jaxspec.options.engine_options import EngineConfig
+from jaxspec.pallas.moe.route import Routing
 from jaxspec.parallel import ALONE, Group
 
 FLOAT32 = jnp.dtype("float32")
@@ -74,6 +76,26 @@ def test_few_heads_are_copied_to_neighbours():
     assert config.local(4).num_kv_heads == 1
     with pytest.raises(ValueError, match="num_key_value_heads"):
         dataclasses.replace(config, num_heads=6).local(3)
+
+
+@pytest.mark.parametrize(
+    ("width", "number", "devices", "held"),
+    [(512, 256, 4, (256, 128)), (1856, 128, 2, (64, 1856)), (1856, 6, 4, (6, 464))],
+)
+def test_experts_are_shared_by_width_unless_the_kernels_refuse_it(width, number, devices, held):
+    """And where their number cannot be divided, either."""
+    sizes = MoEConfig(Routing(number, 2), width).local(devices)
+    assert (number // sizes.holders, sizes.intermediate_size) == held
+
+
+def test_experts_that_devices_cannot_share_are_refused():
+    with pytest.raises(ValueError, match=r"num_experts, which is 6 .*got 4.*1, 2, 3, 6"):
+        MoEConfig(Routing(6, 2), 512, whole_experts=True).local(4)
+    dense = pytest.raises(ValueError, match="enable_expert_parallel.*LlamaForCausalLM has none")
+    with dense, unread(FIXTURES / "llama", FLOAT32, group=Group(2), whole_experts=True):
+        pass
+    with pytest.raises(ValueError, match="tensor_parallel_size, which is 1"):
+        EngineConfig.of(None, {"enable_expert_parallel": True})
 
 
 def by_path(model):

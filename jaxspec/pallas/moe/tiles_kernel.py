@@ -100,19 +100,21 @@ def from_tiles_kernel(tiled, work, choices, *, none, interpret=None):
         def _():
             # All loads are issued before the first use, so the block waits for the memory once.
             places = [place[token, part] for part in range(parts)]
-            has_expert = [True] * parts
-            if has_gaps:  # rows without an expert are uninitialized
-                has_expert = [experts[token, part] < none for part in range(parts)]
-                places = [jnp.where(has, at, 0) for has, at in zip(has_expert, places, strict=True)]
+            chosen = [experts[token, part] for part in range(parts if has_gaps else 0)]
+            if has_gaps:  # rows without an expert are uninitialized; the first is read in place
+                places = [jnp.where(chosen[i] < none, at, 0) for i, at in enumerate(places)]
             loaded = [
                 [access.load(tiled.at[at, piece.columns], piece.layout) for at in places]
                 for piece in pieces
             ]
             for piece, rows in zip(pieces, loaded, strict=True):
                 total = jnp.zeros((piece.size,), jnp.float32)
-                for row, has in zip(rows, has_expert, strict=True):
+                for part, row in enumerate(rows):
                     value = row.astype(jnp.float32)
-                    total = total + (jnp.where(has, value, 0.0) if has_gaps else value)
+                    if has_gaps:
+                        has_expert = jnp.broadcast_to(chosen[part], value.shape) < none
+                        value = jnp.where(has_expert, value, jnp.zeros_like(value))
+                    total = total + value
                 access.store(y.at[token, piece.columns], total.astype(y.dtype))
 
         @pl.when(~is_live)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mixtures import check, drawn, drawn_tokens
+from mixtures import check, drawn, drawn_tokens, with_gaps
 from races import assert_no_races
 
 from jaxspec.pallas import dispatch
@@ -32,8 +32,9 @@ GATED = Activation.SWIGLU
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 8, 40])
 def test_the_op_is_what_the_experts_put_out(tokens, dtype, activation):
-    operands = drawn(tokens, 3, 5, 32, 24, dtype, activation)
-    check(jax.jit(moe_experts)(*operands), *operands)
+    *operands, choices = drawn(tokens, 3, 5, 32, 24, dtype, activation)
+    for each in (choices, with_gaps(choices, 5)):
+        check(jax.jit(moe_experts)(*operands, each), *operands, each)
 
 
 def direct(x, experts, choices, interpreter):
@@ -162,6 +163,18 @@ def test_without_live_tokens_everything_is_zero(interpreter):
     choices = Choices(jnp.full_like(choices.experts, 3), jnp.zeros_like(choices.weights))
     for rows in (8, 32):
         check(listed(*operands, choices, rows, interpreter), *operands, choices)
+    assert_no_races()
+
+
+def test_choices_of_other_devices_experts_give_zeros_without_races(interpreter):
+    """Some tokens have no expert here; a place without one may hold anything."""
+    for tokens, rows in ((1, None), (6, None), (9, 8), (24, 32)):
+        *operands, choices = drawn(tokens, 3, 4, 256, 64, jnp.bfloat16)
+        choices = with_gaps(choices, 4)
+        choices = choices.replace(experts=choices.experts.at[-1].set(4))
+        given = *operands, choices
+        y = listed(*given, rows, interpreter) if rows else direct(*given, interpreter)
+        check(y, *given)
     assert_no_races()
 
 

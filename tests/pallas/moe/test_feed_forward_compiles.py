@@ -64,9 +64,22 @@ def scores(features, tokens):
 )
 def test_the_layer_is_its_kernels(h200, monkeypatch, capfd, model, tokens, kernels):
     """No weight is copied: they hand on the tokens in tiles, and what is between up and down."""
+    assert_kernels(h200, monkeypatch, capfd, model, tokens, kernels)
+
+
+@pytest.mark.parametrize(("tokens", "kernels"), [(1, FEW), (8, FEW), (64, MORE), (2048, MANY)])
+def test_half_of_the_experts_are_the_same_kernels(h200, monkeypatch, capfd, tokens, kernels):
+    """On the second of two devices; a single token has no kernel of its own."""
+    monkeypatch.setattr("jaxspec.parallel.size", lambda: 2)
+    monkeypatch.setattr("jaxspec.parallel.first_of", lambda count: count)
+    assert_kernels(h200, monkeypatch, capfd, "qwen3.5-35b-a3b", tokens, kernels, devices=2)
+
+
+def assert_kernels(h200, monkeypatch, capfd, model, tokens, kernels, devices=1):
     monkeypatch.setattr("jaxspec.device.default_device", lambda: h200)
     features, sizes = mixture(model)
     rule, width, activation = sizes.rule, sizes.intermediate_size, sizes.activation
+    held = rule.none - rule.num_experts + rule.num_experts // devices
 
     def step(stream, pending, scale, router, up, down, live, correction):
         router = Router(Dense(router), correction if sizes.has_correction else None, rule)
@@ -75,7 +88,7 @@ def test_the_layer_is_its_kernels(h200, monkeypatch, capfd, model, tokens, kerne
 
     columns = -(-rule.num_columns // BLOCK_N) * BLOCK_N
     layer = (tokens, features), (tokens, features), (features,), (features, columns)
-    experts = (rule.none, activation.pieces * width, features), (rule.none, features, width)
+    experts = (held, activation.pieces * width, features), (held, features, width)
     operands = [array(*dims, dtype=jnp.bfloat16) for dims in (*layer, *experts)]
     operands += [array(tokens, dtype=jnp.bool_), array(rule.num_experts)]
     compiled = compile_for(h200, monkeypatch, step, operands)

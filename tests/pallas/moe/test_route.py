@@ -12,7 +12,7 @@ from mixtures import RULES, choose
 from races import assert_no_races
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.moe.route import Routing, moe_route, why_not_kernel
+from jaxspec.pallas.moe.route import Routing, moe_route, own_choices, why_not_kernel
 
 TOKENS = 12
 KERNEL_RULES = {
@@ -24,6 +24,31 @@ KERNEL_RULES = {
 }
 CORRECTED = "corrected", "corrected softmax", "many"
 route = jax.jit(moe_route, static_argnames="rule")
+
+
+@pytest.mark.parametrize("name", ["shared", "gated", "groups"])
+def test_each_choice_is_of_one_device_and_shared_experts_of_all(name, monkeypatch):
+    """Each device has four experts; padding is no device's."""
+    rule, held = RULES[name], 4
+    scores, bias, live = operands(rule)
+    whole = route(scores, bias, live, rule)
+    found, weights = np.zeros(whole.experts.shape, int), np.zeros(whole.experts.shape)
+    for device in range(rule.num_experts // held):
+        monkeypatch.setattr("jaxspec.parallel.first_of", lambda count, first=device: first * count)
+        own = own_choices(whole, rule, held)
+        is_here = np.asarray(own.experts) < held + rule.num_shared
+        is_shared = np.asarray(whole.experts) >= rule.num_experts
+        first = np.where(is_shared, rule.num_experts - held, device * held)
+        numbers = np.asarray(own.experts) + first
+        np.testing.assert_array_equal(numbers[is_here], np.asarray(whole.experts)[is_here])
+        assert not np.asarray(own.weights)[~is_here].any()
+        found += is_here
+        weights += np.where(is_shared & (device > 0), 0.0, own.weights)
+    is_live = live[:, None]
+    devices = np.where(np.asarray(whole.experts) < rule.num_experts, 1, rule.num_experts // held)
+    np.testing.assert_array_equal(found, np.where(is_live, devices, 0))
+    np.testing.assert_array_equal(weights, whole.weights)
+    assert own_choices(whole, rule, rule.num_experts) is whole
 
 
 def operands(rule, seed=0, columns=None):

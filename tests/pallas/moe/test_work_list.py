@@ -56,14 +56,20 @@ def check(experts, num_experts, rows):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@given(seed=st.integers(0, 2**32 - 1), spread=st.integers(1, 257), padding=st.floats(0, 1))
-def test_every_choice_is_in_one_tile_of_its_expert(shape, seed, spread, padding):
-    """`spread`: experts among which the tokens choose."""
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    spread=st.integers(1, 257),
+    padding=st.floats(0, 1),
+    gaps=st.sampled_from([0, 0.5]),
+)
+def test_every_choice_is_in_one_tile_of_its_expert(shape, seed, spread, padding, gaps):
+    """`spread`: experts that the tokens choose among; `gaps`: choices of other devices' experts."""
     tokens, parts, num_experts, rows = shape
     rng = np.random.default_rng(seed)
     among = min(max(spread, parts), num_experts)
     experts = np.stack([rng.permutation(among)[:parts] for _ in range(tokens)])
     experts[rng.random(tokens) < padding] = num_experts
+    experts[rng.random(experts.shape) < gaps] = num_experts
     check(experts.astype(np.int32), num_experts, rows)
 
 
