@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 from jaxspec import parallel
 from jaxspec.models.blocks import box
 from jaxspec.models.checkpoint_module import CheckpointModule, ModelSpec
+from jaxspec.models.layers.moe import sharing_experts
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.shards import shards
 from jaxspec.parallel import ALONE, Group
@@ -37,7 +38,7 @@ def fingerprint(model_spec: ModelSpec, weights: Sequence[Array], group: Group = 
     """
     whole = model_spec.whole.model()
     leaves = ModelSpec.weights_of(whole)
-    digest = hashlib.sha256(repr(whole.config).encode())
+    digest = hashlib.sha256(repr(sharing_experts(whole.config, None)).encode())
     digest.update(repr([(leaf.shape, leaf.dtype.name) for leaf in leaves]).encode())
     indices = _indices(whole, model_spec.model(), group.size)
     sampled = jax.jit(group.on_each(_sampled, whole=1, equal=True))
@@ -61,14 +62,20 @@ def _indices(
     of_all, of_one = list(whole.checkpoint()), list(local.checkpoint())
     numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
     samples = [_sample(leaf.shape) for leaf in leaves]
-    keys = [(numbers[id(each.param.get_value())], each.name) for each in of_all]
+    numbers |= {id(leaf): number for number, leaf in enumerate(ModelSpec.weights_of(local))}
+
+    def key_of(placement: Placement) -> tuple[int, str]:
+        return numbers[id(placement.param.get_value())], placement.name
+
     in_tensors: dict[tuple[int, str], _Indices] = {}
-    for key, placement in zip(keys, of_all, strict=True):
+    for placement in of_all:
+        key = key_of(placement)
         indices = _in_tensor(placement, samples[key[0]])
         in_tensors[key] = np.maximum(in_tensors.get(key, -1), indices)
     found = [np.full((devices, *each.shape), -1, np.int32) for each in samples]
     for rank in range(devices):
-        for key, part in zip(keys, shards(of_all, of_one, rank, devices), strict=True):
+        for part in shards(of_all, of_one, rank, devices):
+            key = key_of(part)
             of_ranks, indices = found[key[0]], _in_parameter(part, in_tensors[key])
             is_new = (of_ranks[:, 0] < 0).all(axis=0)
             of_ranks[rank] = np.where(is_new, indices, of_ranks[rank])

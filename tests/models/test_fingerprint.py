@@ -5,8 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from harness import ALONE, model
+from harness import ALONE, folder_of, model
 
+from jaxspec.models import load_model
 from jaxspec.models.base import ModelSpec
 from jaxspec.models.fingerprint import fingerprint
 from jaxspec.models.layers.parameters import Placement, declare
@@ -24,6 +25,9 @@ class Config:
     @property
     def whole(self):
         return self
+
+    def find_part(self, kind):
+        return None
 
 
 class Made(nnx.Module):
@@ -100,3 +104,14 @@ def test_of_several_devices_it_is_that_of_one(fixture, devices):
     assert of_fixture(fixture, group) == alone
     for number in (0, 5):
         assert of_fixture(fixture, group, number) == of_fixture(fixture, ALONE, number) != alone
+
+
+@pytest.mark.devices
+def test_how_devices_share_experts_does_not_show():
+    pair, alone = Group(2), of_fixture("qwen3_5_moe", ALONE)
+    for whole_experts in (True, False):
+        loaded = load_model(
+            folder_of("qwen3_5_moe"), FLOAT32, group=pair, whole_experts=whole_experts
+        )
+        weights = ModelSpec.weights_of(loaded)
+        assert fingerprint(ModelSpec.of(loaded, FLOAT32), weights, pair) == alone
