@@ -122,7 +122,7 @@ class _Shutdown:
             await asyncio.sleep(_LOOK)
         self._front.engine_failed(error)
         if self._options.exit_on_failure:
-            LOG.error("The engine failed: the process ends with status 1.")
+            LOG.error("The engine failed: %s The process ends with status 1.", error)
             self._front.end()
 
     async def _end(self) -> None:
