@@ -139,7 +139,7 @@ class _Shutdown:
                 self._front.engine_ready(was_ready)
         self._front.engine_failed(error)
         if self._options.exit_on_failure or isinstance(error, ReplicasDeadError):
-            LOG.error("The engine failed: the process ends with status 1. %s", error)
+            LOG.error("The engine failed: %s The process ends with status 1.", error)
             self._front.end()
 
     async def _end(self) -> None:
