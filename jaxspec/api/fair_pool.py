@@ -42,9 +42,8 @@ class _Job(NamedTuple):
 class FairPool:
     """Runs calls in threads, in turns of the clients and for each client in order.
 
-    A client never has all threads. Long calls have at most half of them and, of these, one of each
-    client fewer, so short calls always find a thread soon: with 4 threads 2 long calls run, and 1
-    of a client.
+    At most `num_threads - 1` calls of a client run. Long calls of all clients have at most half of
+    the threads, those of one client one fewer: with 4 threads, 2 long calls and 1 of a client.
     """
 
     def __init__(self, num_threads: int, name: str):

@@ -82,11 +82,11 @@ UNDERSTOOD: dict[str, Given] = {
     "compilation_config": Given("XLA compiles", (None, {}), "Leave it out"),
     "cpu_offload_gb": Given("weights stay on the device", (0, 0.0), "Use less device memory"),
     "disable_cascade_attention": Given("there is no cascade attention", (False, True)),
-    "disable_custom_all_reduce": Given("one device", (False, True)),
+    "disable_custom_all_reduce": Given("XLA sums over devices", (False, True)),
     "disable_log_requests": Given("requests are not logged", (False, True)),
     "disable_log_stats": Given("nothing is logged; `LLM.metrics` counts", (False, True)),
     "disable_mm_preprocessor_cache": Given("prompts are text only", (False, True)),
-    "distributed_executor_backend": Given("one process", (None, "uni"), _ONE_DEVICE),
+    "distributed_executor_backend": Given("JAX runs all devices", (None, "uni"), _ONE_DEVICE),
     "download_dir": Given("the hub's own cache is used", (None,), "Set HF_HOME"),
     "enable_chunked_prefill": Given("prompts are computed in chunks", (True, None)),
     "enable_log_requests": Given(
@@ -122,7 +122,7 @@ UNDERSTOOD: dict[str, Given] = {
     "override_generation_config": Given(
         "generation_config.json is used unchanged", (None, {}), "Pass SamplingParams"
     ),
-    "pipeline_parallel_size": Given("one device", (1,), _ONE_DEVICE),
+    "pipeline_parallel_size": Given("layers are not split among devices", (1,), _ONE_DEVICE),
     "prefix_caching_hash_algo": Given("tokens are compared, not hashes"),
     "profiler_config": Given("JAX's profiler is used", (None, {}), "Set profiler_folder"),
     "quantization": Given("weights are as published", (None,), _PLAIN),

@@ -1,4 +1,4 @@
-"""The engine's figures under vLLM's names."""
+"""The engine's metrics under vLLM's names."""
 
 from fake_device import make_buckets, make_group
 

@@ -38,6 +38,7 @@ def client_at(app, address):
     return httpx.AsyncClient(transport=transport, base_url="http://x", timeout=120)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", HEAVY)
 @pytest.mark.parametrize("address, light", [("10.0.0.1", LIGHT), ("10.0.0.2", LIGHT | OTHER)])
 def test_a_neighbour_is_answered_while_they_run(kind, address, light, app, served, monkeypatch):

@@ -71,7 +71,7 @@ def test_texts_are_those_of_one_engine_and_a_dead_replica_ends_its_own_alone(
             assert answer.json()["choices"][0]["text"] == output.outputs[0].text
         assert counted(root, "vllm:generation_tokens_total") >= 3
         assert counted(root, "vllm:request_success_total") == 3
-        assert httpx.get(f"{root}/figures?steps=4").status_code == 200
+        assert httpx.get(f"{root}/stats?steps=4").status_code == 200
         assert httpx.post(f"{root}/reset_prefix_cache").status_code == 200
 
         streams = [Stream(root, prompt) for prompt in ("def f(", "class A")]

@@ -13,6 +13,7 @@ from jaxspec.server.http.access import network_of
 from jaxspec.server.http.errors import ApiError
 from jaxspec.server.options import ServerOptions
 
+_FRAMING = 8  # bytes around each byte of a body, in chunks of one byte
 _LINGER = 2.0  # seconds for which a refused client may go on sending, so that it reads the answer
 
 
@@ -49,7 +50,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._network: str | None = None  # where the connection is counted, while it is
         self._is_refused, self._reads_headers = False, True
         self._num_header_bytes = 0
-        self._timer: asyncio.TimerHandle | None = None  # of the headers, or of a refusal
+        self._num_body_bytes = 0  # of the received part
+        self._num_other_bytes = 0  # received since the headers, beyond `_FRAMING` per body byte
+        # Of the headers, of a body that no one reads, or of a refusal.
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -81,8 +85,18 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._reads_headers:
                 self._start_timer()
                 self._num_header_bytes += len(part)
-            data = data[len(part) :]
+            data, self._num_body_bytes = data[len(part) :], 0
             super().data_received(part)
+            if not self._reads_headers:
+                self._check_framing(len(part))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reads_headers:  # trailers are dropped
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes += len(body)
+        super().on_body(body)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -94,8 +108,23 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._reads_headers = True
+        self._stop_timer()
+        self._reads_headers, self._num_other_bytes = True, 0
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and not self._reads_headers and self._timer is None:
+            # The rest of the body is dropped, and the client may send it for as long as headers.
+            self._timer = self.loop.call_later(self._header_seconds, self.transport.close)
+
+    def _check_framing(self, num_bytes: int) -> None:
+        """Close the connection if what surrounds a body's chunks is longer than headers may be."""
+        others = num_bytes - (1 + _FRAMING) * self._num_body_bytes
+        self._num_other_bytes = max(0, self._num_other_bytes + others)
+        if self._num_other_bytes > 2 * self._max_header_bytes:  # the first part has headers, too
+            self._is_refused = True
+            self.transport.close()
 
     @property
     def _is_answering(self) -> bool:
