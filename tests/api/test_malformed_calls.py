@@ -709,6 +709,7 @@ def files(draw):
     return found
 
 
+@pytest.mark.soak
 @cases(400)
 @given(files(), st.text(max_size=20))
 def test_files_of_a_tokenizer(tmp_path_factory, contents, text):

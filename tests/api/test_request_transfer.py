@@ -63,7 +63,7 @@ def moved(here, there, params, num_tokens, prompt=PROMPT):
     return first, told(there.import_request(state)), state
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "changes",
     [

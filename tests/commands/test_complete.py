@@ -18,6 +18,7 @@ def test_the_command_streams_text_and_then_one_line_of_stats(capsys, short_model
     assert re.fullmatch(figures, out.splitlines()[-1])
 
 
+@pytest.mark.soak
 def test_json_gives_an_object_a_prompt(capsys, tmp_path, short_model):
     typed = ["--json", "--max-tokens", "6", "--model", str(short_model)]
     file = tmp_path / "prompts.txt"

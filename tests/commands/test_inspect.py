@@ -24,6 +24,7 @@ def test_inspect_reports_on_a_model_and_says_by_its_status_whether_it_runs(capsy
     )
 
 
+@pytest.mark.soak
 def test_a_gguf_file_is_inspected_and_generates(capsys, tmp_path):
     path = str(write_gguf("llama", tmp_path / "model.gguf", "Q8_0"))
     assert main(["inspect", path]) == 0

@@ -57,6 +57,7 @@ def test_a_flight_runs_again_bit_for_bit(path):
     assert f"All {result.num_compared} outputs are equal, bit for bit." in report(result)
 
 
+@pytest.mark.soak
 def test_paths_of_the_host_are_in_the_plans_and_run_again(tmp_path):
     llm = LLM(FIXTURES / "qwen3_5", speculative_config="suffix", **OPTIONS)
     for _ in range(2):
@@ -66,6 +67,7 @@ def test_paths_of_the_host_are_in_the_plans_and_run_again(tmp_path):
     assert result.is_equal and result.num_compared > 5 and result.flight.shapes.path_length > 8
 
 
+@pytest.mark.soak
 def test_what_went_to_the_host_and_came_back_runs_again_or_is_refused(tmp_path):
     """A replay fills its own pieces; one that was filled before the flight began is not there."""
     kept = {"enable_prefix_caching": True, "num_pages": 20, "kv_offloading_size": 0.01}
@@ -90,6 +92,7 @@ def test_what_went_to_the_host_and_came_back_runs_again_or_is_refused(tmp_path):
         assert replay(llm.save_flight(tmp_path / "again.npz")).is_equal
 
 
+@pytest.mark.soak
 def test_a_replay_saves_no_hidden_states(tmp_path):
     """Its program is the same, but a file brings in no folder to write to."""
     folder = tmp_path / "states"
@@ -135,6 +138,7 @@ def test_the_first_step_and_row_that_part_are_named(path, tmp_path):
     assert "5 of 6 requests have equal tokens" in text and not result.is_equal
 
 
+@pytest.mark.soak
 def test_an_engine_with_a_bug_parts_from_the_flight(path, monkeypatch):
     """It scores token 11 too high, as a damaged column of the head would."""
     logits = Model.logits

@@ -28,6 +28,7 @@ def accept(monkeypatch, file, arguments):
     return {(row["part"], row["feature"]): row for row in json.loads(file.read_text())["results"]}
 
 
+@pytest.mark.soak
 def test_a_part_of_a_tiny_model_has_its_rows(monkeypatch, tmp_path, capsys):
     arguments = ["--only", "tiny", "--parts", "without drafts"]
     rows = accept(monkeypatch, tmp_path / "accepted.json", arguments)

@@ -447,6 +447,7 @@ def ab(short_model, tmp_path_factory):
     )
 
 
+@pytest.mark.soak
 def test_the_ab_compares_drafts_with_plain_decoding(ab):
     (tally,) = ab.written["results"]
     assert tally["generations"] == tally["identical"] + tally["ties"] == 8

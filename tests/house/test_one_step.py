@@ -18,6 +18,7 @@ def page():
     return module
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("policy", "valid"),
     [

@@ -206,7 +206,7 @@ def objects():
     }
 
 
-@pytest.mark.few(1)
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "depth, kept, interval",
     [(2, "off", 1), (3, "pages", 4), soak(0, "off", 4), soak(3, "pages", 1)],

@@ -47,6 +47,7 @@ def cold(llm, asked):
     return found
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("template", [None, DROPS_THINKING, KEEPS_ALL, PLAIN])
 def test_each_turn_is_found_up_to_the_boundary_of_the_last(llm, template, params):

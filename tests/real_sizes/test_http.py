@@ -43,6 +43,7 @@ def answered(served, path, **body):
     return response.json()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", BODIES)
 def test_completions_and_chats_are_the_library_s(kind, served, reference):
     told = {"temperature": 0.0, "seed": 3, **BODIES[kind]}

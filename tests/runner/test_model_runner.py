@@ -29,6 +29,7 @@ def num_maps():
     return Path("/proc/self/maps").read_bytes().count(b"\n")
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="maps are counted on Linux")
 @pytest.mark.parametrize("num_shapes", [3, soak(30)])
 def test_closed_llms_of_many_shapes_leave_no_programs(num_shapes, short_model, by_engines):

@@ -161,6 +161,7 @@ def test_programs_traced_by_processes_give_the_same_tokens(group, monkeypatch, t
     assert run(group=group)[1] == tokens and asked == [0]
 
 
+@pytest.mark.soak
 def test_programs_that_processes_fail_to_trace_are_traced_here(monkeypatch, tmp_path):
     _, tokens = run()
     monkeypatch.setattr(program_cache, "_folder", lambda: tmp_path / "programs")

@@ -61,6 +61,7 @@ def test_what_is_forbidden_counts_as_not_there_whatever_it_scores():
     assert sound.tolist() == [True] * 4 + [False] * 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_a_bad_word_is_matched_across_the_step_and_what_came_before(width):
     """The newest output decides; the prompt does not, and no word has a beginning before it."""

@@ -96,6 +96,7 @@ print(json.dumps([here.run(int(sys.argv[3])), dispatch.implementations()]))
 """
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.devices)])
 def test_a_later_process_traces_no_step_and_gives_the_same_tokens(devices, folder):
     """One program is a loop; and states are copied for samples of one prompt."""
