@@ -21,6 +21,7 @@ from jaxspec.engine.engine_thread import EngineThread, MakeSampleStream, Settle
 from jaxspec.engine.errors import DrainingError, QueueTimeoutError
 from jaxspec.engine.metrics import EngineSnapshot, Metric
 from jaxspec.engine.sample_stream import Receiver
+from jaxspec.options.engine_options import EngineConfig
 from jaxspec.process import check_process
 from jaxspec.requests.outputs import Sample
 from jaxspec.requests.request import Request
@@ -79,9 +80,7 @@ class AsyncLLM(AsyncCalls):
             engine = LLMEngine(model, **options)
             self._thread = EngineThread(engine.session, admission, interval)
         else:
-            engine = ReplicatedEngine(
-                model, admission=admission, stream_interval=interval, **options
-            )
+            engine = ReplicatedEngine(EngineConfig.of(model, options), admission, interval)
             self._thread = engine.group
         self._engine: LLMEngine = engine
         self._process = os.getpid()
@@ -254,7 +253,8 @@ class AsyncLLM(AsyncCalls):
         done, _ = await asyncio.wait({idle}, timeout=timeout)
         if not done:
             self._thread.abort(*self._admission.close(DrainingError))
-            await idle
+            await asyncio.wait({idle}, timeout=self._thread.aborting)
+            idle.cancel()
         return bool(done) and self._thread.error is None
 
     async def close(self) -> None:

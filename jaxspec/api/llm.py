@@ -13,6 +13,7 @@ from jaxspec.api.replicated_engine import ReplicatedEngine
 from jaxspec.api.request_transfer import TransferEngine
 from jaxspec.api.score import TextScore
 from jaxspec.checks import integer
+from jaxspec.engine.admission import Admission
 from jaxspec.options.engine_options import SIGNATURE, EngineConfig, listing
 from jaxspec.options.vllm_options import check_call, without_neutral
 from jaxspec.process import check_process, first_process
@@ -347,6 +348,10 @@ class LLM(TransferEngine):
 
 class _ReplicatedLLM(ReplicatedEngine, LLM):
     """An `LLM` with `data_parallel_size` above 1."""
+
+    def __init__(self, model: str | Path | None = None, **options: Any):
+        """Start the processes; the options are those of `LLM`."""
+        super().__init__(EngineConfig.of(model, options), Admission(None, None))
 
 
 LLM.__doc__ = f"{LLM.__doc__}\n    Args:\n{listing()}\n"

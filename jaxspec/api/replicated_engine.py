@@ -33,27 +33,18 @@ class ReplicatedEngine(LLMEngine):
 
     session: ReplicaSession
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        admission: Admission | None = None,
-        stream_interval: int = 1,
-        **options: Any,
-    ):
+    def __init__(self, config: EngineConfig, admission: Admission, stream_interval: int = 1):
         """Start the processes and wait until their engines are loaded.
 
         Args:
-            model: As in `LLM`.
-            admission: Counts the requests; None means unlimited.
+            config: Options of the engines.
+            admission: Counts the requests.
             stream_interval: As in `AsyncLLM`.
-            **options: The options of `LLM`.
         """
-        config = EngineConfig.of(model, options)
         check_process(first_process())
         progress = config.show_progress
         self._show_progress = sys.stderr.isatty() if progress is None else progress
-        self.group = ReplicaGroup(config, admission or Admission(None, None), stream_interval)
+        self.group = ReplicaGroup(config, admission, stream_interval)
         weakref.finalize(self, self.group.stop)
         spec = self.group.spec
         self.inputs = spec.make_inputs()

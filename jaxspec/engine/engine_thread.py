@@ -44,6 +44,9 @@ class EngineThread:
     An error in a step ends every stream with `EngineDeadError` and stops the engine for good.
     """
 
+    aborting: float | None = None
+    """Seconds in which aborted requests end; None is unlimited."""
+
     def __init__(self, session: Session, admission: Admission, stream_interval: int = 1):
         """Start the thread, which alone may step `session` from now on.
 

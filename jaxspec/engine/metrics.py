@@ -98,9 +98,8 @@ class EngineSnapshot(NamedTuple):
     @property
     def counts(self) -> "EngineSnapshot":
         """The metrics that remain in a total after the engine has ended."""
-        current = {*_NOTHING, *_MEANS}
-        kept = {name: value for name, value in self.engine.items() if name not in current}
-        return EngineSnapshot(kept, [each for each in self.by_vllm if not isinstance(each, Gauge)])
+        by_vllm = [each for each in self.by_vllm if not isinstance(each, Gauge)]
+        return EngineSnapshot(_counts(self.engine), by_vllm)
 
     @staticmethod
     def total(parts: "Sequence[EngineSnapshot]") -> "EngineSnapshot":
@@ -109,19 +108,32 @@ class EngineSnapshot(NamedTuple):
         for part in parts:
             for metric in part.by_vllm:
                 by_name.setdefault(metric.name, []).append(metric)
-        engine = _sum([_NOTHING, *(part.engine for part in parts)])
+        engine = _sum([part.engine for part in parts])
+        engine.setdefault("kv_cache_usage", 0.0)  # all engines have ended
         return EngineSnapshot(engine, [_total(each) for each in by_name.values()])
 
 
 _SAME = ("shapes", "implementations", "max_in_flight")  # equal in all engines
 _MEANS = ("kv_cache_usage", "vllm:kv_cache_usage_perc")
-_NOTHING: dict[str, Any] = {  # of an engine that has ended
+_NOTHING: dict[str, Any] = {  # current values of an engine that has ended, in any dict
     "num_running": 0,
     "num_waiting": 0,
     "memory_bytes": {},
     "tokens_per_second": 0.0,
     "rounds_per_second": 0.0,
+    # Of `prefix_cache`, its host memory and its disk:
+    **dict.fromkeys(("num_pages", "num_states", "num_pieces", "num_files"), 0),
+    **dict.fromkeys(("num_bytes", "max_bytes"), 0),
 }
+
+
+def _counts(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of an engine after its end: no means, and nothing that is current."""
+    return {
+        name: _NOTHING.get(name, _counts(value) if isinstance(value, dict) else value)
+        for name, value in values.items()
+        if name not in _MEANS
+    }
 
 
 def _total(metrics: Sequence[Any]) -> Metric:

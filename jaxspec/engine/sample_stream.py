@@ -126,7 +126,7 @@ def receive(request: Request, token_delta: TokenDelta) -> None:
 
 
 class Calls(Protocol):
-    """An event loop, or a thread that waits for calls (`session.Mailbox`)."""
+    """An event loop, or a thread that waits for calls (`api.processes.replica_session.Mailbox`)."""
 
     def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any) -> object:
         """Call `callback` in the thread of the loop."""

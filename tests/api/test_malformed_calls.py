@@ -404,6 +404,8 @@ def test_speculation(fields):
 def test_an_unknown_option_is_a_type_error(options):
     with pytest.raises(TypeError, match="LLM has no option"):
         EngineConfig.of(None, options)
+    with pytest.raises(TypeError, match="LLM has no option"):
+        LLM(data_parallel_size=2, stream_interval=4)
 
 
 # Prompts and chats, by a tokenizer of bytes.

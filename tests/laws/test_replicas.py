@@ -198,7 +198,7 @@ def test_a_replica_that_dies_ends_its_own_requests_alone_and_comes_back(two):
 
 
 def test_one_that_dies_again_and_again_ends_all_with_a_clear_error(short_model, monkeypatch):
-    monkeypatch.setattr(replica_group, "MOST_DEATHS", 2)
+    monkeypatch.setattr(replica_group, "WAITS", (0.0,))
 
     def children():
         return set(psutil.Process().children(recursive=True))

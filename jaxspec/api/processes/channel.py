@@ -50,10 +50,10 @@ class Channel:
         if self._is_gone or self._writer.is_closing():
             raise ConnectionResetError("The other process is gone.")
         self._num_asked = number = self._num_asked + 1
-        self._asked[number] = asyncio.get_running_loop().create_future()
-        self._write(number, name, args)
+        self._asked[number] = answer = asyncio.get_running_loop().create_future()
         try:
-            return await self._asked[number]
+            self._write(number, name, args)
+            return await answer
         finally:
             del self._asked[number]
 

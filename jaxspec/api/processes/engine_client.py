@@ -34,6 +34,12 @@ class Submission:
         self.unsettled = {each.index for each in sample_streams if each.has_stops}
         self.is_accepted = self.is_aborted = False
 
+    def end(self) -> None:
+        """Let it be over in this process, before the other one says so."""
+        self.is_aborted = True
+        self.running.clear()
+        self.unsettled.clear()
+
     @property
     def is_over(self) -> bool:
         """True if no message about it will follow."""

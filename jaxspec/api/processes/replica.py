@@ -35,15 +35,20 @@ class Replica:
         """Start a process, which waits for `load`."""
         own, other = socket.socketpair()
         with other:
-            process = subprocess.Popen(
-                # -P: import nothing from the working directory.
-                [sys.executable, "-P", "-m", _PROGRAM, str(other.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[other.fileno()],
-                env=dict(environment),
-                start_new_session=True,  # so that Ctrl-C reaches only this process
-            )
-        return Replica(process, await Channel.of(own))
+            channel = await Channel.of(own)
+            try:
+                process = subprocess.Popen(
+                    # -P: import nothing from the working directory.
+                    [sys.executable, "-P", "-m", _PROGRAM, str(other.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[other.fileno()],
+                    env=dict(environment),
+                    start_new_session=True,  # so that Ctrl-C reaches only this process
+                )
+            except BaseException:
+                channel.close()
+                raise
+        return Replica(process, channel)
 
     async def load(
         self,
@@ -91,21 +96,32 @@ class Replica:
         if (error := self._hearing.exception()) is not None:
             _LOG.error("A message of a replica failed, so it is ended.", exc_info=error)
 
+    def fail(self) -> None:
+        """Note that a step failed, which ends the process, and kill it if it does not in time."""
+        if not self.has_failed:
+            self.has_failed = True
+            asyncio.get_running_loop().call_later(_ENDING, self._kill)
+
     async def end(self) -> None:
         """Tell the process to end, and kill it if it does not in time."""
         self.channel.notify("end")
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_ENDING):
-                    while self.process.poll() is None:
-                        await asyncio.sleep(0.01)
-        finally:
-            self.kill()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ENDING):
+                await self._exited()
+        await self.kill()
 
-    def kill(self) -> None:
+    async def kill(self) -> None:
+        """Kill the process, unless it has exited, and wait for its exit."""
+        self._kill()
+        await self._exited()
+
+    def _kill(self) -> None:
         self.process.kill()  # no effect after its exit
-        self.process.wait()
         self.channel.close()
+
+    async def _exited(self) -> None:
+        while self.process.poll() is None:
+            await asyncio.sleep(0.01)
 
     @property
     def reason(self) -> str:

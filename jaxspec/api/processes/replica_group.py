@@ -35,11 +35,15 @@ from jaxspec.requests.request import Finish
 
 _Receiver = TypeVar("_Receiver", bound=Receiver)
 _Result = TypeVar("_Result")
+_Call = tuple[str, tuple[Any, ...]]  # name and arguments
 _LOG = logging.getLogger(__name__)
-MOST_DEATHS = 3
-"""Number of ends of a replica in a row, each soon after its start, that end the group."""
+WAITS = (1.0, 5.0, 15.0)
+"""Seconds before a replica is started again after its first, second, ... end in a row.
+
+One more end in a row ends the group.
+"""
 EARLY = 60.0
-"""Seconds of service within which the end of a replica is soon after its start."""
+"""Seconds of service after which an end is the first in a row."""
 _ANSWERING = 5.0  # seconds for a replica to return its metrics; else its last ones are used
 _AT_EXIT = 15.0  # seconds to wait for the processes at interpreter exit
 _FOLDERS = ("kv_offloading_folder", "profiler_folder")  # each replica has a subfolder
@@ -84,6 +88,9 @@ class ReplicaGroup:
     repeatedly soon after its start, all are ended and every request fails with `ReplicasDeadError`.
     """
 
+    aborting = 10.0
+    """As in `EngineThread`; a replica may hang."""
+
     def __init__(self, config: EngineConfig, admission: Admission, stream_interval: int = 1):
         """Start the processes and wait until all engines are loaded.
 
@@ -107,7 +114,7 @@ class ReplicaGroup:
         self._router = Router()
         self._placed: dict[Receiver, _Placed] = {}  # unfinished requests
         self._sending = set[asyncio.Task[None]]()
-        self._prepared = list[tuple[str, tuple[Any, ...]]]()  # calls that a new replica repeats
+        self._prepared = list[_Call]()  # made in each replica before it takes requests
         self._last: dict[int, EngineSnapshot] = {}  # of each replica
         self._retired: EngineSnapshot | None = None  # counts of replicas that have ended
         self._process = os.getpid()
@@ -165,9 +172,12 @@ class ReplicaGroup:
         self._post(self._stopping.set)
 
     def prepare(self, name: str, *args: Any) -> None:
-        """Make a call in all replicas, and later in each that is restarted."""
-        self.call(name, *args)
-        self._post(self._prepared.append, (name, args))
+        """Make a call in all replicas, and in each that is started from now on.
+
+        Raises:
+            Exception: the error of a replica; the call is not repeated.
+        """
+        self._wait(self._prepare(name, args))
 
     def call(self, name: str, *args: Any) -> list[Any]:
         """Return the result of a call in each replica that takes requests.
@@ -186,8 +196,31 @@ class ReplicaGroup:
         """Return the total of the metrics, asking each replica once."""
         return self._wait(self._snapshot())
 
+    def require_running(self) -> None:
+        """Raise unless the group runs.
+
+        Raises:
+            RuntimeError: it was stopped.
+            ReplicasDeadError: a replica ended repeatedly.
+        """
+        if self.error is not None:
+            raise copy.copy(self.error)
+        if self.ended.done():
+            raise RuntimeError("An LLM can't be used once it is closed, and this one is. Make one.")
+
     def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        """Return the result of `work`, run in the loop; raises as `require_running`, too."""
+        try:
+            answer = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:  # the loop is closed
+            answer = concurrent.futures.Future[_Result]()
+        either: list[concurrent.futures.Future[Any]] = [answer, self.ended]
+        concurrent.futures.wait(either, return_when="FIRST_COMPLETED")
+        if not answer.done() or answer.cancelled():
+            concurrent.futures.wait([self.ended])
+            work.close()
+            self.require_running()
+        return answer.result()
 
     def _post(self, act: Callable[..., object], *args: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -236,8 +269,10 @@ class ReplicaGroup:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            self._close()
-            await asyncio.gather(*(replica.end() for replica in self._started))
+            try:
+                self._close()
+            finally:
+                await asyncio.gather(*(replica.end() for replica in self._started))
 
     async def _start(self) -> tuple[WorkerSpec, dict[int, Replica]]:
         indices = range(len(self._options))
@@ -259,14 +294,18 @@ class ReplicaGroup:
                 self._options[index],
                 receive=self._receive,
                 failed=functools.partial(self._failed, index, replica),
-                begun=lambda submission: self.admission.begun(submission.receiver),
+                begun=self._begun,
                 over=self._over,
             )
-            for name, args in self._prepared:
-                await replica.channel.call(name, *args)
             self._last[index] = await replica.channel.call("snapshot")
+            # Last, so that no call that comes meanwhile is missed.
+            made = list[_Call]()
+            while missing := [call for call in self._prepared if call not in made]:
+                name, args = missing[0]
+                await replica.channel.call(name, *args)
+                made.append(missing[0])
         except BaseException:
-            replica.kill()
+            await replica.kill()
             self._started.discard(replica)
             raise
         return spec, replica
@@ -282,12 +321,12 @@ class ReplicaGroup:
                 reason = await self._bury(index, replica)
                 deaths = deaths + 1 if self._loop.time() - began < EARLY else 1
             count = len(self._options)
-            if deaths >= MOST_DEATHS:
+            if deaths > len(WAITS):
                 self.error = ReplicasDeadError(index + 1, count, deaths, reason)
                 _LOG.error("%s", self.error)
                 return
             _LOG.error("Replica %d of %d %s, and is started again.", index + 1, count, reason)
-            await asyncio.sleep(deaths - 1)  # the memory of the last process may not yet be free
+            await asyncio.sleep(WAITS[deaths - 1])  # its memory may not yet be free
             try:
                 _, replica = await self._launch(index)
             except Exception as error:
@@ -364,7 +403,7 @@ class ReplicaGroup:
         self, index: int, replica: Replica, submission: Submission, error: Exception
     ) -> None:
         if isinstance(error, EngineDeadError):  # a step failed; the process exits
-            replica.has_failed = True
+            replica.fail()
             if self._replicas.get(index) is replica:
                 self._withdraw(index)
             error = self._death(index, replica)
@@ -375,6 +414,10 @@ class ReplicaGroup:
         if receiver in self._placed:
             self._send(receiver.loop, receiver.fail, copy.copy(error))
             self._over(submission)
+
+    def _begun(self, submission: Submission) -> None:
+        self.admission.begun(submission.receiver)
+        submission.receiver.begin()
 
     def _over(self, submission: Submission) -> None:
         if (placed := self._placed.pop(submission.receiver, None)) is not None:
@@ -387,6 +430,8 @@ class ReplicaGroup:
 
     def _abort(self, receivers: Sequence[Receiver]) -> None:
         for placed in [self._placed[each] for each in receivers if each in self._placed]:
+            if placed.submission.is_aborted:
+                continue  # such as when "abort" can't be sent, for its event loop is closed
             if placed.submission.number < 0:  # not sent yet
                 self._end_here(placed)
             else:
@@ -398,9 +443,9 @@ class ReplicaGroup:
     def _end_here(self, placed: _Placed) -> None:
         """End a request with "abort" without its replica."""
         submission, receiver = placed.submission, placed.submission.receiver
-        submission.is_aborted = True
         end = TokenDelta([], [], Finish.ABORT, 0)
         running = [each for each in receiver.sample_streams if each.index in submission.running]
+        submission.end()
         self._receive([(receiver, each, end) for each in running])
         self._over(submission)
 
@@ -422,6 +467,17 @@ class ReplicaGroup:
         return True
 
     # Called in the thread of the loop: calls of all replicas
+
+    async def _prepare(self, name: str, args: tuple[Any, ...]) -> None:
+        is_new = (name, args) not in self._prepared
+        if is_new:
+            self._prepared.append((name, args))
+        try:
+            await self._call(name, args)
+        except Exception:
+            if is_new:
+                self._prepared.remove((name, args))
+            raise
 
     async def _call(self, name: str, args: Sequence[Any]) -> list[Any]:
         calls = [replica.channel.call(name, *args) for replica in self._replicas.values()]

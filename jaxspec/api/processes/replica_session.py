@@ -1,6 +1,5 @@
 """ReplicaSession: runs samples on replicas for the callers of several threads."""
 
-import copy
 import functools
 import os
 import queue
@@ -76,7 +75,7 @@ class ReplicaSession:
 
     def __init__(self, group: ReplicaGroup, shapes: StepShapes):
         self._group, self._shapes = group, shapes
-        self._process, self._is_closed = os.getpid(), False
+        self._process = os.getpid()
         self._buffers: dict[Sample, Buffer] = {}  # unfinished samples
         self._added, self._mailbox = set[Buffer](), Mailbox()  # of `add`, which `step` reads
         self._stepping = threading.RLock()
@@ -94,15 +93,11 @@ class ReplicaSession:
             ReplicasDeadError: a replica ended repeatedly.
         """
         check_process(self._process)
-        if self._group.error is not None:
-            raise copy.copy(self._group.error)
-        if self._is_closed:
-            raise RuntimeError("An LLM can't be used once it is closed, and this one is. Make one.")
+        self._group.require_running()
 
     def close(self) -> None:
         """Abort all samples and end the replicas."""
         check_process(self._process)
-        self._is_closed = True
         self._group.stop()
         self._group.ended.result()
 
@@ -147,6 +142,7 @@ class ReplicaSession:
             if failed is not None:
                 self._mailbox.ready.update(dict.fromkeys(buffers))  # for the next call
                 error = failed.error
+                self._group.abort(failed)  # its replica may be fine
                 failed.end_with_error()
                 assert error is not None
                 raise error

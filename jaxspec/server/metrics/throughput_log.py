@@ -76,9 +76,12 @@ def logging_throughput(
 
 
 async def _log(llm: AsyncLLM, log: Callable[[str], object], seconds: float) -> None:
-    throughput = ThroughputLog(await llm.snapshot())
+    throughput: ThroughputLog | None = None
     while llm.is_healthy:
-        await asyncio.sleep(seconds)
         with contextlib.suppress(RuntimeError):  # the engine was closed meanwhile
-            if (line := throughput.line(await llm.snapshot())) is not None:
+            snapshot = await llm.snapshot()
+            if throughput is None:
+                throughput = ThroughputLog(snapshot)
+            elif (line := throughput.line(snapshot)) is not None:
                 log(line)
+        await asyncio.sleep(seconds)

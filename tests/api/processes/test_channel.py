@@ -83,6 +83,13 @@ async def test_errors_come_back_or_at_least_their_words(near, far, told, tasks):
 
 
 @in_a_loop
+async def test_what_can_not_be_sent_is_not_waited_for(near, far, told, tasks):
+    with pytest.raises(Exception, match="pickle"):
+        await near.call("double", lambda: None)
+    assert not near._asked and await near.call("double", 1) == 2
+
+
+@in_a_loop
 async def test_the_first_word_is_heard_before_there_are_handlers(near, far, told, tasks):
     first, second = [await Channel.of(end) for end in socket.socketpair()]
     first.notify("config", 3)

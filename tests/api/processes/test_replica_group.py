@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import socket
 import threading
 import time
@@ -13,12 +14,13 @@ from fake_llm_engine import FakeLLMEngine, sample_of
 from jaxspec.api import async_llm
 from jaxspec.api.async_calls import WorkerSpec
 from jaxspec.api.async_llm import AsyncLLM
-from jaxspec.api.processes import replica_group
+from jaxspec.api.processes import replica, replica_group, replica_session
 from jaxspec.api.processes.channel import Channel
 from jaxspec.api.processes.engine_server import RemoteEngineServer
 from jaxspec.api.processes.replica import Replica
 from jaxspec.api.processes.replica_group import ReplicaGroup
 from jaxspec.api.processes.replica_session import ReplicaSession
+from jaxspec.engine import async_stream
 from jaxspec.engine.admission import Admission
 from jaxspec.engine.async_stream import AsyncStream, OutputQueue
 from jaxspec.engine.errors import EngineDeadError, ReplicaDiedError, ReplicasDeadError
@@ -57,6 +59,9 @@ class Starts:
 
     def __init__(self):
         self.engines, self.serving, self.fail = [], set(), False
+        self.hangs = False  # after a failed step
+        self.warmed = []  # engine and argument of each `warm_up`
+        self.warming = None  # called in it
 
     async def start(self, environment):
         if self.fail:
@@ -70,7 +75,13 @@ class Starts:
         async def get_ready():
             process.is_ready = True
 
+        async def warm_up(sets):
+            self.warmed.append((process, sets))
+            if self.warming is not None:
+                await self.warming()
+
         handlers = {
+            "warm_up": warm_up,
             "options": lambda options: far.notify("ready", spec),
             "end": process.end,
             "snapshot": llm.snapshot,
@@ -82,7 +93,7 @@ class Starts:
 
         async def end_if_failed():
             while process.returncode is None:
-                if llm.error is not None:
+                if llm.error is not None and not self.hangs:
                     process.kill()
                 await asyncio.sleep(0.005)
 
@@ -99,6 +110,7 @@ def starts(monkeypatch):
     monkeypatch.setattr(async_llm, "LLMEngine", FakeLLMEngine)
     found = Starts()
     monkeypatch.setattr(replica_group.Replica, "start", found.start)
+    monkeypatch.setattr(replica_group, "WAITS", (0.0, 0.0))
     yield found
     found.close()
 
@@ -220,7 +232,11 @@ def test_one_that_is_killed_ends_its_own_and_is_prepared_and_takes_requests_agai
         nothing_is_left(group)
 
 
-def test_a_request_counts_as_waiting_until_its_first_row_even_if_it_is_read_at_its_end(starts):
+def test_a_request_counts_as_waiting_until_its_first_row_even_if_it_is_read_at_its_end(
+    starts, monkeypatch
+):
+    begun = []
+    monkeypatch.setattr(replica_session.Buffer, "begin", lambda buffer: begun.append(buffer))
     with grouped() as (group, session):
         begins = threading.Event()
         for process in starts.engines:
@@ -233,6 +249,7 @@ def test_a_request_counts_as_waiting_until_its_first_row_even_if_it_is_read_at_i
         begins.set()
         thread.join(30)
         check(samples)
+        assert len(begun) == 1 and begun[0].samples == samples
 
 
 def test_samples_that_are_added_are_returned_as_they_end_and_abort_ends_them(starts):
@@ -271,6 +288,98 @@ def test_a_failed_step_ends_a_replica_and_no_other(starts):
         assert group.is_running
 
 
+def test_one_that_hangs_after_a_failed_step_is_killed(starts, monkeypatch):
+    monkeypatch.setattr(replica, "_ENDING", 0.01)
+    with grouped() as (group, session):
+
+        def fail():
+            raise OSError("planted")
+
+        starts.hangs = True
+        starts.engines[0].llm._engine.schedule.runner.at["result"] = fail
+        with pytest.raises(ReplicaDiedError, match="failed in a step"):
+            list(session.stream(*samples_of([LONG])[0]))
+        until(lambda: len(starts.engines) == 3 and len(group._replicas) == 2)
+        assert starts.engines[0].returncode == -9
+
+
+class ClosedLoop:
+    def call_soon_threadsafe(self, callback, *args):
+        raise RuntimeError("Event loop is closed")
+
+
+def test_requests_of_a_closed_loop_that_no_replica_has_end_with_their_abort_or_the_group(
+    starts, monkeypatch
+):
+    monkeypatch.setattr(replica, "_MOST_QUEUEING", 0)  # nothing is sent
+    with grouped() as (group, _):
+        first, second = samples_of([LONG, LONG])
+
+        def submit(samples):
+            return group.submit(functools.partial(OutputQueue, ClosedLoop(), samples))
+
+        group.abort(submit(first))
+        nothing_is_left(group)
+        submit(second)
+        until(lambda: group._placed)
+        group.stop()
+        assert group.ended.result(30) is None
+        assert not group.admission.num_unfinished
+        assert all(process.returncode == 0 for process in starts.engines), "ended in order"
+
+
+def test_one_that_starts_makes_the_calls_that_come_meanwhile(starts):
+    with grouped() as (group, _):
+        group.prepare("warm_up", "a")
+        group.prepare("warm_up", "a")
+        goes_on, waits = threading.Event(), threading.Event()
+
+        async def warming():
+            waits.set()
+            await asyncio.to_thread(goes_on.wait, 30)
+
+        starts.warming = warming
+        group._loop.call_soon_threadsafe(starts.engines[0].kill)
+        assert waits.wait(30)
+        later = threading.Thread(target=group.prepare, args=("warm_up", "b"))
+        later.start()
+        until(lambda: (starts.engines[1], "b") in starts.warmed)
+        goes_on.set()
+        later.join(30)
+        until(lambda: len(group._replicas) == 2)
+        new = starts.engines[2]
+        assert [sets for process, sets in starts.warmed if process is new] == ["a", "b"]
+
+
+def test_a_call_that_fails_is_not_repeated(starts):
+    with grouped() as (group, _):
+
+        async def refuse():
+            raise ValueError("planted")
+
+        starts.warming = refuse
+        with pytest.raises(ValueError, match="planted"):
+            group.prepare("warm_up", "a")
+        assert not group._prepared
+
+
+def test_the_request_of_a_reader_that_fails_is_aborted(starts, monkeypatch):
+    with grouped() as (group, session):
+        aborted, (samples,) = [], samples_of([LONG])
+
+        def fail(request, token_delta):
+            raise ValueError("planted")
+
+        monkeypatch.setattr(async_stream, "receive", fail)
+        monkeypatch.setattr(group, "abort", lambda *receivers: aborted.extend(receivers))
+        session.add(samples)
+        with pytest.raises(ValueError, match="planted"):
+            session.step()
+        assert [receiver.samples for receiver in aborted] == [samples]
+        ((_, (delta,)),) = session.step()
+        assert delta.finish_reason == "error" and not session.has_work
+
+
 def test_without_a_replica_nothing_is_ready_and_ends_in_a_row_end_the_group(starts):
     with grouped() as (group, session):
         starts.fail = True
@@ -306,6 +415,15 @@ def test_an_end_aborts_what_runs(starts):
         assert [list(stream)[-1].finish_reason for stream in streams] == ["abort"] * 3
         with pytest.raises(RuntimeError, match="closed"):
             session.add(samples_of([LONG])[0])
+
+
+def test_a_stopped_group_is_closed_for_calls_of_all_replicas(starts):
+    with grouped() as (group, session):
+        group.stop()
+        group.ended.result(30)
+        for call in (session.require_usable, group.snapshot, group.reset_prefix_cache):
+            with pytest.raises(RuntimeError, match="closed"):
+                call()
 
 
 def test_hidden_states_are_refused_by_name(tmp_path):
