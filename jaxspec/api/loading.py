@@ -362,10 +362,6 @@ def load(config: EngineConfig, *, progress: bool) -> Loaded:
     options = getattr(config.speculative_config, "options", None)
     if not isinstance(options, ExtractHiddenStatesOptions):
         return load_runner(config, progress=progress)
-    if config.nnodes > 1:
-        raise ValueError(
-            f"Hidden states are extracted by one process, got nnodes={config.nnodes}. Set it to 1."
-        )
     prepare_folder(str(options.folder))
     loaded = load_runner(config, progress=progress)
     name = "the embedded model" if config.model is None else str(config.model)

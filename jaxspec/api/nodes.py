@@ -17,6 +17,7 @@ import jax
 from jaxspec import nodes
 from jaxspec.flight.about import digest_of, options_of_steps, versions
 from jaxspec.models import resolve_folder
+from jaxspec.nodes.connection import socket_at
 from jaxspec.nodes.follower import Follower
 from jaxspec.nodes.leader import Leader
 from jaxspec.options.engine_options import EngineConfig
@@ -35,7 +36,8 @@ def join(config: EngineConfig, folder: Path, *, progress: bool) -> Node:
 
     Raises:
         OSError: node 0 can't listen, or nodes are missing after `JOIN_SECONDS`.
-        ValueError: options, versions, weights or keys differ, or JAX was used before.
+        ValueError: options, versions, XLA_FLAGS, weights or keys differ, or JAX was used before.
+        NodeError: another node is gone before the group starts.
     """
     if config.nnodes == 1:
         return Node()
@@ -46,7 +48,7 @@ def join(config: EngineConfig, folder: Path, *, progress: bool) -> Node:
     side = (
         Follower(address, port, rank, about, key)
         if rank
-        else Leader(address, port, nnodes, about, key)
+        else Leader(address, socket_at(address, port), nnodes, about, key)
     )
     atexit.register(_leave, side)
     with side.loading():
@@ -104,7 +106,7 @@ def _leave(side: Leader | Follower) -> None:
 
 
 def _description(config: EngineConfig, folder: Path, *, progress: bool) -> Mapping[str, Any]:
-    """Return what must be equal on all nodes: options, versions and digests of checkpoints."""
+    """Return what must be equal on all nodes: options, versions, XLA's flags and checkpoints."""
     options = options_of_steps(config)
     del options["model"], options["revision"]  # other hosts may have the files elsewhere
     drafter: Any = getattr(config.speculative_config, "options", None)
@@ -119,5 +121,6 @@ def _description(config: EngineConfig, folder: Path, *, progress: bool) -> Mappi
     return {
         **options,
         **{f"version of {name}": version for name, version in versions().items()},
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "digest of the weights": digests,
     }

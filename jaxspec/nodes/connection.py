@@ -52,15 +52,17 @@ class Connection:
     def end(self, frame: Frame) -> None:
         """Send a last frame if possible; the loss of the node is no longer reported."""
         self._is_over.set()
-        with contextlib.suppress(NodeError):
+        with contextlib.suppress(NodeError, OSError):
             self.send(frame)
+            self._socket.shutdown(socket.SHUT_WR)  # the other side reads the frame and closes
 
     def close(self) -> None:
         """Close the connection without a report."""
         self._is_over.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        with self._lock:  # no write is using the descriptor
+            self._socket.close()
 
     def _write(self, data: bytes) -> None:
         try:
@@ -80,7 +82,7 @@ class Connection:
                 if frame.kind == "failed":
                     return self._lose(NodeError(str(frame.fields.get("why"))))
                 if frame.kind == "end":
-                    self._is_over.set()  # the other side closes the connection
+                    self._is_over.set()  # the other side closes
                 if frame.kind != "beat":
                     self.received.put(frame)
             self._lose(self._gone("it closed the connection"))
@@ -88,6 +90,8 @@ class Connection:
             self._lose(self._gone(f"no heartbeat for {nodes.SILENCE_SECONDS:g} seconds"))
         except (OSError, FrameError) as error:
             self._lose(self._gone(str(error)))
+        finally:
+            self.close()
 
     def _lose(self, error: NodeError) -> None:
         if not self._is_over.is_set():

@@ -9,7 +9,7 @@ from typing import Any
 from jaxspec import nodes
 from jaxspec.nodes import NodeError, handshake
 from jaxspec.nodes.connection import Connection, end_process
-from jaxspec.nodes.handshake import StrangerError
+from jaxspec.nodes.handshake import AuthenticationError
 from jaxspec.nodes.wire import Frame, FrameError, receive
 
 _AGAIN = 0.3  # seconds between attempts to connect
@@ -45,17 +45,16 @@ class Follower:
         deadline = time.monotonic() + nodes.JOIN_SECONDS
         connection = _connected(address, port, rank, deadline)
         try:
-            handshake.introduce(connection, key)
+            handshake.introduce(connection, key, deadline)
             joining = {"rank": rank, "description": handshake.plain(description)}
             connection.sendall(Frame("join", joining).to_bytes())
-            connection.settimeout(nodes.JOIN_SECONDS)
-            frame = receive(connection)
+            frame = receive(connection, deadline=deadline)
             if frame is None:
-                raise StrangerError("it closed the connection")
+                raise AuthenticationError("it closed the connection")
         except TimeoutError as error:
             connection.close()
             raise _late(address, port, rank, "other nodes have not connected") from error
-        except (StrangerError, FrameError, OSError) as error:
+        except (AuthenticationError, FrameError, OSError) as error:
             connection.close()
             raise ValueError(
                 f"Node {rank} was refused at master_addr={address}, master_port={port}: {error}. "

@@ -18,44 +18,55 @@ from jaxspec.checks import shown
 from jaxspec.nodes.wire import Frame, FrameError, receive
 
 SECONDS = 10.0
-"""Timeout of each message."""
+"""Time that a new connection has for the handshake, from the leader's challenge to the join."""
 
 
-class StrangerError(ValueError):
+class AuthenticationError(ValueError):
     """The other side does not know the key, or is no node of jaxspec."""
 
 
-def admit(connection: socket.socket, key: bytes) -> None:
+def admit(connection: socket.socket, key: bytes, deadline: float) -> None:
     """Check a new connection as the leader.
 
+    Args:
+        connection: The connection.
+        key: Secret of the group.
+        deadline: Time (`time.monotonic`) at which the check ends.
+
     Raises:
-        StrangerError: the other side is not a node with the same key.
+        AuthenticationError: the other side is not a node with the same key.
         OSError: the connection failed or timed out.
     """
     connection.settimeout(SECONDS)
     own = secrets.token_hex(16)
     connection.sendall(Frame("challenge", {"challenge": own}).to_bytes())
-    answer = _received(connection, "answer")
+    answer = _received(connection, "answer", deadline)
     theirs = str(answer.get("challenge"))
     if not hmac.compare_digest(str(answer.get("proof")), _proof(key, "follower", own, theirs)):
-        raise StrangerError("it has another key")
+        raise AuthenticationError("it has another key")
     connection.sendall(Frame("proof", {"proof": _proof(key, "leader", own, theirs)}).to_bytes())
 
 
-def introduce(connection: socket.socket, key: bytes) -> None:
+def introduce(connection: socket.socket, key: bytes, deadline: float) -> None:
     """Check a new connection as a follower.
 
+    Args:
+        connection: The connection.
+        key: Secret of the group.
+        deadline: Time (`time.monotonic`) at which the check ends.
+
     Raises:
-        StrangerError: the other side is not the leader, or has another key.
+        AuthenticationError: the other side is not the leader, or has another key.
         OSError: the connection failed or timed out.
     """
     connection.settimeout(SECONDS)
-    theirs, own = str(_received(connection, "challenge").get("challenge")), secrets.token_hex(16)
+    theirs = str(_received(connection, "challenge", deadline).get("challenge"))
+    own = secrets.token_hex(16)
     answer = {"challenge": own, "proof": _proof(key, "follower", theirs, own)}
     connection.sendall(Frame("answer", answer).to_bytes())
-    proof = str(_received(connection, "proof").get("proof"))
+    proof = str(_received(connection, "proof", deadline).get("proof"))
     if not hmac.compare_digest(proof, _proof(key, "leader", theirs, own)):
-        raise StrangerError("it has another key")
+        raise AuthenticationError("it has another key")
 
 
 def plain(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,13 +90,13 @@ def differences(leader: Mapping[str, Any], follower: Mapping[str, Any], rank: in
     )
 
 
-def _received(connection: socket.socket, kind: str) -> dict[str, Any]:
+def _received(connection: socket.socket, kind: str, deadline: float) -> dict[str, Any]:
     try:
-        frame = receive(connection, max_values=0)
+        frame = receive(connection, max_values=0, deadline=deadline)
     except FrameError as error:
-        raise StrangerError(f"it does not speak the protocol of nodes: {error}") from error
+        raise AuthenticationError(f"it does not speak the protocol of nodes: {error}") from error
     if frame is None or frame.kind != kind:
-        raise StrangerError("it has another key, or does not speak the protocol of nodes")
+        raise AuthenticationError("it has another key, or does not speak the protocol of nodes")
     return frame.fields
 
 

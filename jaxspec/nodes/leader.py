@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import ipaddress
 import logging
 import queue
 import socket
@@ -12,8 +13,8 @@ from typing import Any, TypeVar
 
 from jaxspec import nodes
 from jaxspec.nodes import NodeError, handshake
-from jaxspec.nodes.connection import Connection, end_process, free_port, socket_at
-from jaxspec.nodes.handshake import StrangerError, differences
+from jaxspec.nodes.connection import Connection, end_process, free_port
+from jaxspec.nodes.handshake import AuthenticationError, differences
 from jaxspec.nodes.wire import Frame, FrameError, receive
 
 _log = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ _Result = TypeVar("_Result")
 _Call = tuple[concurrent.futures.Future[Any], Callable[[], Any]]
 _LATE = 5.0  # seconds that a failed call waits for the loss of a node, which may have caused it
 _LOOK = 0.2  # seconds between looks at the time while nodes connect
+_MOST_HANDSHAKES = 16  # at a time; other connections wait
 
 
 class Leader:
@@ -34,22 +36,22 @@ class Leader:
     def __init__(
         self,
         address: str,
-        port: int,
+        listening: socket.socket,
         num_nodes: int,
         description: Mapping[str, Any],
         key: bytes = b"",
     ):
-        """Listen, and wait until all followers have connected.
+        """Wait until all followers have connected.
 
         Args:
-            address: Address of this host to listen at.
-            port: Port to listen at; 0 chooses one.
+            address: Address of this host that the followers connect to.
+            listening: Socket that listens there (`socket_at`); it is closed at the end.
             num_nodes: Number of nodes, including this one.
             description: JSON values by name that must be equal on all nodes.
             key: Secret of the group.
 
         Raises:
-            OSError: the address can't be bound.
+            NodeError: a follower is gone before the group starts.
             TimeoutError: followers are missing after `JOIN_SECONDS`.
             ValueError: a follower has another description, or the same rank as another one.
         """
@@ -60,19 +62,20 @@ class Leader:
         self._is_over, self._lock = False, threading.Lock()
         self._connections: list[Connection] = []
         joined = dict[int, socket.socket]()
+        jax_address = f"[{address}]" if ":" in address else address
         try:
-            with socket_at(address, port) as listening:
+            with listening:
+                _warn_without_key(listening, key)
                 self._accept(listening, joined)
+            self.jax_address = f"{jax_address}:{free_port(address)}"
+            self._connect(joined)
         except BaseException:
+            for connection in self._connections:
+                connection.close()
             for each in joined.values():
                 each.close()
             raise
-        jax_address = f"[{address}]" if ":" in address else address
-        self.jax_address = f"{jax_address}:{free_port(address)}"
-        for rank, each in sorted(joined.items()):
-            self._connections.append(Connection(each, rank, self._lose))
-        self.send(Frame("start", {"jax_address": self.jax_address}))
-        self._calls = queue.SimpleQueue[_Call]()
+        self._calls = queue.SimpleQueue[_Call | None]()
         threading.Thread(target=self._run_calls, name="jaxspec-leader", daemon=True).start()
 
     # Frames
@@ -133,9 +136,10 @@ class Leader:
             NodeError: the group has failed, even if `act` waits for a device.
             Exception: raised by `act`.
         """
-        self.check()
         answer = concurrent.futures.Future[_Result]()
-        self._calls.put((answer, act))
+        with self._lock:
+            self.check()
+            self._calls.put((answer, act))
         first = concurrent.futures.FIRST_COMPLETED
         either = list[concurrent.futures.Future[Any]]([answer, self.failed])
         concurrent.futures.wait(either, return_when=first)
@@ -147,8 +151,8 @@ class Leader:
         return answer.result()
 
     def _run_calls(self) -> None:
-        while True:
-            answer, act = self._calls.get()
+        while (call := self._calls.get()) is not None:
+            answer, act = call
             try:
                 answer.set_result(act())
             except BaseException as error:
@@ -166,6 +170,7 @@ class Leader:
             if self._is_over:
                 return False
             self._is_over = True
+            self._calls.put(None)  # after the last call
         for connection in self._connections:
             connection.end(Frame("end"))
         return not self.failed.done()
@@ -176,7 +181,7 @@ class Leader:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """End the group if the block raises.
+        """End the group if the block raises; an interrupt ends it, too.
 
         If a node is lost and the block still waits for a device, the process ends.
         """
@@ -189,11 +194,11 @@ class Leader:
         self.on_loss = end_soon
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             left.set()
-            if self.failed.done():
+            if self.failed.done() and isinstance(error, Exception):
                 raise self.failed.exception() from error  # pyright: ignore[reportGeneralTypeIssues]
-            self.fail(error)
+            self.fail(str(error) or type(error).__name__)
             raise
         finally:
             left.set()
@@ -214,6 +219,7 @@ class Leader:
         """Fill `joined` with the sockets of all followers by rank."""
         arrivals = queue.SimpleQueue[tuple[socket.socket, dict[str, Any]]]()
         deadline = time.monotonic() + nodes.JOIN_SECONDS
+        free = threading.Semaphore(_MOST_HANDSHAKES)
         listening.settimeout(_LOOK)
         while len(joined) < self._num_nodes - 1:
             if time.monotonic() > deadline:
@@ -223,14 +229,31 @@ class Leader:
                     f"within {nodes.JOIN_SECONDS:g} seconds. Start them with the same options, "
                     "master_addr and master_port, and with node_rank."
                 )
-            with contextlib.suppress(TimeoutError):
-                arrived, _ = listening.accept()
-                greeting = arrived, arrivals, self._key
-                threading.Thread(target=_greet, args=greeting, daemon=True).start()
+            if free.acquire(timeout=_LOOK):
+                if (arrived := _accepted(listening)) is None:
+                    free.release()
+                else:
+                    own = arrived, arrivals, self._key, free
+                    threading.Thread(target=_shake_hands, args=own, daemon=True).start()
             while not arrivals.empty():
-                self._let_in(*arrivals.get(), joined)
+                self._admit(*arrivals.get(), joined)
 
-    def _let_in(
+    def _connect(self, joined: dict[int, socket.socket]) -> None:
+        """Start the followers, each of which expects no other frame first."""
+        start = Frame("start", {"jax_address": self.jax_address}).to_bytes()
+        for rank, each in sorted(joined.items()):
+            try:
+                each.sendall(start)
+            except OSError as error:
+                raise NodeError(
+                    f"Node {rank} is gone before the group starts ({error}). Read the output of "
+                    "that node, and start all nodes again."
+                ) from error
+        with self._lock:  # so that `_lose` finds all connections
+            for rank, each in sorted(joined.items()):
+                self._connections.append(Connection(each, rank, self._lose))
+
+    def _admit(
         self, arrived: socket.socket, fields: dict[str, Any], joined: dict[int, socket.socket]
     ) -> None:
         rank: Any = fields.get("rank")
@@ -254,18 +277,45 @@ class Leader:
         joined[rank] = arrived
 
 
-def _greet(
+def _warn_without_key(listening: socket.socket, key: bytes) -> None:
+    address = listening.getsockname()[0]
+    if not key and not ipaddress.ip_address(address).is_loopback:
+        _log.warning(
+            "Any host that reaches %s can join this group as a node. Give all nodes the same "
+            "nodes_key_file.",
+            address,
+        )
+
+
+def _accepted(listening: socket.socket) -> socket.socket | None:
+    """Return the next connection, or None if there is none soon."""
+    try:
+        return listening.accept()[0]
+    except TimeoutError:
+        return None
+    except OSError as error:  # it was aborted, or this process has too many files open
+        _log.warning("A connection to the port of the nodes failed: %s.", error)
+        time.sleep(_LOOK)
+        return None
+
+
+def _shake_hands(
     arrived: socket.socket,
     arrivals: queue.SimpleQueue[tuple[socket.socket, dict[str, Any]]],
     key: bytes,
+    free: threading.Semaphore,
 ) -> None:
     """Put a node that knows the key, and the fields of its description, into `arrivals`."""
     try:
-        handshake.admit(arrived, key)
-        frame = receive(arrived, max_values=0)
+        deadline = time.monotonic() + handshake.SECONDS
+        handshake.admit(arrived, key, deadline)
+        frame = receive(arrived, max_values=0, deadline=deadline)
         if frame is None or frame.kind != "join":
-            raise StrangerError("it does not join")
+            raise AuthenticationError("it does not join")
+        arrived.settimeout(handshake.SECONDS)
         arrivals.put((arrived, frame.fields))
-    except (StrangerError, FrameError, OSError) as error:
+    except (AuthenticationError, FrameError, OSError) as error:
         _log.warning("A connection to the port of the nodes was refused: %s.", error)
         arrived.close()
+    finally:
+        free.release()

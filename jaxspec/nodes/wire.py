@@ -10,6 +10,7 @@ import dataclasses
 import json
 import socket
 import struct
+import time
 from typing import Any
 
 import numpy as np
@@ -43,12 +44,16 @@ class Frame:
         return head + text + np.ascontiguousarray(self.values, "<i4").tobytes()
 
 
-def receive(connection: socket.socket, max_values: int = MAX_VALUES) -> Frame | None:
+def receive(
+    connection: socket.socket, max_values: int = MAX_VALUES, deadline: float | None = None
+) -> Frame | None:
     """Receive a frame.
 
     Args:
         connection: A blocking socket; its timeout is that of each read.
         max_values: Largest number of values to accept.
+        deadline: Time (`time.monotonic`) at which the whole frame must have arrived; it replaces
+            the timeout of the socket.
 
     Returns:
         The frame; None if the other side has closed the connection after the last frame.
@@ -56,21 +61,22 @@ def receive(connection: socket.socket, max_values: int = MAX_VALUES) -> Frame | 
     Raises:
         FrameError: the bytes are not a frame, or the connection ended within one.
         OSError: the connection failed, or nothing arrived within its timeout.
+        TimeoutError: the frame is not complete at the deadline.
     """
-    head = _exactly(connection, _HEAD.size, may_end=True)
+    head = _exactly(connection, _HEAD.size, deadline, may_end=True)
     if not head:
         return None
     num_bytes, num_values = _HEAD.unpack(head)
     _check_sizes(num_bytes, num_values, max_values)
     try:
-        fields = json.loads(_exactly(connection, num_bytes))
+        fields = json.loads(_exactly(connection, num_bytes, deadline))
         kind = fields.pop("kind")
     except (ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
         raise FrameError(f"a frame must have JSON fields and a kind ({error!r:.100})") from error
     if not isinstance(kind, str):
         raise FrameError(f"the kind of a frame must be a text, got {kind!r:.50}")
-    values = np.frombuffer(_exactly(connection, 4 * num_values), "<i4").astype(np.int32, copy=False)
-    return Frame(kind, fields, values)
+    values = np.frombuffer(_exactly(connection, 4 * num_values, deadline), "<i4")
+    return Frame(kind, fields, values.astype(np.int32, copy=False))
 
 
 def _check_sizes(num_bytes: int, num_values: int, max_values: int = MAX_VALUES) -> None:
@@ -81,10 +87,16 @@ def _check_sizes(num_bytes: int, num_values: int, max_values: int = MAX_VALUES) 
         )
 
 
-def _exactly(connection: socket.socket, count: int, *, may_end: bool = False) -> bytearray:
+def _exactly(
+    connection: socket.socket, count: int, deadline: float | None, *, may_end: bool = False
+) -> bytearray:
     """Return `count` received bytes; none if the connection ends before the first and it may."""
     received = bytearray()
     while len(received) < count:
+        if deadline is not None:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError("timed out")
+            connection.settimeout(left)
         part = connection.recv(min(count - len(received), 2**20))
         if not part:
             if may_end and not received:

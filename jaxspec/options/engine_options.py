@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxspec.options import SpeculativeConfig
+from jaxspec.options.draft_methods import ExtractHiddenStatesOptions
 from jaxspec.options.option_values import read
 from jaxspec.options.vllm_options import RENAMED, UNDERSTOOD, translated
 from jaxspec.plan.step_shapes import TOKENS_PER_STEP, ModelSizes, SchedulerLimits, StepShapes
@@ -321,6 +322,13 @@ class EngineConfig:
             raise ValueError(
                 f"Prefixes are copied to the memory of one host, got kv_offloading_size="
                 f"{self.kv_offloading_size} with nnodes={self.nnodes}. Set it to 0."
+            )
+        speculation = self.speculative_config
+        drafter = speculation.options if isinstance(speculation, SpeculativeConfig) else None
+        if self.nnodes > 1 and isinstance(drafter, ExtractHiddenStatesOptions):
+            raise ValueError(
+                f"Hidden states are extracted by one process, got nnodes={self.nnodes}. Set it to "
+                "1."
             )
 
     def sizes(

@@ -71,6 +71,7 @@ OPTIONS = {field.name: field for field in dataclasses.fields(RayOptions)}
 _FIELDS = {**engine.OPTIONS, **SERVER, **OPTIONS}
 _REFUSED = (
     *("host", "port", "api_processes", "data_parallel_size"),
+    *("nnodes", "node_rank", "master_addr", "master_port", "nodes_key_file"),
     *("exit_on_failure", "max_stored_responses"),
 )
 
@@ -108,7 +109,8 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
         if name in _REFUSED:
             raise ValueError(
                 f"{name} must be left out under Ray, got {shown(value)}. Ray has the port, the "
-                "processes (num_replicas) and restarts, and replicas share no stored responses."
+                "processes (num_replicas) and restarts, a replica is on one host (nnodes=1), and "
+                "replicas share no stored responses."
             )
         if name not in OPTIONS and name not in vars(args):
             known = [*vars(args), *OPTIONS]

@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxspec.api.fair_pool import LONG_BYTES
 from jaxspec.ray.call import Call
 from jaxspec.ray.replica import EngineFailedError
 from jaxspec.server.app import guards
@@ -52,7 +53,9 @@ class Forward:
         self._delays = delays
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = Call.of(scope, (await receive())["body"])  # ClientConnection has the whole body
+        body = (await receive())["body"]  # ClientConnection has the whole body
+        is_long = len(body) > LONG_BYTES
+        call = await asyncio.to_thread(Call.of, scope, body) if is_long else Call.of(scope, body)
         for delay in (*self._delays, None):
             response = _Response(send)
             try:

@@ -27,8 +27,8 @@ from jaxspec.runner.programs.trace_processes import EarlyTraces, num_cores
 class LeaderRunner(ModelRunner):
     """Runner of node 0. All nodes launch the same programs on the same plans, in one order.
 
-    A launch and its frame are one call of `Leader.call`. Whoever waits for an output gets the loss
-    of a node as an error instead.
+    A launch and its frame are one call of `Leader.call`. Waiting for an output raises `NodeError`
+    when a node is lost.
     """
 
     def __init__(
@@ -211,7 +211,10 @@ class FollowerNode(Node):
         if budget is None:
             return None
         self._follower.send(Frame("memory", {"bytes": budget.max_bytes}))
-        return budget.at_most(self._follower.receive().fields["bytes"])
+        frame = self._follower.receive()
+        if frame.kind != "memory":
+            raise NodeError(f"Node 0 sent {frame.kind!r} instead of 'memory'.")
+        return budget.at_most(frame.fields["bytes"])
 
     def runner(self, *args: Any, **parts: Any) -> ModelRunner:
         runner = FollowerRunner(self._follower, *args, **parts)

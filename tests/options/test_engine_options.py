@@ -243,6 +243,9 @@ def test_what_is_given_is_no_default():
         sizes_of(max_num_batched_tokens=32)
 
 
+HIDDEN = {"method": "extract_hidden_states", "layers": [0], "folder": "states"}
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -252,6 +255,7 @@ def test_what_is_given_is_no_default():
         ({"node_rank": 1}, "node_rank"),
         ({"master_port": 65536}, "master_port"),
         ({"nnodes": 2, "tensor_parallel_size": 2, "kv_offloading_size": 1.0}, "kv_offloading_size"),
+        ({"nnodes": 2, "tensor_parallel_size": 2, "speculative_config": HIDDEN}, "nnodes"),
     ],
 )
 def test_options_of_nodes_are_consistent(options, named):

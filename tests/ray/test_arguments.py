@@ -86,6 +86,8 @@ def test_a_replica_has_the_gpus_of_its_group():
         ({"port": 8000}, "port"),
         ({"api_processes": 2}, "api_processes"),
         ({"data_parallel_size": 2}, "num_replicas"),
+        ({"nnodes": 2, "tensor_parallel_size": 2}, "nnodes"),
+        ({"nodes_key_file": "key"}, "nodes_key_file"),
         ({"max_stored_responses": 5}, "max_stored_responses"),
         ({"max_num_seqs": "many"}, "max_num_seqs"),
         ({"enable_prefix_caching": "perhaps"}, "enable_prefix_caching"),
