@@ -50,8 +50,6 @@ _FOLDERS = ("kv_offloading_folder", "profiler_folder")  # each replica has a sub
 
 
 class _Placed(NamedTuple):
-    """A request and where it runs."""
-
     submission: Submission
     replica: Replica
     route: Route

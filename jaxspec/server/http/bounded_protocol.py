@@ -52,7 +52,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._num_body_bytes = 0  # of the received part
         self._num_other_bytes = 0  # received since the headers, beyond `_FRAMING` per body byte
-        # Of the headers, of a body that no one reads, or of a refusal.
+        # Limits the time of headers, of a body that no one reads, or after a refusal.
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
