@@ -121,7 +121,7 @@ _NOTHING: dict[str, Any] = {  # current values of an engine that has ended, in a
     "memory_bytes": {},
     "tokens_per_second": 0.0,
     "rounds_per_second": 0.0,
-    # Of `prefix_cache`, its host memory and its disk:
+    # Those in `prefix_cache`, of its host memory and its disk:
     **dict.fromkeys(("num_pages", "num_states", "num_pieces", "num_files"), 0),
     **dict.fromkeys(("num_bytes", "max_bytes"), 0),
 }
