@@ -298,10 +298,9 @@ class ReplicaGroup:
             self._last[index] = await replica.channel.call("snapshot")
             # Last, so that no call that comes meanwhile is missed.
             made = list[_Call]()
-            while missing := [call for call in self._prepared if call not in made]:
-                name, args = missing[0]
-                await replica.channel.call(name, *args)
-                made.append(missing[0])
+            while call := next((each for each in self._prepared if each not in made), None):
+                await replica.channel.call(call[0], *call[1])
+                made.append(call)
         except BaseException:
             await replica.kill()
             self._started.discard(replica)
