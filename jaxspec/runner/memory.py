@@ -55,7 +55,8 @@ class MemoryBudget:
         """
         if not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {utilization!r}.")
-        of_devices = [group.devices[rank].memory_stats() or {} for rank in group.own_ranks]
+        own = (there for rank, there in enumerate(group.devices) if rank in group.own_ranks)
+        of_devices = [there.memory_stats() or {} for there in own]
         if any("bytes_limit" not in stats for stats in of_devices):
             return None
         budgets = (

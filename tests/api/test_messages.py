@@ -462,8 +462,8 @@ CALLS = [
     ),
     (
         lambda llm: LLM(pipeline_parallel_size=2),
-        "pipeline_parallel_size must be 1 with jaxspec (one device), got 2. Use "
-        "tensor_parallel_size or data_parallel_size for several GPUs.",
+        "pipeline_parallel_size must be 1 with jaxspec (layers are not split among devices), got "
+        "2. Use tensor_parallel_size or data_parallel_size for several GPUs.",
     ),
     (
         lambda llm: LLMEngine(data_parallel_size=2),

@@ -84,9 +84,10 @@ def test_only_the_output_waits_for_the_device():
     assert found == {"runner/output.py", "models/transfer.py"}
 
 
-def test_the_environment_says_where_files_lie_and_which_devices_replicas_have():
+def test_few_files_read_the_environment():
+    """For places of files, devices of replicas, and XLA's flags, which nodes compare."""
     found = {name(path) for path in SOURCES if "os.environ" in path.read_text()}
-    assert found == {"files.py", "api/processes/devices.py"}
+    assert found == {"files.py", "api/processes/devices.py", "api/nodes.py"}
 
 
 def test_every_kernel_has_a_name_of_its_own_in_profiles():

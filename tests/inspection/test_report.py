@@ -89,7 +89,7 @@ def test_each_size_that_devices_cannot_share_is_told():
 
 
 def test_devices_that_are_not_here_are_told_and_so_is_what_each_would_hold(monkeypatch):
-    monkeypatch.setattr(parallel, "_local_devices", lambda: jax.local_devices()[:1])
+    monkeypatch.setattr(parallel, "_devices_of_nodes", lambda count: [jax.local_devices()[:1]])
     found = jaxspec.inspect(FIXTURES / "qwen3_5", tensor_parallel_size=2)
     assert len(found.refused) == 1 and "got 2 with 1" in found.refused[0]
     assert found.weight_bytes and found.fits
