@@ -88,7 +88,7 @@ def serving(make_llm: Callable[[], Any], **options: Any) -> Iterator[Served]:
             failed.append(error)
             ready.set()
 
-    thread = threading.Thread(target=run, name="server")
+    thread = threading.Thread(target=run, name="server", daemon=True)
     thread.start()
     ready.wait(300)
     try:
@@ -98,7 +98,7 @@ def serving(make_llm: Callable[[], Any], **options: Any) -> Iterator[Served]:
     finally:
         if not failed:
             found[0].server.end()
-        thread.join(60)
+        thread.join(300)  # at the end of a long session, collecting garbage takes tens of seconds
         listener.close()
     assert not thread.is_alive()
     if failed:
