@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import dataclasses
 import inspect
 import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -100,6 +102,8 @@ def serving(make_llm: Callable[[], Any], **options: Any) -> Iterator[Served]:
             found[0].server.end()
         thread.join(300)  # at the end of a long session, collecting garbage takes tens of seconds
         listener.close()
+    if thread.is_alive():
+        faulthandler.dump_traceback(sys.__stderr__)
     assert not thread.is_alive()
     if failed:
         raise failed[0]
