@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-import faulthandler
 import dataclasses
+import faulthandler
 import inspect
 import logging
 import socket
