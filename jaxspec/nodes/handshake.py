@@ -1,4 +1,4 @@
-"""Start of a connection between nodes: both sides prove that they know the key.
+"""Start of a connection between nodes: mutual authentication with the shared key.
 
     leader      challenge                    proof
     follower               challenge, proof          description of its engine
