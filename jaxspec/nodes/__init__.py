@@ -1,4 +1,4 @@
-"""Nodes: the processes of a tensor-parallel group on several hosts, connected by sockets.
+"""Nodes: processes of a tensor-parallel group on several hosts, connected by sockets.
 
 Node 0, the leader, plans the steps of an engine. It sends the packed plan of every launch to the
 others, the followers, which launch the same program on their devices. Nothing else is sent during

@@ -22,7 +22,7 @@ SECONDS = 10.0
 
 
 class AuthenticationError(ValueError):
-    """The other side does not know the key, or is no node of jaxspec."""
+    """The other side has another key, or is not a node of jaxspec."""
 
 
 def admit(connection: socket.socket, key: bytes, deadline: float) -> None:

@@ -305,7 +305,7 @@ def _shake_hands(
     key: bytes,
     free: threading.Semaphore,
 ) -> None:
-    """Put a node that knows the key, and the fields of its description, into `arrivals`."""
+    """Authenticate a node, and put it into `arrivals` with the fields of its description."""
     try:
         deadline = time.monotonic() + handshake.SECONDS
         handshake.admit(arrived, key, deadline)

@@ -103,7 +103,7 @@ class Replica:
             asyncio.get_running_loop().call_later(_ENDING, self._kill)
 
     async def end(self) -> None:
-        """Tell the process to end, and kill it if it does not in time."""
+        """End the process, by SIGKILL if it does not end in time."""
         self.channel.notify("end")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ENDING):
