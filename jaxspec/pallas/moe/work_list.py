@@ -65,11 +65,11 @@ def work_list(choices: Choices, num_experts: int, rows: int) -> WorkList:
     left = held[known] - (tile - starts[known]) * rows
     count = jnp.where(expert < kinds, jnp.minimum(left, rows), 0)
     rank = jnp.take_along_axis(before, experts, axis=1)
-    # A token may have the expert of padding several times.
-    is_none, part = experts == num_experts, jnp.arange(parts)
-    is_earlier = is_none[:, None, :] & (part[None, :] < part[:, None])[None]
-    earlier = jnp.sum(is_earlier, axis=2, dtype=jnp.int32)
-    rank = jnp.where(is_none, rank + earlier, rank)
+    # A token may have the expert of padding several times. XLA fuses a sum of columns.
+    is_none, part = experts == num_experts, jnp.arange(parts)[None]
+    for earlier in range(parts - 1):
+        both = is_none & is_none[:, earlier : earlier + 1]
+        rank += (both & (part > earlier)).astype(jnp.int32)
     return WorkList(expert, count, starts[experts] * rows + rank, rows)
 
 
