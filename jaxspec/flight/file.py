@@ -27,6 +27,7 @@ from jaxspec.plan.plan import (
     CopyBlock,
     ExportState,
     Program,
+    WriteMasks,
     WriteTables,
     entry_of,
     output_layout,
@@ -223,6 +224,9 @@ def _check_plan(
     if isinstance(program, WriteTables):
         ids = dict.fromkeys(("bias_ids", "bad_words", "more_stop_ids"), (-1, vocab_size - 1))
         _check_bounds("tables", fields, ids | {"slot": (0, shapes.num_slots - 1)})
+        return
+    if isinstance(program, WriteMasks):
+        _check_bounds("masks", fields, {"slots": (0, shapes.num_slots - 1)})
         return
     last_row, last_slot = shapes.max_num_seqs - 1, shapes.num_slots - 1
     last_page = shapes.num_pages - 1

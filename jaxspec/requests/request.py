@@ -220,6 +220,8 @@ class Request:
     num_computed: int = 0  # number of these dispatched; exact, because prefill has no drafts
     in_flight: int = 0  # uncollected steps that emit for it: at least 1 token each, until it ends
     in_flight_bound: int = 0  # most tokens that these steps can emit
+    next_drafts: tuple[int, ...] = ()  # drafts to verify next; recorded for requests with a matcher
+    matcher: Any = None
 
     def __post_init__(self) -> None:
         """Start from the prompt, and compute once what each step reads."""
@@ -239,6 +241,11 @@ class Request:
     def has_tables(self) -> bool:
         """True if its biases and stop ids exceed a row, so that its slot has sampling tables."""
         return BIAS in self.features
+
+    @property
+    def awaits_result(self) -> bool:
+        """True if the next step needs the results in flight: its masks depend on all tokens."""
+        return self.matcher is not None and self.in_flight > 0
 
     def cut(self, num_tokens: int) -> None:
         """Remove all output after the first `num_tokens` output tokens."""
@@ -267,6 +274,8 @@ class Request:
         A last prompt token after a computed context is a decode row without drafts: the same
         kernel serves a forked sample (prompt 11, computed 10) and the tail of a chunked prompt.
         """
+        if self.awaits_result:
+            return False
         if self.is_prefilling:
             return 0 < self.num_computed == self.prefill_len - 1 and not self.is_prefill_only
         return len(self.tokens) + self.in_flight < self.max_len

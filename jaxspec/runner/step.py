@@ -21,11 +21,13 @@ from jaxspec.models.base import Model
 from jaxspec.parallel import Group
 from jaxspec.plan.plan import (
     EXPORT,
+    MASKS,
     AnyProgram,
     CopyBlock,
     ExportState,
     MoveRows,
     Program,
+    WriteMasks,
     WriteTables,
     output_layout,
     plan_layout,
@@ -108,6 +110,8 @@ def make_step(
             return _make_moves(config, program)
         case WriteTables():
             return _make_tables(config)
+        case WriteMasks():
+            return _make_masks(config)
         case ExportState():
             return _make_export(config)
         case CopyBlock():
@@ -183,6 +187,20 @@ def _make_tables(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceO
         return state, _no_output(config)
 
     return tables
+
+
+def _make_masks(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceOutput]]:
+    """Return the program that writes the masks of some slots."""
+
+    def masks(
+        weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
+    ) -> tuple[EngineState, DeviceOutput]:
+        assert state.tables.bias is not None  # programs with BIAS have bias tables
+        bias = state.tables.bias.with_masks(**plan_layout(MASKS, config.shapes).unpack(packed))
+        state = dataclasses.replace(state, tables=dataclasses.replace(state.tables, bias=bias))
+        return state, _no_output(config)
+
+    return masks
 
 
 def _make_export(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceOutput]]:
@@ -281,6 +299,7 @@ def _one_step(
         num_accepted=acceptance.num_accepted,
         finish=finish,
         num_dropped=num_dropped(inputs),
+        next_drafts=active.drafts,
     )
     reported = DeviceOutput(
         packed,

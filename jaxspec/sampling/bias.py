@@ -10,13 +10,17 @@ from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 def add_bias(
     logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Float[Array, "n vocab"]:
-    """Add each id's bias to `logits` (float32), and mask ids outside `allowed_token_ids` with -inf.
+    """Add each id's bias to `logits` (float32), and mask ids that are not allowed with -inf.
+
+    `allowed_token_ids` and grammars allow them.
 
     Raises:
         ValueError: the inputs have no tables.
     """
-    bias = _tables_of(inputs).bias[inputs.table_slot]
-    return jnp.where(bias == -jnp.inf, -jnp.inf, logits + bias)
+    tables = _tables_of(inputs)
+    place = positions - inputs.num_computed - 1
+    is_allowed = tables.is_allowed(inputs.table_slot, place)
+    return jnp.where(is_allowed, logits + tables.bias[inputs.table_slot], -jnp.inf)
 
 
 def more_forbidden_ids(

@@ -15,11 +15,13 @@ class SamplingTables:
     bias: BiasTables | None = None  # BIAS
 
     @staticmethod
-    def empty(num_slots: int, vocab_size: int, max_model_len: int) -> "SamplingTables":
-        """Create the tables of an engine without requests."""
+    def empty(
+        num_slots: int, vocab_size: int, max_model_len: int, width: int
+    ) -> "SamplingTables":
+        """Create the tables of an engine without requests, which verifies `width` tokens per row."""
         return SamplingTables(
             seen=SeenTokens.empty(num_slots, vocab_size, max_model_len),
-            bias=BiasTables.empty(num_slots, vocab_size),
+            bias=BiasTables.empty(num_slots, vocab_size, width),
         )
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.plan.plan import (
+    MASKS,
     RESTORE,
     TABLES,
     MoveRows,
@@ -19,6 +20,7 @@ from jaxspec.plan.plan import (
     pack_export,
     pack_plan,
 )
+from jaxspec.plan.mask_plan import pack_masks
 from jaxspec.plan.row import row_layout, write_row
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.plan.table_plan import pack_tables
@@ -43,7 +45,8 @@ def pack_step(
 
     The device finds an existing row by its index in the last plan (`Request.row`). The plan has the
     pages of `grown` that the device's page table lacks (`PageTable.unsent`), and the paths of the
-    `drafter` for the active rows. Plans before it write the sampling tables of rows that enter.
+    `drafter` for the active rows. Plans before it write the sampling tables of rows that enter, and
+    the masks of rows that produce a token under a grammar.
 
     Raises:
         ValueError: two rows have the same slot or the same row in the last plan, so both would
@@ -76,7 +79,17 @@ def pack_step(
     )
     entering = [rows[row] for row in new_rows if rows[row].has_tables]
     tables = [StepPlan(TABLES, pack_tables(each, shapes.vocab_size)) for each in entering]
-    return StepPlan(program, packed, tuple(tables))
+    ending = (request for request, n in prefills if request.num_computed + n == request.prefill_len)
+    masked = [each for each in (*rows[:num_decode], *ending) if each.matcher is not None]
+    return StepPlan(program, packed, (*tables, *_mask_plans(masked, shapes)))
+
+
+def _mask_plans(requests: Sequence[Request], shapes: StepShapes) -> list[StepPlan]:
+    most = shapes.masks_per_write
+    return [
+        StepPlan(MASKS, pack_masks(requests[start : start + most], shapes))
+        for start in range(0, len(requests), most)
+    ]
 
 
 def _refuse_repeated(name: str, values: Sequence[int]) -> None:

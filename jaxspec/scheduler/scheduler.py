@@ -172,6 +172,9 @@ class Scheduler:
             # First, because an interrupt may leave more positions than tokens, but not fewer.
             request.draft_positions.extend(got.draft_positions)
             request.tokens.extend(got.tokens)
+            if request.matcher is not None:
+                request.matcher.advance(got.tokens)
+                request.next_drafts = tuple(output.next_drafts[-1, row].tolist())
             for observer in self.observers:
                 observer.extend(request, got.tokens)
             request.metrics.record_tokens(len(got.tokens), now)
@@ -267,7 +270,7 @@ class Scheduler:
         request.metrics.record_row(time.monotonic())
         request.slot = self._free_slots.pop()
         request.prefill_len, request.num_computed = len(request.tokens), num_computed
-        request.row = -1
+        request.row, request.next_drafts = -1, ()
         place(request, self.running)
         for observer in self.observers:
             observer.add(request)
