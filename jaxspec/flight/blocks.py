@@ -96,7 +96,7 @@ def without_ids(flight: Flight) -> Flight:
 
     Equal ids stay equal, and -1 stays -1. The key of the hash is drawn here and not stored, so ids
     cannot be looked up; their frequencies can still be counted. Stop ids, biases and seeds are
-    parameters and stay, but masks of grammars do not.
+    parameters and stay, but masks and automata of grammars do not.
     """
     made_up = _hash(flight.about["vocab_size"])
     steps = [_hashed(step, flight.shapes, made_up) for step in flight.steps]
@@ -110,6 +110,8 @@ def _hashed(step: Step, shapes: StepShapes, made_up: _Map) -> Step:
         fields[name][...] = made_up(fields[name])
     if "masks" in fields:
         fields["masks"][...] = -1  # a grammar allows few ids at most positions
+    if "automaton" in fields:
+        fields["classes"][...] = fields["next"][...] = 0
     if "new_rows" in fields:
         columns = row_layout(shapes.num_drafts).unpack(fields["new_rows"])
         for name in _ROW_FIELDS:

@@ -22,11 +22,13 @@ import numpy as np
 from jaxspec.checks import shown
 from jaxspec.flight import Flight, Step
 from jaxspec.flight.blocks import bounds_of_copy
+from jaxspec.plan.automaton_plan import NUM_AUTOMATA, NUM_STATES
 from jaxspec.plan.plan import (
     AnyProgram,
     CopyBlock,
     ExportState,
     Program,
+    WriteAutomaton,
     WriteMasks,
     WriteTables,
     entry_of,
@@ -228,6 +230,10 @@ def _check_plan(
     if isinstance(program, WriteMasks):
         _check_bounds("masks", fields, {"slots": (0, shapes.num_slots - 1)})
         return
+    if isinstance(program, WriteAutomaton):
+        _check_bounds("an automaton", fields, {"automaton": (0, NUM_AUTOMATA - 1)})
+        _check_bounds("an automaton", fields, {"states": (0, NUM_STATES - 1)})
+        return
     last_row, last_slot = shapes.max_num_seqs - 1, shapes.num_slots - 1
     last_page = shapes.num_pages - 1
     if isinstance(program, ExportState | CopyBlock):
@@ -291,6 +297,7 @@ def _row_bounds(shapes: StepShapes, vocab_size: int) -> dict[str, tuple[int, int
         "last_token": (0, vocab_size - 1),
         "drafts": (-1, vocab_size - 1),
         "proposer_key": (0, 2**31 - 1),
+        "grammar_state": (0, NUM_STATES - 1),
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxspec.layout import Field, PackedLayout
+from jaxspec.plan.automaton_plan import automaton_layout
 from jaxspec.plan.block_plan import Block, Read, Write, block_layout, pack_block
 from jaxspec.plan.mask_plan import mask_layout
 from jaxspec.plan.row import row_layout
@@ -65,6 +66,11 @@ class WriteMasks:
 
 
 @dataclasses.dataclass(frozen=True)
+class WriteAutomaton:
+    """Program that writes states of an automaton."""
+
+
+@dataclasses.dataclass(frozen=True)
 class ExportState:
     """Program that copies the state of one row to a cached state."""
 
@@ -77,15 +83,17 @@ class CopyBlock:
     of_state: bool  # the block holds a cached state and one page; else pages alone
 
 
-AnyProgram = Program | MoveRows | WriteTables | WriteMasks | ExportState | CopyBlock
+AnyProgram = (
+    Program | MoveRows | WriteTables | WriteMasks | WriteAutomaton | ExportState | CopyBlock
+)
 """A step, or work between two steps."""
 
 MOVES, RESTORE = MoveRows(), MoveRows(restores=True)
-TABLES, MASKS, EXPORT = WriteTables(), WriteMasks(), ExportState()
+TABLES, MASKS, AUTOMATON, EXPORT = WriteTables(), WriteMasks(), WriteAutomaton(), ExportState()
 READ, READ_STATE = CopyBlock("read", of_state=False), CopyBlock("read", of_state=True)
 WRITE, WRITE_STATE = CopyBlock("write", of_state=False), CopyBlock("write", of_state=True)
 BLOCK_COPIES = READ, WRITE, READ_STATE, WRITE_STATE
-WITHOUT_STEPS = MOVES, TABLES, MASKS, EXPORT, RESTORE, *BLOCK_COPIES
+WITHOUT_STEPS = MOVES, TABLES, MASKS, AUTOMATON, EXPORT, RESTORE, *BLOCK_COPIES
 
 
 def entry_of(program: AnyProgram) -> dict[str, Any]:
@@ -126,6 +134,8 @@ def plan_layout(program: AnyProgram, shapes: StepShapes) -> PackedLayout:
             return table_layout(shapes.vocab_size)
         case WriteMasks():
             return mask_layout(shapes)
+        case WriteAutomaton():
+            return automaton_layout(shapes.vocab_size)
         case ExportState():
             return _EXPORT_LAYOUT
         case CopyBlock():

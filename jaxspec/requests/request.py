@@ -222,6 +222,8 @@ class Request:
     in_flight_bound: int = 0  # most tokens that these steps can emit
     next_drafts: tuple[int, ...] = ()  # drafts to verify next; recorded for requests with a matcher
     matcher: Any = None
+    automaton: Any = None
+    grammar_state: int = 0  # its automaton's state on the device at entry; 0 without an automaton
 
     def __post_init__(self) -> None:
         """Start from the prompt, and compute once what each step reads."""

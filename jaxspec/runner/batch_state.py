@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import CacheSpec, Pools, PoolSizes, allocate, allocate_checkpoints
 from jaxspec.layout import PackedLayout
-from jaxspec.plan.plan import AnyProgram, MoveRows, Program, WriteMasks, WriteTables
+from jaxspec.plan.plan import AnyProgram, MoveRows, Program, WriteAutomaton, WriteMasks, WriteTables
 from jaxspec.plan.row import row_layout
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.sampling.tables import SamplingTables
@@ -91,6 +91,8 @@ class EngineState:
                 return self._with(SamplingTables(seen=self.tables.seen), None)
             case WriteTables() | WriteMasks():
                 return self._with(SamplingTables(bias=self.tables.bias), None)
+            case WriteAutomaton():
+                return self._with(SamplingTables(automata=self.tables.automata), None)
             case _:
                 return self._with(SamplingTables(), self.checkpoints)
 

@@ -22,6 +22,7 @@ from jaxspec.plan.plan import (
     ExportState,
     Program,
     StepPlan,
+    WriteAutomaton,
     WriteMasks,
     WriteTables,
     output_layout,
@@ -300,7 +301,7 @@ class ModelRunner:
         layout = plan_layout(program, self.shapes)
         packed = np.zeros(layout.size, np.int32)
         fields = layout.unpack(packed)
-        if isinstance(program, WriteTables | WriteMasks | ExportState):
+        if isinstance(program, WriteTables | WriteMasks | WriteAutomaton | ExportState):
             return packed
         fields["prev_positions"][:] = np.arange(self.shapes.max_num_seqs)
         fields["new_row_index"][:] = -1

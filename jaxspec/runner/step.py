@@ -27,6 +27,7 @@ from jaxspec.plan.plan import (
     ExportState,
     MoveRows,
     Program,
+    WriteAutomaton,
     WriteMasks,
     WriteTables,
     output_layout,
@@ -49,7 +50,7 @@ from jaxspec.runner.remap import (
     update_page_tables,
     write_page_tables,
 )
-from jaxspec.runner.tables import stop_ids, with_chunks, with_verified
+from jaxspec.runner.tables import state_after, stop_ids, with_chunks, with_verified
 from jaxspec.runner.update import truncate_at_stop, update
 from jaxspec.runner.verify import verify
 from jaxspec.sampling import NO_TOKEN, Verifier
@@ -112,6 +113,8 @@ def make_step(
             return _make_tables(config)
         case WriteMasks():
             return _make_masks(config)
+        case WriteAutomaton():
+            return _make_automaton(config)
         case ExportState():
             return _make_export(config)
         case CopyBlock():
@@ -203,6 +206,22 @@ def _make_masks(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceOu
     return masks
 
 
+def _make_automaton(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceOutput]]:
+    """Return the program that writes states of an automaton."""
+
+    def automaton(
+        weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
+    ) -> tuple[EngineState, DeviceOutput]:
+        assert state.tables.automata is not None  # an argument of this program
+        written = state.tables.automata.written(packed)
+        state = dataclasses.replace(
+            state, tables=dataclasses.replace(state.tables, automata=written)
+        )
+        return state, _no_output(config)
+
+    return automaton
+
+
 def _make_export(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceOutput]]:
     """Return the program that saves the state of one row, and copies its partly filled page."""
 
@@ -281,7 +300,8 @@ def _one_step(
         inputs.produces_token,
         stop_ids(sampling, inputs.active),
     )
-    active = update(inputs.active, acceptance, finish, plan.prefill_lens, config.states)
+    more = state_after(inputs, sampling, acceptance)
+    active = update(inputs.active, acceptance, finish, plan.prefill_lens, config.states, more)
 
     draft_logits = state.draft_logits
     if config.proposer is not None:

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas.matmul.scores import NO_TOKEN
 from jaxspec.plan.table_plan import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MORE_STOP_IDS, table_layout
+from jaxspec.sampling.bits import is_set
 
 
 @flax.struct.dataclass
@@ -63,10 +64,7 @@ class BiasTables:
         self, slots: Int[Array, " n"], places: Int[Array, " n"]
     ) -> Bool[Array, "n vocab"]:
         """Return the allowed ids at position `places` of a verify, the first being 0."""
-        words = self.allowed[slots, places]
-        bit = jnp.arange(32, dtype=jnp.int32)[None, None, :]
-        bits = (words[:, :, None] >> bit).reshape(len(slots), -1) & 1
-        return bits[:, : self.bias.shape[1]] == 1
+        return is_set(self.allowed[slots, places], self.bias.shape[1])
 
     def with_tokens(
         self, slots: Int[Array, " n"], tokens: Int[Array, " n"], indices: Int[Array, " n"]
