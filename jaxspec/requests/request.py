@@ -197,6 +197,10 @@ class Request:
     cache_salt: str | None = None  # only requests with equal salts share cached prefixes
     cache_boundaries: tuple[int, ...] = ()  # prefix lengths at which later prompts will diverge
     is_prefill_only: bool = False  # another engine computes the last prompt token and decodes
+    grammar: Any = None  # the `grammar.Grammar` of its output; None if any token may follow
+    # In the engine's process, one of them for a request with a grammar:
+    matcher: Any = None  # a `grammar.Matcher`, which masks on the host
+    automaton: Any = None  # a `grammar.Automaton`, which the device follows
     tokens: list[int] = dataclasses.field(init=False)  # prompt, then output
     # One per output token; a stop string or an interrupt may leave more. Logprobs, if requested,
     # are rows of `logprobs.LAYOUT`.
@@ -221,8 +225,6 @@ class Request:
     in_flight: int = 0  # uncollected steps that emit for it: at least 1 token each, until it ends
     in_flight_bound: int = 0  # most tokens that these steps can emit
     next_drafts: tuple[int, ...] = ()  # drafts to verify next; recorded for requests with a matcher
-    matcher: Any = None
-    automaton: Any = None
     grammar_state: int = 0  # its automaton's state on the device at entry; 0 without an automaton
 
     def __post_init__(self) -> None:
@@ -238,6 +240,10 @@ class Request:
             self.prompt_logprobs = [None] * len(self.prompt)
         most = self.params.num_speculative_tokens
         self.max_drafts = INT32_MAX if most is None else min(most, INT32_MAX)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields to pickle: all but the matcher, which another process makes anew."""
+        return self.__dict__ | {"matcher": None}
 
     @property
     def has_tables(self) -> bool:
