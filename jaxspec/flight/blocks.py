@@ -112,6 +112,7 @@ def _hashed(step: Step, shapes: StepShapes, made_up: _Map) -> Step:
         fields["masks"][...] = -1  # a grammar allows few ids at most positions
     if "automaton" in fields:
         fields["classes"][...] = fields["next"][...] = 0
+        fields["allowed"][...] = -1
     if "new_rows" in fields:
         columns = row_layout(shapes.num_drafts).unpack(fields["new_rows"])
         for name in _ROW_FIELDS:

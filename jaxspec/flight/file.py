@@ -22,7 +22,8 @@ import numpy as np
 from jaxspec.checks import shown
 from jaxspec.flight import Flight, Step
 from jaxspec.flight.blocks import bounds_of_copy
-from jaxspec.plan.automaton_plan import NUM_AUTOMATA, NUM_STATES
+from jaxspec.grammar.automaton import MAX_CLASSES
+from jaxspec.plan.automaton_plan import NUM_AUTOMATA, NUM_MASKS, NUM_STATES
 from jaxspec.plan.plan import (
     AnyProgram,
     CopyBlock,
@@ -232,7 +233,12 @@ def _check_plan(
         return
     if isinstance(program, WriteAutomaton):
         _check_bounds("an automaton", fields, {"automaton": (0, NUM_AUTOMATA - 1)})
-        _check_bounds("an automaton", fields, {"states": (0, NUM_STATES - 1)})
+        states, masks = (0, NUM_STATES - 1), (0, NUM_MASKS - 1)
+        bounds = {"states": states, "state_masks": masks, "masks": masks}
+        _check_bounds("an automaton", fields, bounds)
+        halves = {name: fields[name].view(np.int16) for name in ("classes", "next")}
+        bounds = {"classes": (0, MAX_CLASSES - 1), "next": (-1, NUM_STATES - 1)}
+        _check_bounds("an automaton", halves, bounds)
         return
     last_row, last_slot = shapes.max_num_seqs - 1, shapes.num_slots - 1
     last_page = shapes.num_pages - 1

@@ -242,8 +242,8 @@ class Request:
         self.max_drafts = INT32_MAX if most is None else min(most, INT32_MAX)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields to pickle: all but the matcher, which another process makes anew."""
-        return self.__dict__ | {"matcher": None}
+        """Return the fields to pickle; another process makes matcher and automaton anew."""
+        return self.__dict__ | {"matcher": None, "automaton": None}
 
     @property
     def has_tables(self) -> bool:

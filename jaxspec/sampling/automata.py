@@ -6,7 +6,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxspec.pallas.matmul.scores import NO_TOKEN
-from jaxspec.plan.automaton_plan import NUM_AUTOMATA, NUM_STATES, automaton_layout
+from jaxspec.plan.automaton_plan import (
+    NUM_AUTOMATA,
+    NUM_MASKS,
+    NUM_STATES,
+    automaton_layout,
+)
 from jaxspec.sampling.bits import is_set
 
 
@@ -18,7 +23,8 @@ class Automata:
     some hundred successors instead of one for each token.
     """
 
-    masks: Int[Array, "states words"]  # one bit per token: those that the state allows
+    masks: Int[Array, "masks words"]  # one bit per token, the lowest first
+    state_masks: Int[Array, " states"]  # index of the mask of the tokens that a state allows
     next: Int[Array, "states classes"]  # int16; state after a token of a class, -1 if refused
     automaton: Int[Array, " states"]  # automaton of each state
     classes: Int[Array, "automata vocab"]  # int16; class of each token
@@ -28,7 +34,8 @@ class Automata:
         """Create a pool without automata."""
         num_classes = 2 * automaton_layout(vocab_size).shapes["next"][1]
         return Automata(
-            masks=jnp.full((NUM_STATES, -(-vocab_size // 32)), -1, jnp.int32),
+            masks=jnp.full((NUM_MASKS, -(-vocab_size // 32)), -1, jnp.int32),
+            state_masks=jnp.zeros(NUM_STATES, jnp.int32),
             next=jnp.zeros((NUM_STATES, num_classes), jnp.int16),
             automaton=jnp.zeros(NUM_STATES, jnp.int32),
             classes=jnp.zeros((NUM_AUTOMATA, vocab_size), jnp.int16),
@@ -41,11 +48,13 @@ class Automata:
         index, states = plan["automaton"], plan["states"]
         classes = _halves(plan["classes"])[:vocab_size]
         following = _halves(plan["next"])
-        is_allowed = following[:, classes.astype(jnp.int32)] >= 0
+        allowed = is_set(plan["allowed"], self.next.shape[1])[:, classes.astype(jnp.int32)]
         # An index past the end is dropped.
         at = jnp.where(states > 0, states, NUM_STATES)
+        at_masks = jnp.where(plan["masks"] > 0, plan["masks"], NUM_MASKS)
         return Automata(
-            masks=self.masks.at[at].set(_words(is_allowed), mode="drop"),
+            masks=self.masks.at[at_masks].set(_words(allowed), mode="drop"),
+            state_masks=self.state_masks.at[at].set(plan["state_masks"], mode="drop"),
             next=self.next.at[at].set(following, mode="drop"),
             automaton=self.automaton.at[at].set(index, mode="drop"),
             classes=self.classes.at[jnp.where(index > 0, index, NUM_AUTOMATA)].set(
@@ -55,7 +64,7 @@ class Automata:
 
     def is_allowed(self, states: Int[Array, " n"]) -> Bool[Array, "n vocab"]:
         """Return the tokens that each state allows."""
-        return is_set(self.masks[states], self.classes.shape[1])
+        return is_set(self.masks[self.state_masks[states]], self.classes.shape[1])
 
     def after(self, states: Int[Array, " n"], tokens: Int[Array, " n"]) -> Int[Array, " n"]:
         """Return the states (int32) after `tokens`; -1 is no token, and a refused one stays."""
