@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from jaxspec.grammar.json_schema import blanks, closed
+from jaxspec.grammar.json_schema import blanks, closed_if_asked
 from jaxspec.grammar.regular_schema import regex_of
 from jaxspec.grammar.thinking import Thinking
 from jaxspec.requests.structured_outputs import StructuredOutputsParams
@@ -32,7 +32,7 @@ def _regex(form: StructuredOutputsParams) -> str | None:
     if form.choice is not None:
         return "|".join(map(re.escape, form.choice))
     if isinstance(form.json, dict):
-        return regex_of(closed(form, form.json), _blank(form))
+        return regex_of(closed_if_asked(form, form.json), _blank(form))
     return None
 
 

@@ -60,6 +60,8 @@ class BatchState:
             KeyError: a column does not exist.
             ValueError: a column has a wrong dtype, shape or number of rows.
         """
+        if not fields:
+            return self
         layout = self.layout
         columns = {name: self.fields[:, where] for name, where in layout.slices.items()}
         for name, value in fields.items():

@@ -50,7 +50,7 @@ from jaxspec.runner.remap import (
     update_page_tables,
     write_page_tables,
 )
-from jaxspec.runner.tables import state_after, stop_ids, with_chunks, with_verified
+from jaxspec.runner.tables import grammar_state_after, stop_ids, with_chunks, with_verified
 from jaxspec.runner.update import truncate_at_stop, update
 from jaxspec.runner.verify import verify
 from jaxspec.sampling import NO_TOKEN, Verifier
@@ -300,8 +300,8 @@ def _one_step(
         inputs.produces_token,
         stop_ids(sampling, inputs.active),
     )
-    more = state_after(inputs, sampling, acceptance)
-    active = update(inputs.active, acceptance, finish, plan.prefill_lens, config.states, more)
+    active = update(inputs.active, acceptance, finish, plan.prefill_lens, config.states)
+    active = active.with_fields(**grammar_state_after(inputs, sampling, acceptance))
 
     draft_logits = state.draft_logits
     if config.proposer is not None:

@@ -75,7 +75,7 @@ def grammar_states(
     return {"grammar_states": along}, {"grammar_states": ends.grammar_state[:, None]}
 
 
-def state_after(
+def grammar_state_after(
     inputs: StepInputs, tables: SamplingTables, acceptance: Acceptance
 ) -> dict[str, Array]:
     """Return the row field with the automaton's state after the emitted tokens, by active row."""

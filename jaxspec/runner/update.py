@@ -4,8 +4,6 @@ Counts are kept on the device only; the host reads them from step outputs.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from types import MappingProxyType
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -69,14 +67,12 @@ def update(
     finish: Int[Array, " rows"],
     prefill_lens: Int[Array, " seqs"],
     states: StatePolicy,
-    more: Mapping[str, Array] = MappingProxyType({}),
 ) -> BatchState:
     """Return the active rows after a step; the last `seqs` of them computed a prompt chunk.
 
     A verify step makes the state valid for the input token and the accepted drafts, which are as
     many as the emitted tokens. A chunk makes it valid for all its tokens. `states` updates the
-    location of the valid recurrent state. A row without computed tokens keeps its fields. `more` has
-    new values of further fields.
+    location of the valid recurrent state. A row without computed tokens keeps its fields.
     """
     num_decode = rows.num_rows - prefill_lens.shape[0]
     is_chunk = jnp.arange(rows.num_rows) >= num_decode
@@ -95,5 +91,4 @@ def update(
         last_token=jnp.where(num_emitted > 0, newest, rows.last_token),
         finish=finish,
         **state_fields,
-        **more,
     )

@@ -22,7 +22,9 @@ def add_bias(
     tables = _tables_of(inputs)
     place = positions - inputs.num_computed - 1
     state = jnp.take_along_axis(inputs.grammar_states, place[:, None], axis=1)[:, 0]
-    is_allowed = tables.is_allowed(inputs.table_slot, place) & _automata_of(inputs).is_allowed(state)
+    is_allowed = tables.is_allowed(inputs.table_slot, place) & _automata_of(inputs).is_allowed(
+        state
+    )
     return jnp.where(is_allowed, logits + tables.bias[inputs.table_slot], -jnp.inf)
 
 

@@ -17,9 +17,7 @@ class SamplingTables:
     automata: Automata | None = None  # BIAS
 
     @staticmethod
-    def empty(
-        num_slots: int, vocab_size: int, max_model_len: int, width: int
-    ) -> "SamplingTables":
+    def empty(num_slots: int, vocab_size: int, max_model_len: int, width: int) -> "SamplingTables":
         """Create the tables of an engine without requests, which verifies `width` tokens per row."""
         return SamplingTables(
             seen=SeenTokens.empty(num_slots, vocab_size, max_model_len),
