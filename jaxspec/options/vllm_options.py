@@ -98,7 +98,7 @@ UNDERSTOOD: dict[str, Given] = {
         "the engine does not sleep", (False,), "Close it and create another"
     ),
     "enforce_eager": Given("programs are always compiled, once", (False, True, None)),
-    "guided_decoding_backend": Given("there is no structured output", (None, "auto")),
+    "guided_decoding_backend": Given("llguidance is the only one", (None, "auto", "guidance")),
     "hf_config_path": Given("the model's config.json is used", (None,), _FOLDER),
     "hf_token": Given("the hub library's login is used", (None,), "Log in with `hf auth login`"),
     "ignore_patterns": Given("all safetensors are read", (None,), _FOLDER),
@@ -132,7 +132,9 @@ UNDERSTOOD: dict[str, Given] = {
     "scheduling_policy": Given("by priority, then by arrival", ("fcfs", "priority")),
     "served_model_name": Given("an LLM has no server"),
     "skip_mm_profiling": Given("prompts are text only", (False, True)),
-    "structured_outputs_config": Given("there is no structured output", (None, {})),
+    "structured_outputs_config": Given(
+        "SamplingParams has the options", (None, {}), "Pass StructuredOutputsParams"
+    ),
     "swap_space": Given("preempted requests are computed again"),
     "task": Given("it generates text", ("auto", "generate"), "Pooling is not supported"),
     "tokenizer_mode": Given("tokenizer.json is read", ("auto", "hf", "fast")),
