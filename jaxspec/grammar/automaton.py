@@ -11,11 +11,11 @@ from jaxspec.checks import shown
 from jaxspec.grammar import regex as regexes
 from jaxspec.grammar.byte_dfa import ByteDfa
 
-MAX_STATES = 1024
+MAX_STATES = 4096
 MAX_CLASSES = 1024
 _MAX_CELLS = 2**25  # of the columns of one depth, 64 MiB
 _REFUSED, _EOS = 0, 1  # classes
-_BLANKS = regexes.parse(r"[ \n\r\t]{0,4}")
+_BLANKS = regexes.parse(r"\n{0,4}")  # as in `thinking.Thinking.rules`
 
 
 class Masks(NamedTuple):
@@ -46,7 +46,7 @@ class Automaton:
         return state
 
     @functools.cached_property
-    def masks(self) -> "Masks":
+    def masks(self) -> Masks:
         """The distinct masks of the states, as classes."""
         allowed, of_state = np.unique(self.next >= 0, axis=0, return_inverse=True)
         return Masks(allowed, of_state.ravel())
@@ -115,7 +115,7 @@ class AutomatonCompiler:
 
         Args:
             regex: The regex; `.` excludes newlines, and `\\w`, `\\d` and `\\s` are Unicode's.
-            thinking_end: Id of the token after which the grammar begins, with up to four blanks;
+            thinking_end: Id of the token after which the grammar begins, with up to four newlines;
                 before it any token may occur but end-of-sequence ones. None begins at once.
 
         Raises:

@@ -54,13 +54,19 @@ class Grammar:
             return None if limited is None else Grammar(None, limited)
         assert isinstance(form, StructuredOutputsParams)
         regular = Regular.of(form, thinking)
-        grammars = _answer(form, tokenizer)
-        if thinking is not None:
-            grammars = [{"name": "output", "lark_grammar": thinking.rules}, *grammars]
-        source = json.dumps({"grammars": grammars})
+        source = _source(_answer(form, tokenizer), thinking)
         if message := _error(source):
             raise refused(message, form.kind)
+        if regular is not None and form.json is not None:
+            # The same texts, whether the host masks them or the device.
+            of_regex = _source([lark.regex(regular.regex) | {"name": "answer"}], thinking)
+            source = source if _error(of_regex) else of_regex
         return Grammar(source, limited, regular)
+
+
+def _source(answer: list[dict[str, Any]], thinking: Thinking | None) -> str:
+    before = [] if thinking is None else [{"name": "output", "lark_grammar": thinking.rules}]
+    return json.dumps({"grammars": [*before, *answer]})
 
 
 def _answer(form: StructuredOutputsParams, tokenizer: Tokenizer) -> list[dict[str, Any]]:
