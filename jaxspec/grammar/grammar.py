@@ -53,15 +53,10 @@ class Grammar:
         if form is None:
             return None if limited is None else Grammar(None, limited)
         assert isinstance(form, StructuredOutputsParams)
-        regular = Regular.of(form, thinking)
         source = _source(_answer(form, tokenizer), thinking)
         if message := _error(source):
             raise refused(message, form.kind)
-        if regular is not None and form.json is not None:
-            # The same texts, whether the host masks them or the device.
-            of_regex = _source([lark.regex(regular.regex) | {"name": "answer"}], thinking)
-            source = source if _error(of_regex) else of_regex
-        return Grammar(source, limited, regular)
+        return Grammar(source, limited, Regular.of(form, thinking))
 
 
 def _source(answer: list[dict[str, Any]], thinking: Thinking | None) -> str:

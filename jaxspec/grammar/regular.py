@@ -3,6 +3,7 @@
 import re
 from typing import NamedTuple
 
+from jaxspec.grammar import lark
 from jaxspec.grammar.json_schema import blanks, closed_if_asked
 from jaxspec.grammar.regular_schema import regex_of
 from jaxspec.grammar.thinking import Thinking
@@ -28,7 +29,7 @@ class Regular(NamedTuple):
 
 def _regex(form: StructuredOutputsParams) -> str | None:
     if form.regex is not None:
-        return form.regex
+        return lark.terminal(form.regex)
     if form.choice is not None:
         return "|".join(map(re.escape, form.choice))
     if isinstance(form.json, dict):

@@ -67,7 +67,7 @@ def with_verified(
 def grammar_states(
     inputs: StepInputs, tables: SamplingTables
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Return the states of the automata by position, of decode rows `[rows, width]` and chunk ends."""
+    """Return the states of automata by position: of decode rows `[rows, width]`, of chunk ends."""
     decode, ends = inputs.places.split_rows(inputs.active)
     if tables.automata is None:
         return {}, {}

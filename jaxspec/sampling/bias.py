@@ -13,8 +13,8 @@ def add_bias(
 ) -> Float[Array, "n vocab"]:
     """Add each id's bias to `logits` (float32), and mask ids that are not allowed with -inf.
 
-    `allowed_token_ids` and grammars allow them. `inputs.grammar_states` are those of each row's automaton,
-    by position of the verify.
+    They are those that `allowed_token_ids` or a grammar excludes. `inputs.grammar_states` are the
+    states of each row's automaton, by position of the verify.
 
     Raises:
         ValueError: the inputs have no tables.

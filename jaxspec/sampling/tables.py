@@ -18,7 +18,7 @@ class SamplingTables:
 
     @staticmethod
     def empty(num_slots: int, vocab_size: int, max_model_len: int, width: int) -> "SamplingTables":
-        """Create the tables of an engine without requests, which verifies `width` tokens per row."""
+        """Create the tables of an engine that verifies `width` tokens per row."""
         return SamplingTables(
             seen=SeenTokens.empty(num_slots, vocab_size, max_model_len),
             bias=BiasTables.empty(num_slots, vocab_size, width),

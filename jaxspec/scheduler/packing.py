@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.plan.mask_plan import pack_masks
 from jaxspec.plan.plan import (
     AUTOMATON,
     MASKS,
@@ -21,7 +22,6 @@ from jaxspec.plan.plan import (
     pack_export,
     pack_plan,
 )
-from jaxspec.plan.mask_plan import pack_masks
 from jaxspec.plan.row import row_layout, write_row
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.plan.table_plan import pack_tables
@@ -48,8 +48,8 @@ def pack_step(
 
     The device finds an existing row by its index in the last plan (`Request.row`). The plan has the
     pages of `grown` that the device's page table lacks (`PageTable.unsent`), and the paths of the
-    `drafter` for the active rows. Plans before it write the sampling tables and automata of rows that
-    enter, and the masks of rows that produce a token under a grammar.
+    `drafter` for the active rows. Plans before it write the sampling tables and automata of rows
+    that enter, and the masks of rows that produce a token under a grammar.
 
     Raises:
         ValueError: two rows have the same slot or the same row in the last plan, so both would

@@ -63,9 +63,9 @@ def num_decode_steps(
 ) -> int:
     """Return the decode steps of the next dispatch: 1, or `steps_per_dispatch`.
 
-    More than 1 requires that no prompt waits (`budget` is 0), no request is streamed or has a
-    grammar, whose masks hold for one step, some row needs all steps even if every draft is accepted, the free pages suffice without a preemption,
-    and a program for that number of steps is compiled.
+    More than 1 requires that no prompt waits (`budget` is 0), no request is streamed or has masks of
+    the host, some row needs all steps even if every draft is accepted, the free pages suffice
+    without a preemption, and a program for that number of steps is compiled.
     """
     several = shapes.num_steps(budget)[-1]
     if several == 1 or any(r.is_streamed or r.matcher for r in running):

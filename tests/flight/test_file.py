@@ -67,7 +67,7 @@ def test_what_is_written_is_read(tmp_path):
 
 
 def test_a_step_takes_a_few_kilobytes_at_most(tmp_path):
-    """A plan of 64 rows is 4 kB, mostly nothing, and its output 2 kB, of which drafts are a half."""
+    """A plan of 64 rows is 4 kB, mostly nothing, and its output 3 kB, half of it drafts."""
     shapes = make_buckets(num_drafts=3, max_num_seqs=64, decode_rows=(64,), num_pages=2000)
     program, rng = Program(64, 0, GREEDY), np.random.default_rng(0)
     steps = []

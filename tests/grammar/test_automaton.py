@@ -137,7 +137,7 @@ def test_any_token_may_precede_the_end_of_thinking(special):
     thinking, end = thinking_compiler(special=special)
     automaton, plain = (
         thinking.compile("yes|no", thinking_end=end),
-        thinking.compile(r"[ \n\r\t]{0,4}(yes|no)"),
+        thinking.compile(r"\n{0,4}(yes|no)"),
     )
     absent = {EOS, end + 1, *range(end + 3, VOCAB)}
     assert set(allowed(automaton, 0)) == set(range(VOCAB)) - absent
@@ -217,7 +217,8 @@ def test_limits_hold_quickly(regex):
 
 
 def test_tables_are_within_the_limits():
-    automaton = compiler().compile(f"[a-z]{{1000}}[a-z]{{1,{MAX_STATES - 1002}}}")
+    thousands = "[a-z]{1000}" * 4
+    automaton = compiler().compile(f"{thousands}[a-z]{{1,{MAX_STATES - 4002}}}")
     assert automaton.next.shape[0] == MAX_STATES and automaton.next.shape[1] <= MAX_CLASSES
     with pytest.raises(ValueError):
-        compiler().compile(f"[a-z]{{1000}}[a-z]{{1,{MAX_STATES - 1001}}}")
+        compiler().compile(f"{thousands}[a-z]{{1,{MAX_STATES - 4001}}}")
