@@ -22,6 +22,7 @@ from jaxspec.requests.outputs import CompletionOutput, RequestOutput, Stream, Te
 from jaxspec.requests.prompts import TextPrompt, TokensPrompt
 from jaxspec.requests.request import RequestMetrics
 from jaxspec.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.requests.structured_outputs import StructuredOutputsParams
 
 AsyncLLMEngine = AsyncLLM
 """vLLM's other name of `AsyncLLM`."""
@@ -49,6 +50,7 @@ __all__ = [
     "ServiceError",
     "SpeculativeConfig",
     "Stream",
+    "StructuredOutputsParams",
     "TextDelta",
     "TextPrompt",
     "TokensPrompt",

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checks import INT64_MAX, PromptTooLongError, integer, shown
+from jaxspec.grammar import Grammar
 from jaxspec.plan.table_plan import MAX_BAD_WORD_TOKENS, MAX_BIASES, MAX_STOP_IDS
 from jaxspec.requests.outputs import Sample
 from jaxspec.requests.prompts import (
@@ -50,6 +51,20 @@ def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
             f"Token ids must be 0 to {vocab_size - 1} with this model, and {name} has "
             f"{', '.join(map(shown, wrong[:5]))}. Use the ids of this model's own tokenizer."
         )
+
+
+def end_ids(
+    eos_ids: Sequence[int], tokenizer: Tokenizer | None, vocab_size: int
+) -> tuple[int, ...]:
+    """Return the ids that end a sample, ascending.
+
+    Args:
+        eos_ids: End-of-sequence ids of the model; those of the tokenizer are added.
+        tokenizer: The model's tokenizer; None if it has none.
+        vocab_size: Number of token ids of the model; larger ids are left out.
+    """
+    ends = {*eos_ids, *(tokenizer.eos_ids if tokenizer else ())}
+    return tuple(sorted(i for i in ends if 0 <= i < vocab_size))
 
 
 def check_biases(params: SamplingParams, stop_ids: Sequence[int], vocab_size: int) -> None:
@@ -156,8 +171,7 @@ class InputProcessor:
         """
         self.tokenizer, self._vocab_size = tokenizer, vocab_size
         self._max_model_len = max_model_len
-        ends = {*eos_ids, *(tokenizer.eos_ids if tokenizer else ())}
-        self.eos_ids = tuple(sorted(i for i in ends if 0 <= i < vocab_size))
+        self.eos_ids = end_ids(eos_ids, tokenizer, vocab_size)
         self._seed, self.default_params = seed, default_params or SamplingParams()
         self._finds_boundaries = finds_boundaries
         self._num_prompts = 0  # numbers the prompts, so that each without a seed has other noise
@@ -184,7 +198,8 @@ class InputProcessor:
         Raises:
             ValueError: a prompt is empty or leaves no room for a token, an id is not in the
                 vocabulary, there is text but no tokenizer, there are too many stop ids, biases,
-                samples or prompt tokens, or the number of request ids or priorities is wrong.
+                samples or prompt tokens, the number of request ids or priorities is wrong, or as
+                in `Grammar.of`.
         """
         params = params_of(sampling_params, len(prompts), self.default_params)
         check_num_samples(param.n for param in params)
@@ -192,7 +207,7 @@ class InputProcessor:
         priorities = priorities_of(priority, len(prompts))
         stop_ids = [self._stop_ids(param) for param in params]
         bad_words = [self._bad_words(*each) for each in zip(params, stop_ids, strict=True)]
-        tokenized, held = list[TokenizedPrompt](), 0
+        tokenized, grammars, held = list[TokenizedPrompt](), list[Grammar | None](), 0
         for number, (prompt, param) in enumerate(zip(prompts, params, strict=True), 1):
             name = "the prompt" if len(prompts) == 1 else f"prompt {number} of {len(prompts)}"
             with named(f"prompt {number}", len(prompts)):
@@ -208,6 +223,7 @@ class InputProcessor:
             held += length * param.n
             self._check_length(name, length, held)
             tokenized.append(found)
+            grammars.append(self._grammar(found, param))
         with self._lock:
             first = self._num_prompts
             self._num_prompts += len(tokenized)
@@ -216,7 +232,8 @@ class InputProcessor:
         return [
             self._samples(*each)
             for each in zip(
-                names, tokenized, params, stop_ids, bad_words, numbers, priorities, strict=True
+                *(names, tokenized, params, stop_ids, bad_words, grammars, numbers, priorities),
+                strict=True,
             )
         ]
 
@@ -368,6 +385,20 @@ class InputProcessor:
         tokenizer = self.require_tokenizer("bad words")
         return bad_word_ids(params.bad_words, tokenizer, self._vocab_size)
 
+    def _grammar(self, prompt: TokenizedPrompt, params: SamplingParams) -> Grammar | None:
+        if not params.has_grammar:
+            return None
+        tokenizer = self.require_tokenizer("structured outputs and thinking budgets")
+        if params.structured_outputs is not None and not self.eos_ids:
+            raise ValueError(
+                "structured_outputs end with an EOS token, and this model has none: neither its "
+                "config.json nor its tokenizer_config.json names one. Add eos_token_id there."
+            )
+        text = prompt.text
+        if text is None:
+            text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        return Grammar.of(params, tokenizer, text)
+
     def _samples(
         self,
         request_id: str,
@@ -375,6 +406,7 @@ class InputProcessor:
         params: SamplingParams,
         stop_ids: tuple[int, ...],
         bad_words: tuple[tuple[int, ...], ...],
+        grammar: Grammar | None,
         number: int,
         priority: int,
     ) -> list[Sample]:
@@ -392,6 +424,7 @@ class InputProcessor:
                 seed=seed,
                 stop_ids=stop_ids,
                 bad_words=bad_words,
+                grammar=grammar,
                 parent=samples[0].request if samples else None,
                 request_id=request_id,
                 index=index,

@@ -80,7 +80,7 @@ class LLMEngine(Diagnostics):
         folder, model_config, proposer = loaded.folder, loaded.model, loaded.proposer
         self.tokenizer, self.vocab_size = loaded.tokenizer, model_config.vocab_size
         self._show_progress = progress
-        runner = loaded.runner
+        runner, self._matchers = loaded.runner, loaded.matchers
         self._request_key = proposer.request_key if proposer else lambda prompt, seed: 0
         self.inputs = InputProcessor(
             self.tokenizer,
@@ -218,7 +218,7 @@ class LLMEngine(Diagnostics):
     def admit(self, samples: Sequence[Sample]) -> None:
         """Check samples against the engine's limits, and compile the programs they need.
 
-        Sets the `proposer_key` of their requests.
+        Sets the `proposer_key` and the `matcher` of their requests.
 
         Args:
             samples: Samples from `inputs`, or from a twin of it in another process.
@@ -230,6 +230,8 @@ class LLMEngine(Diagnostics):
         for request in (sample.request for sample in samples):
             key = self._request_key(request.prompt, request.seed)
             request.proposer_key = integer("request_key", key, 0, INT32_MAX)
+            if request.grammar is not None:
+                request.matcher = self._matchers.matcher(request.grammar, request.output)
         self.session.check(samples)
         self._compiler.ensure({sample.request.features for sample in samples})
 

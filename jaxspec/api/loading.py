@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jaxspec.api.inputs import end_ids
 from jaxspec.api.nodes import Node, join
 from jaxspec.cache import CacheSpec, by_slot, kv_dtype_of, unknown
 from jaxspec.cache.copies import uncopied
 from jaxspec.files import writable_folder
+from jaxspec.grammar import Matchers
 from jaxspec.hidden_states.recorder import HiddenStateRecorder
 from jaxspec.hidden_states.state_file import prepare_folder
 from jaxspec.models import AbstractModel, dtype_of, resolve_folder, unread, unread_model_or_head
@@ -159,6 +161,7 @@ class Loaded(NamedTuple):
         host_drafter: Follows requests on the host, and drafts there for some methods.
         host_tier: Store for prefixes evicted from the device; None without one.
         tokenizer: The tokenizer; None without one.
+        matchers: Creates the matchers of requests with a grammar.
         default_params: Parameters of calls without any.
         config: Options of the engine, with resolved "auto" and None.
     """
@@ -172,6 +175,7 @@ class Loaded(NamedTuple):
     host_drafter: HostDrafter | None
     host_tier: HostTier | None
     tokenizer: Tokenizer | None
+    matchers: Matchers
     default_params: SamplingParams
     config: EngineConfig
     observers: tuple[RequestObserver, ...] = ()
@@ -414,6 +418,7 @@ def _loaded(config: EngineConfig, folder: Path, node: Node, *, progress: bool) -
             ) as found,
             unread_drafter(config, dtype, group, progress=progress) as found_drafter,
         ):
+            matchers = _matchers(tokenizer, found.model.config)
             head = found_drafter and found_drafter.model
             settled = settle(config, found.model, dtype, head, group)
             shapes = settled.fitting(budget)
@@ -447,9 +452,18 @@ def _loaded(config: EngineConfig, folder: Path, node: Node, *, progress: bool) -
         host_drafter=make_host_drafter(settled.speculation),
         host_tier=tier,
         tokenizer=tokenizer,
+        matchers=matchers,
         default_params=defaults,
         config=_resolved(config, settled, runner.shapes, dtype),
     )
+
+
+def _matchers(tokenizer: Tokenizer | None, model: ModelConfig) -> Matchers:
+    """Begin to read the vocabulary for grammars, which takes seconds if it is large."""
+    ends = end_ids(model.eos_token_ids, tokenizer, model.vocab_size)
+    matchers = Matchers(tokenizer, model.vocab_size, ends)
+    matchers.start()
+    return matchers
 
 
 def _resolved(

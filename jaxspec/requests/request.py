@@ -197,6 +197,8 @@ class Request:
     cache_salt: str | None = None  # only requests with equal salts share cached prefixes
     cache_boundaries: tuple[int, ...] = ()  # prefix lengths at which later prompts will diverge
     is_prefill_only: bool = False  # another engine computes the last prompt token and decodes
+    grammar: Any = None  # the `grammar.Grammar` of its output; None if any token may follow
+    matcher: Any = None  # its `grammar.Matcher`, in the process of the engine
     tokens: list[int] = dataclasses.field(init=False)  # prompt, then output
     # One per output token; a stop string or an interrupt may leave more. Logprobs, if requested,
     # are rows of `logprobs.LAYOUT`.
@@ -234,6 +236,10 @@ class Request:
             self.prompt_logprobs = [None] * len(self.prompt)
         most = self.params.num_speculative_tokens
         self.max_drafts = INT32_MAX if most is None else min(most, INT32_MAX)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields to pickle: all but the matcher, which another process makes anew."""
+        return self.__dict__ | {"matcher": None}
 
     @property
     def has_tables(self) -> bool:

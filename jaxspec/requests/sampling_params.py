@@ -21,6 +21,7 @@ from jaxspec.requests.sampling_features import (
     TOP_K_TOP_P,
     SamplingFeatures,
 )
+from jaxspec.requests.structured_outputs import StructuredOutputsParams
 
 MAX_REPETITION = 1e6  # the least is 1 / MAX_REPETITION; float32 logits could overflow beyond
 MAX_LOGIT_BIAS = 1e6
@@ -186,6 +187,10 @@ class SamplingParams:
         logprobs: Number of likeliest ids, from 0 to 20, whose log-probabilities are returned at
             each output position, besides that of the token itself. None returns none.
         prompt_logprobs: The same for the prompt.
+        structured_outputs: Form of the text, as parameters or as a dict of their fields; after the
+            reasoning of a model that thinks. None means free text.
+        thinking_token_budget: Most tokens of the model's reasoning, after which only those of
+            `</think>` are allowed. None means unlimited.
 
     Raises:
         ValueError: a value is outside its range; the message states the rule.
@@ -217,20 +222,17 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    structured_outputs: InitVar[Any] = None  # not supported, refused by `_refuse`
+    structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
     guided_decoding: InitVar[Any] = None
     response_format: InitVar[Any] = None
 
-    def __post_init__(
-        self, structured_outputs: Any, guided_decoding: Any, response_format: Any
-    ) -> None:
+    def __post_init__(self, guided_decoding: Any, response_format: Any) -> None:
         """Validate every value and store it as a Python type."""
-        _refuse(
-            structured_outputs=structured_outputs,
-            guided_decoding=guided_decoding,
-            response_format=response_format,
-        )
+        _refuse_response_format(response_format)
         self._keep(
+            structured_outputs=_structured_outputs(self.structured_outputs, guided_decoding),
+            thinking_token_budget=_thinking_token_budget(self.thinking_token_budget),
             n=integer("n", self.n, 1, MAX_N),
             temperature=_temperature(self.temperature),
             top_p=_top_p(self.top_p),
@@ -262,6 +264,11 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens must not exceed max_tokens, got {self.min_tokens} > {self.max_tokens}."
             )
+        if self.structured_outputs is not None and (self.ignore_eos or self.min_tokens):
+            raise ValueError(
+                "structured_outputs end where the text is complete, got ignore_eos="
+                f"{self.ignore_eos} and min_tokens={self.min_tokens}. Leave both out."
+            )
         if self.stop and not self.detokenize:
             raise ValueError(
                 f"stop strings are looked for in the text, and detokenize=False makes none; got "
@@ -289,12 +296,18 @@ class SamplingParams:
         return bool(np.float32(self.temperature) < GREEDY_BELOW)
 
     @property
+    def has_grammar(self) -> bool:
+        """True if the tokens allowed at a position depend on those before it."""
+        return self.structured_outputs is not None or self.thinking_token_budget is not None
+
+    @property
     def features(self) -> SamplingFeatures:
         """The smallest set of processors and reports that serves this request."""
         draws, is_small = not self.is_greedy, 0 < self.top_k <= MAX_SMALL_TOP_K
         repeats = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
         wanted = {
-            BIAS: bool(self.logit_bias or self.allowed_token_ids or self.bad_words),
+            BIAS: bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
+            or self.has_grammar,
             PENALTIES: repeats != (0.0, 0.0, 1.0),
             MIN_P: draws and self.min_p > 0,
             TEMPERATURE: draws,
@@ -306,13 +319,27 @@ class SamplingParams:
         return SamplingFeatures.of(*(name for name, is_wanted in wanted.items() if is_wanted))
 
 
-def _refuse(**values: Any) -> None:
-    for name, value in values.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} asks for structured output, which jaxspec does not have yet, got "
-                f"{shown(value)}. Leave it out, and check the text behind the call."
-            )
+def _structured_outputs(value: Any, guided_decoding: Any) -> StructuredOutputsParams | None:
+    """Return the form of the text; `guided_decoding` is vLLM's former name of it."""
+    if value is not None and guided_decoding is not None:
+        raise ValueError(
+            "guided_decoding is the former name of structured_outputs, got both. Leave it out."
+        )
+    value = guided_decoding if value is None else value
+    return None if value is None else StructuredOutputsParams.of(value)
+
+
+def _refuse_response_format(value: Any) -> None:
+    if value is not None:
+        raise ValueError(
+            f"response_format is a field of the HTTP API, got {shown(value)}. Use "
+            "structured_outputs={'json': schema}, or {'json_object': True}."
+        )
+
+
+def _thinking_token_budget(value: Any) -> int | None:
+    hint = "; None sets no limit"
+    return None if value is None else integer("thinking_token_budget", value, 0, hint=hint)
 
 
 def _temperature(value: Any) -> float:

@@ -359,6 +359,19 @@ class Tokenizer:
         """Source of the checkpoint's chat template, of the one for tools if there are two."""
         return self._chat_template.source
 
+    @functools.cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of added tokens that mark up text: special ones, and those in angle brackets."""
+        return {
+            token.content: token_id
+            for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
+
+    def to_json(self) -> str:
+        """Return the content of a tokenizer.json with this tokenizer."""
+        return self._tokenizer.to_str()
+
     def has_token(self, text: str) -> bool:
         """Return whether `text` is one token of the vocabulary."""
         return self._tokenizer.token_to_id(text) is not None

@@ -13,6 +13,7 @@ from jaxspec.checks import INT64_MAX, shown
 from jaxspec.requests.logprobs import LAYOUT
 from jaxspec.requests.request import Request
 from jaxspec.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.requests.structured_outputs import StructuredOutputsParams
 from jaxspec.transfer.container import MAX_BYTES, Container
 
 KIND = "request"
@@ -163,6 +164,8 @@ def _described(params: SamplingParams) -> dict[str, Any]:
     values = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     bias = values["logit_bias"]
     values["logit_bias"] = None if bias is None else [[key, bias[key]] for key in bias]
+    if isinstance(params.structured_outputs, StructuredOutputsParams):
+        values["structured_outputs"] = dataclasses.asdict(params.structured_outputs)
     return values | {"output_kind": params.output_kind.name}
 
 

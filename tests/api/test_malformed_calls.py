@@ -190,9 +190,12 @@ SAMPLING = {
     ),
     "output_kind": ([*RequestOutputKind], lambda v: isinstance(v, RequestOutputKind)),
     "num_speculative_tokens": ([None, 0], lambda v: v is None or is_integer(v, 0, 2**63 - 1)),
-    "structured_outputs": ([None], lambda v: v is None),
+    "structured_outputs": (
+        [None, {"choice": ["a"]}, {"json": {"type": "object"}}],
+        lambda v: v is None or (isinstance(v, dict) and v.keys() in ({"choice"}, {"json"})),
+    ),
+    "thinking_token_budget": ([None, 0, 9], lambda v: v is None or is_integer(v, 0, 2**63 - 1)),
 }
-UNSEEN = "structured_outputs"  # refused when it is passed, and no attribute
 
 
 def wrong_parameters(fields):
@@ -203,6 +206,8 @@ def wrong_parameters(fields):
     least, most = fields.get("min_tokens", 0), fields.get("max_tokens", 128)
     if most is not None and least > most:
         return ["min_tokens"]
+    if fields.get("structured_outputs") and (least or made(fields.get("ignore_eos"))):
+        return ["structured_outputs"]
     stops = made(fields.get("stop"))
     has_stops = stops is not None and len(stops) > 0
     return ["stop"] if has_stops and not fields.get("detokenize", True) else []
@@ -238,7 +243,7 @@ def test_sampling_params(fields):
 
 
 @cases(300)
-@given(fields_of({name: good for name, (good, _) in SAMPLING.items() if name != UNSEEN}))
+@given(fields_of({name: good for name, (good, _) in SAMPLING.items()}))
 def test_what_is_assigned_is_checked_when_a_call_uses_it(fields):
     params = SamplingParams()
     for name, value in fields.items():

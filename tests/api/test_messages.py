@@ -443,9 +443,10 @@ CALLS = [
         "truncate_prompt_tokens, or raise max_model_len.",
     ),
     (
-        lambda llm: llm.generate(IDS, SamplingParams(structured_outputs={"choice": ["a"]})),
-        "structured_outputs asks for structured output, which jaxspec does not have yet, got "
-        "{'choice': ['a']}. Leave it out, and check the text behind the call.",
+        lambda llm: llm.generate(IDS, SamplingParams(structured_outputs={"chose": ["a"]})),
+        "structured_outputs has the fields json, regex, choice, grammar, json_object, "
+        "disable_any_whitespace, disable_additional_properties, whitespace_pattern, "
+        "structural_tag, max_whitespace, got 'chose'. Leave it out.",
     ),
     (
         lambda llm: llm.generate(IDS, use_tqdm="no"),

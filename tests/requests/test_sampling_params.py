@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import pickle
+import types
 from fractions import Fraction
 
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxspec.requests.sampling_features import (
+    BIAS,
     FULL,
     GREEDY,
     LOGPROBS,
@@ -19,6 +22,7 @@ from jaxspec.requests.sampling_features import (
     SamplingFeatures,
 )
 from jaxspec.requests.sampling_params import GREEDY_BELOW, RequestOutputKind, SamplingParams
+from jaxspec.requests.structured_outputs import StructuredOutputsParams
 
 
 @pytest.mark.parametrize(
@@ -167,11 +171,40 @@ def test_what_no_parameter_is_called_is_refused():
         params.max_token = 3
 
 
-@pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding", "response_format"])
-def test_structured_output_is_refused_by_name(name):
-    with pytest.raises(ValueError, match=f"{name} asks for structured output, .* got {{'a': 1}}"):
-        SamplingParams(**{name: {"a": 1}})
-    assert SamplingParams(**{name: None}) == SamplingParams()
+def test_structured_outputs_are_read_from_both_names_of_vllm():
+    form = StructuredOutputsParams(choice=["a", "b"])
+    new, old = SamplingParams(structured_outputs=form), SamplingParams(guided_decoding=form)
+    assert new.structured_outputs == old.structured_outputs == form
+    assert SamplingParams(structured_outputs={"choice": ("a", "b")}) == new
+    assert new.clone() == new and pickle.loads(pickle.dumps(new)) == new
+    theirs = types.SimpleNamespace(json=None, regex="a+", choice=None, backend="auto")
+    assert SamplingParams(guided_decoding=theirs).structured_outputs.regex == "a+"
+    with pytest.raises(ValueError, match="guided_decoding"):
+        SamplingParams(structured_outputs=form, guided_decoding=form)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"choice": ["a"]}, "ignore_eos": True}, "ignore_eos"),
+        ({"structured_outputs": {"choice": ["a"]}, "min_tokens": 1}, "min_tokens"),
+        ({"structured_outputs": 3}, "structured_outputs"),
+        ({"structured_outputs": {"schema": {}}}, "schema"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget"),
+        ({"thinking_token_budget": True}, "thinking_token_budget"),
+    ],
+)
+def test_wrong_structured_outputs_are_refused_by_name(changes, name):
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"structured_outputs": {"json_object": True}}, {"thinking_token_budget": 5}]
+)
+def test_grammars_need_the_last_rung(changes):
+    assert BIAS in SamplingParams(temperature=0, **changes).features
 
 
 @pytest.mark.parametrize(

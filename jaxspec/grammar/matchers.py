@@ -1,0 +1,124 @@
+"""Matchers: creates the matchers of an engine's requests, with a cache of compiled grammars."""
+
+import collections
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxspec.checks import shown
+from jaxspec.grammar.grammar import Grammar
+from jaxspec.grammar.library import is_installed, library, limits, refused
+from jaxspec.grammar.matching import Matcher
+from jaxspec.text.tokenizer import Tokenizer
+
+_CACHED = 128
+"""Most compiled grammars kept for later requests."""
+_CACHED_BYTES = 2**16
+
+
+class Matchers:
+    """Creates matchers for one model. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Sequence[int]):
+        """Create a factory; `start` or the first grammar reads the tokenizer.
+
+        Args:
+            tokenizer: The model's tokenizer; None if it has none.
+            vocab_size: Number of token ids of the model, of which the last may have no token.
+            eos_ids: Ids that may follow a complete output, if they are tokens.
+        """
+        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, tuple(eos_ids)
+        self._compiled = collections.OrderedDict[str, _Compiled]()
+        self._lock, self._vocabulary_lock = threading.Lock(), threading.Lock()
+        self._vocabulary: Any = None
+        bytes_of = tokenizer.bytes_of if tokenizer else lambda token: b""
+        self._bytes_of = functools.lru_cache(maxsize=_CACHED_BYTES)(bytes_of)
+
+    def start(self) -> None:
+        """Read the tokenizer in a thread, so that no request waits for it."""
+        if self._tokenizer is not None and self._eos_ids and is_installed():
+            threading.Thread(target=self._try_read, name="grammar vocabulary", daemon=True).start()
+
+    def matcher(self, grammar: Grammar, output: Sequence[int] = ()) -> Matcher:
+        """Return a new matcher after `output`.
+
+        Args:
+            grammar: The request's grammar.
+            output: Output tokens so far, as of a migrated request.
+
+        Raises:
+            ValueError: the tokenizer is of a kind without grammars, or the grammar allows nothing.
+        """
+        compiled = None if grammar.source is None else self._copy(grammar.source)
+        found = Matcher(compiled, grammar.thinking, self._vocab_size, self._bytes_of)
+        found.advance(output)
+        return found
+
+    def _copy(self, source: str) -> Any:
+        with self._lock:
+            compiled = self._compiled.setdefault(source, _Compiled())
+            self._compiled.move_to_end(source)
+            if len(self._compiled) > _CACHED:
+                self._compiled.popitem(last=False)
+        return compiled.copy(lambda: self._compile(source))
+
+    def _compile(self, source: str) -> Any:
+        matcher = library().LLMatcher(self._read(), source, log_level=0, limits=limits())
+        # The first mask visits states for the first time, which takes up to milliseconds.
+        mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+        if matcher.is_error():
+            raise refused(matcher.get_error())
+        if not any(mask):
+            raise refused("no text satisfies it")
+        return matcher
+
+    def _try_read(self) -> None:
+        try:
+            self._read()
+        except ValueError:
+            return  # requests with a grammar raise it
+
+    def _read(self) -> Any:
+        """Return llguidance's form of the tokenizer, made once."""
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+            return self._vocabulary
+
+    def _make_vocabulary(self) -> Any:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise ValueError("structured_outputs need a tokenizer, and this model has none.")
+        if len(tokenizer) > self._vocab_size:
+            raise ValueError(
+                "structured_outputs need a tokenizer within the model's vocabulary of "
+                f"{self._vocab_size:,} ids, got {len(tokenizer):,} tokens. Use the model's own."
+            )
+        ends = [token for token in self._eos_ids if token < len(tokenizer)]
+        if not ends:
+            raise ValueError(
+                "structured_outputs need an EOS token of the tokenizer, and none of the ids "
+                f"{shown(self._eos_ids)} is one. Use the model's own tokenizer."
+            )
+        make = library().LLTokenizer
+        try:
+            return make(tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=ends)
+        except Exception as error:  # of the library's own choice
+            raise ValueError(
+                "structured_outputs need a tokenizer whose tokens are bytes, such as byte-level "
+                f"BPE or SentencePiece with byte fallback, got an error: {error!s:.200}."
+            ) from error
+
+
+class _Compiled:
+    """A compiled grammar, or the place of one; requests for the same one wait for each other."""
+
+    def __init__(self) -> None:
+        self._lock, self._matcher = threading.Lock(), None
+
+    def copy(self, compile: Callable[[], Any]) -> Any:
+        with self._lock:
+            if self._matcher is None:
+                self._matcher = compile()
+            return self._matcher.deep_copy()

@@ -1,0 +1,148 @@
+"""Matcher: the position of a request in its grammar, and the masks of the tokens that may follow.
+
+A mask is a row of int32 words with a bit per token id, lowest bit first.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxspec.grammar.library import library
+from jaxspec.grammar.thinking import Reasoning, Thinking
+
+_BITS = 32
+
+
+class Matcher:
+    """Position of one request in its grammar. Not thread-safe."""
+
+    def __init__(
+        self,
+        matcher: Any,
+        thinking: Thinking | None,
+        vocab_size: int,
+        bytes_of: Callable[[int], bytes],
+    ):
+        """Begin at the start of an output.
+
+        Args:
+            matcher: An `llguidance.LLMatcher` of this request alone; None allows any text.
+            thinking: The limited reasoning; None if there is none.
+            vocab_size: Number of token ids of the model.
+            bytes_of: Returns the bytes of a token.
+        """
+        self._matcher, self._thinking = matcher, thinking
+        self._vocab_size, self._bytes_of = vocab_size, bytes_of
+        self._reasoning = Reasoning("after") if thinking is None else Reasoning.start(thinking)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Continue after output tokens. A token that the grammar refuses is an error for good."""
+        if self._matcher is not None and tokens:
+            self._matcher.consume_tokens(list(map(int, tokens)))
+        for token in tokens:
+            self._reasoning = self._after(self._reasoning, token)
+
+    @property
+    def is_error(self) -> bool:
+        """True if a token was refused, or a limit of the grammar's time or memory exceeded."""
+        return self._matcher is not None and self._matcher.is_error()
+
+    @property
+    def is_accepting(self) -> bool:
+        """True if the output may end here."""
+        if self._matcher is None:
+            return True
+        return self._matcher.is_accepting()
+
+    def _after(self, reasoning: Reasoning, token: int) -> Reasoning:
+        if self._thinking is None:
+            return reasoning
+        return reasoning.after(token, self._thinking, self._bytes_of)
+
+    def _valid(self, drafts: Sequence[int], most: int) -> list[int]:
+        """Return the drafts before the first that is no token id, at most `most` of them."""
+        ids = map(int, drafts[:most])
+        return list(itertools.takewhile(lambda token: 0 <= token < self._vocab_size, ids))
+
+    def _limit(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
+        """Apply the limit of the reasoning to the masks after each number of drafts."""
+        thinking, reasoning = self._thinking, self._reasoning
+        if thinking is None:
+            return
+        for place, token in enumerate([*drafts, None]):
+            forced = reasoning.forced(thinking)
+            if forced is not None:
+                _keep_only(forced, masks[place])
+            if token is not None:
+                reasoning = self._after(reasoning, token)
+
+
+def fill_masks(
+    matchers: Sequence[Matcher], drafts: Sequence[Sequence[int]], masks: np.ndarray
+) -> None:
+    """Write the masks of the tokens that may follow, at each place of each matcher.
+
+    Place j of a matcher is the state after its accepted tokens and the first j of its drafts.
+    Places after a draft that the grammar refuses, or that is no token id, stay as they are. The
+    masks of a matcher in error are zero.
+
+    Args:
+        matchers: The matchers, which do not move.
+        drafts: The drafts of each.
+        masks: int32 [at least len(matchers), places, ceil(vocab_size / 32)], contiguous.
+    """
+    places = masks.shape[1]
+    valid = [m._valid(each, places - 1) for m, each in zip(matchers, drafts, strict=True)]
+    for number, matcher in enumerate(matchers):
+        if matcher._matcher is None:
+            masks[number, : 1 + len(valid[number])] = _all_ids(matcher._vocab_size)
+    _fill(matchers, valid, masks)
+    for number, matcher in enumerate(matchers):
+        if matcher.is_error:
+            masks[number] = 0
+        else:
+            matcher._limit(masks[number], valid[number])
+
+
+def _fill(matchers: Sequence[Matcher], drafts: Sequence[list[int]], masks: np.ndarray) -> None:
+    """Write the masks of all matchers with a grammar by calls of several threads."""
+    count, places, words = masks.shape
+    alone, ahead = list[tuple[Any, int]](), list[tuple[Any, int, list[int]]]()
+    for number, (matcher, tokens) in enumerate(zip(matchers, drafts, strict=True)):
+        if matcher._matcher is None or matcher.is_error:
+            continue
+        if tokens:
+            ahead.append((matcher._matcher, number * places, tokens))
+        else:
+            alone.append((matcher._matcher, number * places))
+    sizes = masks.ctypes.data, 4 * words, count * places
+    if alone:
+        _executor().unsafe_compute_mask_ptr(alone, *sizes)
+    if ahead:
+        _executor().unsafe_compute_mask_ptr_with_draft_token(ahead, *sizes)
+
+
+@functools.cache
+def _executor() -> Any:
+    return library().LLExecutor()
+
+
+@functools.lru_cache(maxsize=8)
+def _all_ids(vocab_size: int) -> np.ndarray:
+    bits = np.arange(-(-vocab_size // _BITS) * _BITS) < vocab_size
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _keep_only(token: int, mask: np.ndarray) -> None:
+    """Clear all bits but a token's, unless its own is clear.
+
+    That is so in the middle of a character, whose bytes a grammar of text completes first.
+    """
+    word, bit = divmod(token, _BITS)
+    kept = mask[word] & np.array([1 << bit], np.uint32).view(np.int32)[0]
+    if kept:
+        mask[:] = 0
+        mask[word] = kept
