@@ -35,15 +35,25 @@ def walk(
     seed: int,
     endings: Sequence[str] = (),
     start: str = "",
+) -> str:
+    """Return a complete random text of a grammar, which begins with `start`."""
+    return continued(lark(text, tokenizer), tokenizer, random.Random(seed), endings, start)
+
+
+def continued(
+    matcher: LLMatcher,
+    tokenizer: LLTokenizer,
+    rng: random.Random,
+    endings: Sequence[str] = (),
+    start: str = "",
     most: int = 2000,
 ) -> str:
-    """Return a complete random text of a grammar.
+    """Return a complete random text that a matcher accepts.
 
     Most steps choose among all ids of the mask; some write one of `endings` where it may come, so
     that texts and lists end. `start` begins the text.
     """
-    matcher, rng, ids = lark(text, tokenizer), random.Random(seed), list[int]()
-    mask = allocate_token_bitmask(1, tokenizer.vocab_size)
+    ids, mask = list[int](), allocate_token_bitmask(1, tokenizer.vocab_size)
 
     def write(found: Sequence[int]) -> None:
         assert matcher.consume_tokens(list(found)), matcher.get_error()
