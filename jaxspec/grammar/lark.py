@@ -43,8 +43,9 @@ def choice(texts: list[str]) -> dict[str, Any]:
 
 
 def regex(pattern: str) -> dict[str, Any]:
-    """Return the grammar of the texts that a regex matches as a whole."""
-    return json.loads(library().LLMatcher.grammar_from_regex(pattern))["grammars"][0]
+    r"""Return the grammar of the texts that a regex matches as a whole; \d and \w are ASCII."""
+    terminal = library().regex_to_lark(pattern, use_ascii="dw").replace("\n", "\\n")
+    return {"lark_grammar": f"start: /{terminal}/\n"}
 
 
 def grammar(source: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from jaxspec.checks import shown
 from jaxspec.grammar.grammar import Grammar
 from jaxspec.grammar.library import is_installed, library, limits, refused
-from jaxspec.grammar.matching import Matcher
+from jaxspec.grammar.matching import Matcher, Vocabulary
 from jaxspec.text.tokenizer import Tokenizer
 
 _CACHED = 128
@@ -26,14 +26,13 @@ class Matchers:
         Args:
             tokenizer: The model's tokenizer; None if it has none.
             vocab_size: Number of token ids of the model, of which the last may have no token.
-            eos_ids: Ids that may follow a complete output, if they are tokens.
+            eos_ids: Ids that may follow a complete output.
         """
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, tuple(eos_ids)
         self._compiled = collections.OrderedDict[str, _Compiled]()
         self._lock, self._vocabulary_lock = threading.Lock(), threading.Lock()
         self._vocabulary: Any = None
-        bytes_of = tokenizer.bytes_of if tokenizer else lambda token: b""
-        self._bytes_of = functools.lru_cache(maxsize=_CACHED_BYTES)(bytes_of)
+        self._ids = _ids(tokenizer, vocab_size, self._eos_ids)
 
     def start(self) -> None:
         """Read the tokenizer in a thread, so that no request waits for it."""
@@ -51,7 +50,7 @@ class Matchers:
             ValueError: the tokenizer is of a kind without grammars, or the grammar allows nothing.
         """
         compiled = None if grammar.source is None else self._copy(grammar.source)
-        found = Matcher(compiled, grammar.thinking, self._vocab_size, self._bytes_of)
+        found = Matcher(compiled, grammar.thinking, self._ids)
         found.advance(output)
         return found
 
@@ -95,20 +94,30 @@ class Matchers:
                 "structured_outputs need a tokenizer within the model's vocabulary of "
                 f"{self._vocab_size:,} ids, got {len(tokenizer):,} tokens. Use the model's own."
             )
-        ends = [token for token in self._eos_ids if token < len(tokenizer)]
-        if not ends:
+        make, end = library().LLTokenizer, self._ids.end
+        if end is None:
             raise ValueError(
                 "structured_outputs need an EOS token of the tokenizer, and none of the ids "
                 f"{shown(self._eos_ids)} is one. Use the model's own tokenizer."
             )
-        make = library().LLTokenizer
         try:
-            return make(tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=ends)
+            return make(tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=[end])
         except Exception as error:  # of the library's own choice
             raise ValueError(
                 "structured_outputs need a tokenizer whose tokens are bytes, such as byte-level "
                 f"BPE or SentencePiece with byte fallback, got an error: {error!s:.200}."
             ) from error
+
+
+def _ids(tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Sequence[int]) -> Vocabulary:
+    if tokenizer is None:
+        return Vocabulary(vocab_size, lambda token: b"")
+    special = {*tokenizer.special_tokens.values()}
+    tokens = sorted(eos_ids, key=lambda token: (token not in special, token))  # special ones first
+    end = next((token for token in tokens if token < len(tokenizer)), None)
+    others = tuple(token for token in eos_ids if token != end)
+    bytes_of = functools.lru_cache(maxsize=_CACHED_BYTES)(tokenizer.bytes_of)
+    return Vocabulary(vocab_size, bytes_of, end, others)
 
 
 class _Compiled:

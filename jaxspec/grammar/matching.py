@@ -5,8 +5,8 @@ A mask is a row of int32 words with a bit per token id, lowest bit first.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,32 +16,33 @@ from jaxspec.grammar.thinking import Reasoning, Thinking
 _BITS = 32
 
 
+class Vocabulary(NamedTuple):
+    """Token ids of a model."""
+
+    size: int
+    bytes_of: Callable[[int], bytes]
+    end: int | None = None  # the EOS token that llguidance knows
+    other_ends: tuple[int, ...] = ()  # EOS ids that are text otherwise, or no token
+
+
 class Matcher:
     """Position of one request in its grammar. Not thread-safe."""
 
-    def __init__(
-        self,
-        matcher: Any,
-        thinking: Thinking | None,
-        vocab_size: int,
-        bytes_of: Callable[[int], bytes],
-    ):
+    def __init__(self, matcher: Any, thinking: Thinking | None, vocabulary: Vocabulary):
         """Begin at the start of an output.
 
         Args:
             matcher: An `llguidance.LLMatcher` of this request alone; None allows any text.
             thinking: The limited reasoning; None if there is none.
-            vocab_size: Number of token ids of the model.
-            bytes_of: Returns the bytes of a token.
+            vocabulary: Token ids of the model.
         """
-        self._matcher, self._thinking = matcher, thinking
-        self._vocab_size, self._bytes_of = vocab_size, bytes_of
+        self._matcher, self._thinking, self._vocabulary = matcher, thinking, vocabulary
         self._reasoning = Reasoning("after") if thinking is None else Reasoning.start(thinking)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Continue after output tokens. A token that the grammar refuses is an error for good."""
         if self._matcher is not None and tokens:
-            self._matcher.consume_tokens(list(map(int, tokens)))
+            self._matcher.consume_tokens(self._with_one_end(tokens))
         for token in tokens:
             self._reasoning = self._after(self._reasoning, token)
 
@@ -60,12 +61,29 @@ class Matcher:
     def _after(self, reasoning: Reasoning, token: int) -> Reasoning:
         if self._thinking is None:
             return reasoning
-        return reasoning.after(token, self._thinking, self._bytes_of)
+        return reasoning.after(token, self._thinking, self._vocabulary.bytes_of)
+
+    def _with_one_end(self, tokens: Iterable[int]) -> list[int]:
+        """Return tokens with llguidance's EOS token in place of the other ones."""
+        end, others = self._vocabulary.end, self._vocabulary.other_ends
+        if end is None or not others:
+            return list(map(int, tokens))
+        return [end if token in others else int(token) for token in tokens]
 
     def _valid(self, drafts: Sequence[int], most: int) -> list[int]:
         """Return the drafts before the first that is no token id, at most `most` of them."""
-        ids = map(int, drafts[:most])
-        return list(itertools.takewhile(lambda token: 0 <= token < self._vocab_size, ids))
+        size, ids = self._vocabulary.size, self._with_one_end(drafts[:most])
+        return list(itertools.takewhile(lambda token: 0 <= token < size, ids))
+
+    def _add_ends(self, masks: np.ndarray) -> None:
+        """Allow all EOS ids where one is allowed, and only there."""
+        end, others = self._vocabulary.end, self._vocabulary.other_ends
+        if self._matcher is None or end is None:
+            return
+        for other in others:
+            word, bit = other // _BITS, _bit(other)
+            is_end = (masks[:, end // _BITS] & _bit(end)) != 0
+            masks[:, word] = np.where(is_end, masks[:, word] | bit, masks[:, word] & ~bit)
 
     def _limit(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
         """Apply the limit of the reasoning to the masks after each number of drafts."""
@@ -98,12 +116,13 @@ def fill_masks(
     valid = [m._valid(each, places - 1) for m, each in zip(matchers, drafts, strict=True)]
     for number, matcher in enumerate(matchers):
         if matcher._matcher is None:
-            masks[number, : 1 + len(valid[number])] = _all_ids(matcher._vocab_size)
+            masks[number, : 1 + len(valid[number])] = _all_ids(matcher._vocabulary.size)
     _fill(matchers, valid, masks)
     for number, matcher in enumerate(matchers):
         if matcher.is_error:
             masks[number] = 0
         else:
+            matcher._add_ends(masks[number, : 1 + len(valid[number])])
             matcher._limit(masks[number], valid[number])
 
 
@@ -136,13 +155,18 @@ def _all_ids(vocab_size: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
+def _bit(token: int) -> np.int32:
+    """Return the word of a mask in which only a token's bit is set."""
+    return np.uint32(1 << token % _BITS).astype(np.int32)
+
+
 def _keep_only(token: int, mask: np.ndarray) -> None:
     """Clear all bits but a token's, unless its own is clear.
 
     That is so in the middle of a character, whose bytes a grammar of text completes first.
     """
-    word, bit = divmod(token, _BITS)
-    kept = mask[word] & np.array([1 << bit], np.uint32).view(np.int32)[0]
+    word = token // _BITS
+    kept = mask[word] & _bit(token)
     if kept:
         mask[:] = 0
         mask[word] = kept

@@ -155,7 +155,7 @@ def _json_value(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
         raise ValueError(f"{name} must be a JSON object, got {shown(value)}.")
     try:
         _check_schema(value)
-        written = json.dumps(value, allow_nan=False)
+        written = json.dumps(value, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} is not a valid value: {error}") from error
     _check_text(name, written)

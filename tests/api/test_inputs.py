@@ -288,3 +288,45 @@ def test_a_twin_in_another_process_makes_the_same_samples_but_for_noise_of_its_o
     (sample,), (twin,) = (each.process(["ab"], [SHORT])[0] for each in (own, first))
     assert sample.request.tokens == twin.request.tokens
     assert sample.request.stop_ids == twin.request.stop_ids
+
+
+# Grammars
+
+
+STRUCTURED = SamplingParams(structured_outputs={"choice": ["yes", "no"]}, n=2)
+
+
+@pytest.mark.parametrize("prompt", ["abc", IDS, TokenizedPrompt((1, 2), "abc")])
+def test_all_samples_of_a_structured_prompt_have_its_grammar(prompt):
+    (samples,) = processor().process([prompt], [STRUCTURED])
+    one, two = (sample.request.grammar for sample in samples)
+    assert one is not None and one == two
+    ((plain,),) = processor().process([prompt], [SHORT])
+    assert plain.request.grammar is None
+
+
+def test_the_end_of_a_prompt_given_as_ids_tells_whether_the_model_is_reasoning():
+    params = SamplingParams(thinking_token_budget=3)
+    ids = processor().tokenizer.encode("Q <think>\n")
+    for prompt in ("Q <think>\n", {"prompt_token_ids": ids}):
+        ((sample,),) = processor().process([prompt], [params])
+        assert sample.request.grammar.thinking.is_open
+    ((sample,),) = processor().process(["Q <think>\n</think>\n"], [params])
+    assert sample.request.grammar is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"), [({"tokenizer": None}, "tokenizer"), ({"eos_ids": []}, "EOS")]
+)
+def test_structured_outputs_need_a_tokenizer_and_an_end(changes, name, monkeypatch):
+    made = processor(**changes)
+    if "eos_ids" in changes:
+        monkeypatch.setattr(made, "eos_ids", ())
+    with pytest.raises(ValueError, match=name):
+        made.process([IDS], [STRUCTURED])
+
+
+def test_a_wrong_form_among_several_prompts_queues_none():
+    wrong = SamplingParams(structured_outputs={"regex": "("})
+    with pytest.raises(ValueError, match="regex"):
+        processor().process(["a", "b"], [SHORT, wrong])

@@ -1,10 +1,12 @@
 """LLMEngine: what every face of it shares."""
 
+import pickle
 import threading
 
 import pytest
 from harness import FIXTURES
 from threads import in_threads
+from tokenizer_folders import with_bytes
 
 from jaxspec import LLM, EngineArgs, RequestOutputKind, SamplingParams
 from jaxspec.api.llm_engine import LLMEngine
@@ -39,6 +41,20 @@ def test_who_needs_nothing_compiled_waits_for_no_turn(engine, monkeypatch):
     _, (sample,) = in_threads(hold, prepare)
     assert (sample.request_id, sample.request.priority) == ("mine", 4)
     assert sample.request.prompt == (1, 2, 3) and not engine.session.has_work
+
+
+def test_admitted_samples_have_matchers_of_their_own_that_do_not_travel(tmp_path):
+    engine = LLMEngine(with_bytes("qwen3", tmp_path), max_model_len=64, dtype="float32")
+    params = SamplingParams(structured_outputs={"choice": ["yes", "no"]}, n=2)
+    (samples,) = engine.prepare(["abc</think>"], params)
+    one, two = (sample.request for sample in samples)
+    one.matcher.advance(engine.tokenizer.encode("yes"))
+    assert one.matcher.is_accepting and not two.matcher.is_accepting
+    there = pickle.loads(pickle.dumps(one))
+    assert there.matcher is None and there.grammar == one.grammar
+    (plain,) = engine.prepare(["abc"], GREEDY)
+    assert plain[0].request.matcher is None
+    engine.close()
 
 
 def test_a_closed_one_refuses_all():

@@ -13,8 +13,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 
 VOCAB = 2080  # the embedded tokenizer's 2,048 tokens, added ones, and ids without a token
-EOS = 0, 2047  # the latter is a token of letters, which no text of these tests needs
-NO_TOKEN = VOCAB - 9  # an EOS id of the configuration that the tokenizer lacks
+EOS = 0, 2047, VOCAB - 9  # special; letters otherwise; none of the tokenizer's
 MARKS = "<think>", "</think>", "<tool_call>", "</tool_call>"
 THINKING = "{{ messages[0].content }}{# <think> </think> #}"
 
@@ -26,7 +25,7 @@ def embedded():
 
 @functools.cache
 def matchers(tokenizer=None):
-    return Matchers(tokenizer or embedded(), VOCAB, (*EOS, NO_TOKEN))
+    return Matchers(tokenizer or embedded(), VOCAB, EOS)
 
 
 def thinking_tokenizer(folder, *, marks=()):

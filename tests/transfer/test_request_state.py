@@ -60,7 +60,15 @@ def check_same(got, want):
             assert one == other, field.name
 
 
-@pytest.mark.parametrize("params", [PARAMS, SamplingParams()], ids=["many", "none"])
+STRUCTURED = SamplingParams(
+    structured_outputs={"json": {"type": "object", "title": "\u00fc\n"}, "max_whitespace": 3},
+    thinking_token_budget=9,
+)
+
+
+@pytest.mark.parametrize(
+    "params", [PARAMS, SamplingParams(), STRUCTURED], ids=["many", "none", "structured"]
+)
 @pytest.mark.parametrize("output", [(), (4, 5)])
 def test_what_is_written_is_read(params, output, tmp_path):
     want = state(params=params, output=output, priority=-5)

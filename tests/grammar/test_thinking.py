@@ -1,0 +1,154 @@
+"""Reasoning before an answer: where it may be, and its limit, exactly at each place of drafts."""
+
+import numpy as np
+import pytest
+from constrained import (
+    EOS,
+    MARKS,
+    VOCAB,
+    Decoder,
+    allowed,
+    embedded,
+    grammar_of,
+    masks_of,
+    matchers,
+    thinking_tokenizer,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec.grammar.thinking import Reasoning, Thinking
+
+ANSWERS = ["yes", "no", "maybe"]
+OPEN, CLOSED, NONE = "Q <think>\n", "Q <think>\n\n</think>\n\n", "Q"
+
+
+@pytest.fixture(scope="module", params=[MARKS, ()], ids=["one token", "several tokens"])
+def tokenizer(request, tmp_path_factory):
+    return thinking_tokenizer(tmp_path_factory.mktemp("thinking"), marks=request.param)
+
+
+def encoded(tokenizer, text):
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def answer_of(text):
+    return text.rpartition("</think>")[2].lstrip("\n")
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("prompt", [OPEN, NONE, CLOSED])
+def test_the_answer_follows_the_reasoning(tokenizer, prompt, num_drafts):
+    grammar = grammar_of({"choice": ANSWERS}, prompt=prompt, tokenizer=tokenizer, budget=6)
+    thought = 0
+    for seed in range(10):
+        run = Decoder(grammar, seed=seed, num_drafts=num_drafts, tokenizer=tokenizer).run(60)
+        assert run.is_finished and answer_of(run.text) in ANSWERS
+        has_thought = "</think>" in run.text
+        thought += has_thought
+        assert run.text.count("</think>") == has_thought
+        assert run.text.startswith("<think>") == (has_thought and prompt == NONE)
+        assert not (prompt == CLOSED and has_thought) and not (prompt == OPEN and not has_thought)
+    assert bool(thought) == (prompt != CLOSED) or prompt == NONE
+
+
+@pytest.mark.parametrize("budget", [0, 1, 5])
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_the_limit_is_exact_without_a_form(tokenizer, budget, num_drafts):
+    grammar = grammar_of(None, prompt=OPEN, tokenizer=tokenizer, budget=budget)
+    ends, numbers = encoded(tokenizer, "</think>"), set()
+    for seed in range(8):
+        run = Decoder(grammar, seed=seed, num_drafts=num_drafts, tokenizer=tokenizer, ends_at=0)
+        run.run(30)
+        if len(run.tokens) <= budget or "</think>" in tokenizer.decode(run.tokens[:budget], False):
+            continue
+        assert run.tokens[budget : budget + len(ends)] == ends
+        numbers.add(len(run.tokens))
+    assert numbers
+
+
+def test_the_limit_holds_with_a_form_at_the_end_of_a_character(tokenizer):
+    grammar = grammar_of({"choice": ANSWERS}, prompt=OPEN, tokenizer=tokenizer, budget=4)
+    ends = len(encoded(tokenizer, "</think>"))
+    for seed in range(12):
+        run = Decoder(grammar, seed=seed, num_drafts=3, tokenizer=tokenizer).run(40)
+        thought = run.text.partition("</think>")[0]
+        assert "\ufffd" not in thought
+        start = next(
+            i
+            for i in range(len(run.tokens))
+            if "</think>" in tokenizer.decode(run.tokens[:i], False)
+        )
+        assert start <= 4 + 3 + ends  # a character has at most 3 bytes after its first
+
+
+def test_the_end_of_reasoning_inside_the_drafts(tokenizer):
+    """Places before the end are free, those after it have the form."""
+    grammar = grammar_of({"choice": ANSWERS}, prompt=OPEN, tokenizer=tokenizer)
+    matcher = matchers(tokenizer).matcher(grammar)
+    (x,) = encoded(tokenizer, "x")
+    ends, (y,) = encoded(tokenizer, "</think>"), encoded(tokenizer, "y")
+    masks = masks_of(matcher, [x, *ends, y])
+    assert x in allowed(masks[0]) and x in allowed(masks[1])
+    after = allowed(masks[1 + len(ends)])
+    first = {tokenizer.decode([token])[0] for token in after}
+    assert first <= {"y", "n", "m", "\n"} and y in after
+    assert not {*EOS} & {*np.concatenate([allowed(mask) for mask in masks])}
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2, 3])
+def test_the_limit_inside_the_drafts(tokenizer, num_before):
+    """Only `</think>` is allowed at the place of the limit, and any token before and after it."""
+    grammar = grammar_of(None, prompt=OPEN, tokenizer=tokenizer, budget=3)
+    (x,) = encoded(tokenizer, "x")
+    ends = encoded(tokenizer, "</think>")
+    matcher = matchers(tokenizer).matcher(grammar, [x] * num_before)
+    rest = [x] * (3 - num_before)
+    masks = masks_of(matcher, [*rest, *ends, x])
+    for place in range(len(rest)):
+        assert len(allowed(masks[place])) == VOCAB
+    for place, token in enumerate(ends, len(rest)):
+        assert allowed(masks[place]).tolist() == [token]
+    assert len(allowed(masks[-1])) == len(allowed(masks[-2])) == VOCAB
+
+
+def test_special_tokens_and_a_spelled_out_end_are_no_thoughts(tmp_path):
+    """The text's parser would take them for the end of the reasoning."""
+    tokenizer = thinking_tokenizer(tmp_path / "one", marks=MARKS)
+    grammar = grammar_of({"choice": ANSWERS}, prompt=OPEN, tokenizer=tokenizer)
+    spelled = encoded(embedded(), "</think>")
+    matcher = matchers(tokenizer).matcher(grammar, spelled[:-1])
+    ids = allowed(masks_of(matcher)[0])
+    assert spelled[-1] not in ids and not {*EOS} & {*ids}
+    marks = {tokenizer.convert_tokens_to_ids(mark) for mark in MARKS}
+    assert marks & {*ids} == {tokenizer.convert_tokens_to_ids("</think>")}
+
+
+def test_a_limit_needs_a_model_that_thinks():
+    with pytest.raises(ValueError, match="thinking_token_budget"):
+        grammar_of(None, prompt=OPEN, budget=3)
+    assert grammar_of({"choice": ANSWERS}, prompt=OPEN).thinking is None
+
+
+def test_nothing_is_limited_after_a_closed_thought(tokenizer):
+    assert grammar_of(None, prompt=CLOSED, tokenizer=tokenizer, budget=3) is None
+    assert grammar_of(None, prompt=OPEN, tokenizer=tokenizer) is None
+
+
+@settings(max_examples=200)
+@given(
+    texts=st.lists(st.sampled_from(["<", "/", "think", ">", "x", "<think>", "</think>", "</th"])),
+    budget=st.integers(0, 4),
+    is_open=st.booleans(),
+)
+def test_states_agree_with_a_search_of_the_whole_text(texts, budget, is_open):
+    thinking = Thinking(is_open, (0,), (1, 2, 3), budget)
+    state = Reasoning.start(thinking)
+    for number in range(len(texts)):
+        state = state.after(number, thinking, lambda token: texts[token].encode())
+        text = "".join(texts[: number + 1])
+        thought = text if is_open else text.removeprefix("<think>")
+        is_inside = (is_open or text.startswith("<think>")) and "</think>" not in thought
+        assert (state.phase == "inside") == is_inside
+        if not is_inside:
+            assert state.forced(thinking) is None
