@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxspec.checks import shown
+from jaxspec.text.parsers import REASONING_PARSERS
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,24 +34,43 @@ class Given(NamedTuple):
         values: Accepted values, which request that behavior, vLLM's default first; empty accepts
             every value.
         instead: Advice in the error for other values.
+        parts: Accepted entries of a dict, with their values, if the option may also be a dict.
     """
 
     meaning: str
     values: tuple[Any, ...] = ()
     instead: str = "Leave it out"
+    parts: Mapping[str, tuple[Any, ...]] = {}
 
     def takes(self, given: Any) -> bool:
         """Return whether the value is accepted; 1 and True differ."""
         if not self.values:
             return True
-        is_plain = given is None or isinstance(given, bool | int | float | str | dict | list)
-        return is_plain and any(type(given) is type(v) and given == v for v in self.values)
+        if self.parts and isinstance(given, dict):
+            return all(_is_one_of(each, self.parts.get(name, ())) for name, each in given.items())
+        return _is_one_of(given, self.values)
+
+    @property
+    def accepted(self) -> str:
+        """The accepted values, for errors and documentation."""
+        entries = (f"{name}: {_listed(values)}" for name, values in self.parts.items())
+        ends = [f"a dict of {'; '.join(entries)}"] if self.parts else []
+        return " or ".join([*map(repr, self.values), *ends])
 
     def is_default(self, given: Any) -> bool:
         """Return whether an accepted value says nothing: it is empty, or vLLM's default."""
         if given is None or not isinstance(given, bool | int | float | str | dict | list):
             return given is None
         return not given or (bool(self.values) and given == self.values[0])
+
+
+def _is_one_of(given: Any, values: tuple[Any, ...]) -> bool:
+    is_plain = given is None or isinstance(given, bool | int | float | str | dict | list)
+    return is_plain and any(type(given) is type(value) and given == value for value in values)
+
+
+def _listed(values: tuple[Any, ...]) -> str:
+    return "/".join(map(repr, values))
 
 
 _KV_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
@@ -98,7 +118,7 @@ UNDERSTOOD: dict[str, Given] = {
         "the engine does not sleep", (False,), "Close it and create another"
     ),
     "enforce_eager": Given("programs are always compiled, once", (False, True, None)),
-    "guided_decoding_backend": Given("llguidance is the only one", (None, "auto", "guidance")),
+    "guided_decoding_backend": Given("llguidance compiles grammars", (None, "auto", "guidance")),
     "hf_config_path": Given("the model's config.json is used", (None,), _FOLDER),
     "hf_token": Given("the hub library's login is used", (None,), "Log in with `hf auth login`"),
     "ignore_patterns": Given("all safetensors are read", (None,), _FOLDER),
@@ -133,7 +153,17 @@ UNDERSTOOD: dict[str, Given] = {
     "served_model_name": Given("an LLM has no server"),
     "skip_mm_profiling": Given("prompts are text only", (False, True)),
     "structured_outputs_config": Given(
-        "SamplingParams has the options", (None, {}), "Pass StructuredOutputsParams"
+        "requests say the rest",
+        (None, {}),
+        "Set it in StructuredOutputsParams",
+        {
+            "backend": ("auto", "guidance"),
+            "disable_fallback": (False, True),
+            "disable_any_whitespace": (False,),
+            "disable_additional_properties": (False,),
+            "enable_in_reasoning": (False,),
+            "reasoning_parser": ("", *REASONING_PARSERS),
+        },
     ),
     "swap_space": Given("preempted requests are computed again"),
     "task": Given("it generates text", ("auto", "generate"), "Pooling is not supported"),
@@ -219,8 +249,7 @@ def check_call(call: str, others: Mapping[str, Any]) -> None:
 def _check(name: str, given: Any, understood: Given) -> None:
     if understood.takes(given):
         return
-    values = " or ".join(map(repr, understood.values))
     raise ValueError(
-        f"{name} must be {values} with jaxspec ({understood.meaning}), got {shown(given)}. "
-        f"{understood.instead}."
+        f"{name} must be {understood.accepted} with jaxspec ({understood.meaning}), got "
+        f"{shown(given)}. {understood.instead}."
     )

@@ -38,18 +38,11 @@ def _each(names: Iterable[str], refusal: Refusal) -> dict[str, Refusal]:
     return dict.fromkeys(names, refusal)
 
 
-STRUCTURE = Refusal(
-    "it asks for structured output, which jaxspec does not have yet. Leave it out, and check the "
-    "text that comes.",
-    (None,),
-)
 _TEXT_ALONE = Refusal("prompts and answers are text alone. Leave it out.")
 _NO_MODERATION = Refusal("nothing is moderated. Leave it out.")
 
 OF_SAMPLING = {
-    **_each(("structured_outputs", "structural_tag", "guided_decoding_backend"), STRUCTURE),
-    **_each(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), STRUCTURE),
-    "guided_whitespace_pattern": STRUCTURE,
+    "structural_tag": Refusal("it is a field of structured_outputs. Put it there.", (None,)),
     "use_beam_search": Refusal("beam search is a call of the library, LLM.beam_search."),
     "prompt_embeds": Refusal("prompts are texts or token ids. Leave it out."),
     "logits_processors": Refusal("nothing of a request is run as code. Leave it out."),
@@ -62,9 +55,6 @@ OF_SAMPLING = {
     "watermarking": Refusal("tokens are drawn without a watermark. Leave it out."),
     "routed_experts_prompt_start": Refusal(
         "answers have no experts of tokens. Leave it out.", (None, 0)
-    ),
-    "thinking_token_budget": Refusal(
-        "reasoning is not limited apart from the answer. Use max_tokens.", (None, -1)
     ),
     "logprob_token_ids": Refusal("logprobs are of the likeliest tokens. Leave it out."),
     "repetition_detection": Refusal("requests end at their stops and lengths. Use max_tokens."),
@@ -87,7 +77,15 @@ OF_CHATS = OF_SAMPLING | {
     "web_search_options": Refusal("nothing is fetched. Leave it out."),
 }
 """Refused fields of chats."""
+_GUIDED = _each(
+    (
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        *("guided_whitespace_pattern", "guided_decoding_backend"),
+    ),
+    Refusal("it is a former name. Use structured_outputs.", (None,)),
+)
 OF_RESPONSES = OF_SAMPLING | {
+    **_GUIDED,
     "conversation": Refusal("conversations are not kept. Use previous_response_id, or input."),
     "prompt": Refusal("prompts are not kept. Send the text itself as instructions."),
     "background": Refusal("requests end with their connection. Use stream=true."),
@@ -103,6 +101,7 @@ OF_RESPONSES = OF_SAMPLING | {
 }
 """Refused fields of responses."""
 OF_MESSAGES = OF_SAMPLING | {
+    **_GUIDED,
     "container": Refusal("the server runs no tools. Leave it out."),
     "diagnostics": Refusal("misses of the prefix cache are not explained. Leave it out."),
 }

@@ -15,8 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from jaxspec.checks import shown
 from jaxspec.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.server import known_fields
+from jaxspec.server import known_fields, structure
+from jaxspec.server.http.errors import ApiError
 from jaxspec.server.known_fields import Refusal, refused
+from jaxspec.server.structure import ToolChoice
+from jaxspec.server.translate.fields import FieldError
 
 _LOG = logging.getLogger(__name__)
 _NEAR = 0.85  # similarity from which a name counts as misspelt, such as "max_token" or "top_K"
@@ -128,6 +131,19 @@ class Sampling(Body):
     priority: int | None = None
     cache_salt: str | None = None
     response_format: Json | None = None
+    structured_outputs: Json | None = None
+    guided_json: str | Json | None = None
+    guided_regex: str | None = None
+    guided_choice: Each[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: Literal["auto", "guidance"] | None = None
+    thinking_token_budget: int | None = None
+
+    @property
+    def form_field(self) -> str | None:
+        """Name of the field that gives the form of the text."""
+        return structure.field_of(vars(self))
 
     @property
     def usage_options(self) -> StreamOptions:
@@ -135,10 +151,8 @@ class Sampling(Body):
         return self.stream_options or StreamOptions()
 
     def refuse_absent(self) -> None:
-        """Refuse as `Body` does, and also a schema of the answer."""
+        """Refuse as `Body` does, and also options of streams for whole answers."""
         super().refuse_absent()
-        if (self.response_format or {}).get("type", "text") != "text":
-            raise refused("response_format", self.response_format, known_fields.STRUCTURE.why)
         if self.stream_options is not None and not self.stream:
             raise refused(
                 "stream_options", self.stream_options.model_dump(), "it goes with stream=true."
@@ -158,15 +172,21 @@ class Sampling(Body):
         given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
-        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        if self.thinking_token_budget == -1:  # unlimited, as in vLLM
+            del given["thinking_token_budget"]
         return dataclasses.replace(
-            default, **given, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind
+            default,
+            **given,
+            structured_outputs=structure.structured_outputs(vars(self)),
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
         )
 
 
 # Fields with the same name and meaning in requests and in `SamplingParams`.
 _SAME = Sampling.model_fields.keys() & {each.name for each in dataclasses.fields(SamplingParams)}
-_SAME -= {"logit_bias", "max_tokens"}
+_SAME -= {"logit_bias", "max_tokens", "structured_outputs"}
 
 
 def _token_id(key: str) -> int:
@@ -209,6 +229,7 @@ class CountTokensRequest(Body):
     tool_choice: Json | None = None
     thinking: Json | None = None
     output_config: Json | None = None
+    output_format: Json | None = None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -310,7 +331,7 @@ class ChatCompletionRequest(Sampling):
     return_tokens: bool | None = None
 
     def refuse_absent(self, *, trusts_template: bool = False) -> None:
-        """Refuse as `Sampling` does, and also forced tool calls, audio and templates.
+        """Refuse as `Sampling` does, and also audio, templates and calls without tools.
 
         `trusts_template`: allow `chat_template` in the request.
         """
@@ -326,15 +347,13 @@ class ChatCompletionRequest(Sampling):
             raise refused("truncation_side", "right", why)
         if self.modalities is not None and self.modalities != ["text"]:
             raise refused("modalities", self.modalities, "answers are text alone.")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise refused(
-                "tool_choice",
-                self.tool_choice,
-                "to force a call takes structured output, which jaxspec does not have yet. Use "
-                "'auto' or 'none'.",
-            )
-        if self.tool_choice == "auto" and not self.tools:
-            raise refused("tool_choice", "auto", "there are no tools. Leave it out.")
+        try:
+            choice = self.choice
+        except FieldError as error:
+            raise ApiError.of_value(error) from error
+        if choice.mode == "required" and self.form_field not in (None, "response_format"):
+            why = "the answer is a call. Leave one of the two out."
+            raise refused("tool_choice", self.tool_choice, why)
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", self.top_logprobs, "it goes with logprobs=true.")
         if self.prompt_logprobs is not None and self.stream:
@@ -342,6 +361,16 @@ class ChatCompletionRequest(Sampling):
             raise refused("prompt_logprobs", self.prompt_logprobs, why)
         if self.return_tokens and not self.stream:
             raise refused("return_tokens", True, "it goes with stream=true.")
+
+    @property
+    def choice(self) -> ToolChoice:
+        """The calls that the answer may have.
+
+        Raises:
+            FieldError: `tool_choice` is invalid.
+        """
+        is_parallel = self.parallel_tool_calls is not False
+        return ToolChoice.of(self.tool_choice, self.tools or (), is_parallel=is_parallel)
 
     @property
     def offered_tools(self) -> list[Json]:

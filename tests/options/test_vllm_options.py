@@ -33,7 +33,19 @@ def test_values_that_mean_the_default_are_taken_and_others_refused_by_name(name)
     for wrong in (object(), "something else", 2, [1], {"a": object()}, 1.5):
         with pytest.raises(ValueError, match=f"^{name} must be .* with jaxspec .*, got ") as caught:
             EngineConfig.of(None, {name: wrong})
-        assert len(str(caught.value)) < 300 and str(caught.value).endswith(".")
+        assert len(str(caught.value)) < 500 and str(caught.value).endswith(".")
+
+
+@pytest.mark.parametrize("name", [name for name, given in UNDERSTOOD.items() if given.parts])
+def test_entries_of_a_dict_are_taken_one_by_one(name):
+    parts = UNDERSTOOD[name].parts
+    for key, values in parts.items():
+        for value in values:
+            assert EngineConfig.of(None, {name: {key: value}}) == EngineConfig()
+        for wrong in ({key: "something else"}, {key: None}, {key: values[0], "other": 1}):
+            with pytest.raises(ValueError, match=f"^{name} must be .*{key}"):
+                EngineConfig.of(None, {name: wrong})
+    assert EngineConfig.of(None, {name: {key: v[0] for key, v in parts.items()}}) == EngineConfig()
 
 
 def test_one_is_no_true():

@@ -217,7 +217,7 @@ def run_smolagents(root):
         return smolagents.OpenAIModel(MODEL, api_base=f"{root}/v1", api_key=KEY, **options)
 
     tool = smolagents.tool(measure_rain)
-    # Its own choice is "required", which needs structured output.
+    # Its own choice is "required", and the scripted model writes more than calls.
     agent = smolagents.ToolCallingAgent([tool], model(tool_choice="auto"), verbosity_level=0)
     check(agent.run(CALL), agent.run(f"Again: {CALL}", reset=False))
     coder = smolagents.CodeAgent([tool], model(), verbosity_level=0)

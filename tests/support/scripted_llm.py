@@ -16,7 +16,7 @@ class ScriptedStream:
 
     def __init__(self, prompt: str, ids: Sequence[int], pieces: Sequence[str], reason: str):
         self.prompt, self.prompt_token_ids = prompt, list(ids)
-        self.num_cached_tokens, self.request_id = 0, ""
+        self.num_cached_tokens, self.request_id, self.prompt_logprobs = 0, "", None
         self._pieces = [TextDelta(text=text, token_ids=[1], draft_positions=[0]) for text in pieces]
         self._pieces.append(
             TextDelta(text="", token_ids=[], finish_reason=reason, metrics=RequestMetrics())

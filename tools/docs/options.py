@@ -45,7 +45,7 @@ def page() -> str:
         f"| `{name}` | {_words(each.words)} | `{each.name}` |\n" for name, each in RENAMED.items()
     )
     understood = (
-        f"| `{name}` | {_values(each.values)} | {each.meaning} |\n"
+        f"| `{name}` | {_values(each.values)}{_parts(each.parts)} | {each.meaning} |\n"
         for name, each in UNDERSTOOD.items()
     )
     return _HEAD + "".join(own) + _VLLM + "".join([*renamed, *understood])
@@ -55,6 +55,12 @@ def _words(words: Mapping[str, Any]) -> str:
     """Spellings of values there, and here."""
     pairs = ", ".join(f"`{theirs!r}` is `{here!r}`" for theirs, here in words.items())
     return pairs or "the same"
+
+
+def _parts(parts: Mapping[str, Sequence[Any]]) -> str:
+    """Accepted entries of a dict."""
+    entries = "; ".join(f"`{name}`: {_values(values)}" for name, values in parts.items())
+    return f", or a dict of {entries}" if parts else ""
 
 
 def _values(values: Sequence[Any]) -> str:

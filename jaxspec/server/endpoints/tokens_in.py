@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from jaxspec.requests.outputs import TextDelta
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.server.generation.conversation import chat_prompt
+from jaxspec.server.generation.conversation import chat_params, chat_prompt
 from jaxspec.server.generation.generation import Generation
 from jaxspec.server.generation.logprobs import chat_logprobs, prompt_logprobs
 from jaxspec.server.generation.service import Service, ServiceOf
@@ -153,8 +153,7 @@ async def render_chat(body: ChatCompletionRequest, service: ServiceOf) -> Respon
     """Return the prompt of a chat, as text and as a body of /inference/v1/generate."""
     model = service.check_model(body.model)
     body.refuse_absent(trusts_template=service.options.trust_request_chat_template)
-    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = service.sampling_params(body, most, body.num_logprobs)
+    params = chat_params(service, body)
     with service.refusing(body):
         prompt = await chat_prompt(service, body)
     return json_response(_request(body, model, prompt.text, prompt.ids, params))

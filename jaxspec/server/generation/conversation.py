@@ -9,6 +9,7 @@ import orjson
 
 from jaxspec.checks import shown
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.requests.structured_outputs import StructuredOutputsParams
 from jaxspec.server.generation.chat_pieces import ChatPiece, ChatPieces, Choice
 from jaxspec.server.generation.generation import Generation, Usage
 from jaxspec.server.generation.logprobs import prompt_logprobs
@@ -62,10 +63,7 @@ class Conversation:
                 "the server knows. Leave them out, or describe them in a message.",
                 param="tools",
             )
-        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        params = service.sampling_params(body, most, body.num_logprobs)
-        if body.skip_special_tokens is None and service.tags_are_special:
-            params.skip_special_tokens = False
+        params = chat_params(service, body)
         with service.refusing(body):
             messages = template_messages(body.messages)
         generation = await service.chat(body, messages, params, request_id, body.template_options)
@@ -124,6 +122,25 @@ class Conversation:
         if self._body.return_prompt_text:
             fields["prompt_text"] = stream.prompt
         return fields
+
+
+def chat_params(service: Service, body: ChatCompletionRequest) -> SamplingParams:
+    """Return a chat's parameters, with the grammar of its tool calls.
+
+    Raises:
+        ApiError: 400, a value is invalid.
+    """
+    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    params = service.sampling_params(body, most, body.num_logprobs)
+    if body.skip_special_tokens is None and service.tags_are_special:
+        params.skip_special_tokens = False
+    form, is_token = params.structured_outputs, service.tokenizer.special_tokens.__contains__
+    assert form is None or isinstance(form, StructuredOutputsParams)  # validated
+    with service.refusing(body):
+        grammar = body.choice.grammar(service.dialect, body.tools or (), is_token, form)
+        if grammar is not None:
+            params.structured_outputs = StructuredOutputsParams(grammar=grammar)
+    return params
 
 
 async def chat_prompt(service: Service, body: ChatCompletionRequest) -> ChatPrompt:

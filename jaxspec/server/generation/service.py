@@ -22,6 +22,7 @@ from jaxspec.server.metrics.server_metrics import ServerMetrics
 from jaxspec.server.metrics.snapshot import Watch
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.protocol import Sampling
+from jaxspec.server.structure import named_error
 from jaxspec.text.parsers import parser_for
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -117,7 +118,10 @@ class Service:
                     "Give fewer."
                 )
             default = self.llm.get_default_sampling_params()
-            return body.sampling_params(default, max_tokens, logprobs)
+            params = body.sampling_params(default, max_tokens, logprobs)
+        if not self.dialect.thinks:
+            params.thinking_token_budget = None  # there is no reasoning to limit
+        return params
 
     async def complete(
         self,
@@ -189,7 +193,9 @@ class Service:
             self.metrics.rejections[_REJECTIONS[kind]] += 1
             raise
         except (ValueError, TypeError) as error:
-            raise ApiError.of_value(error, type(body).model_fields) from error
+            field = body.form_field if isinstance(body, Sampling) else None
+            known = named_error(error, field or "tools")
+            raise known or ApiError.of_value(error, type(body).model_fields) from error
 
     async def _submit_each(
         self,

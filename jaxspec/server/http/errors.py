@@ -1,6 +1,6 @@
 """Error responses: HTTP status and error object, from any exception."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -86,11 +86,11 @@ class ApiError(Exception):
         return ApiError(500, "The server failed on this request; its log says why.")
 
     @staticmethod
-    def of_value(error: ValueError | TypeError, fields: Sequence[str] = ()) -> "ApiError":
+    def of_value(error: ValueError | TypeError, fields: Collection[str] = ()) -> "ApiError":
         """Return the 400 for a value that was refused.
 
         `param` is the first word of the message, if `error` is a FieldError or that word is one of
-        `fields`.
+        `fields`, or a path inside of one.
         """
         if isinstance(error, ValidationError):
             return ApiError.of(error)
@@ -98,7 +98,7 @@ class ApiError(Exception):
         if isinstance(error, PromptTooLongError):
             return ApiError(400, message, code="context_length_exceeded")
         first = message.partition(" ")[0]
-        if isinstance(error, FieldError) or first in fields:
+        if isinstance(error, FieldError) or first.partition(".")[0] in fields:
             return ApiError(400, message, param=first)
         return ApiError(400, message)
 

@@ -45,8 +45,7 @@ def error(status: int, message: str) -> Json:
 def chat_request(body: Mapping[str, Any]) -> Json:
     """Convert a body of /v1/messages, or of count_tokens (without max_tokens), to a chat request.
 
-    A final assistant message is continued. Fields that chats do not support either, such as a
-    schema of the answer, are converted too and refused by the chat.
+    A final assistant message is continued.
 
     Raises:
         FieldError: a field is invalid, or has no counterpart in chats.
@@ -144,6 +143,8 @@ def _tool(tool: Mapping[str, Any], place: str) -> Json:
     function = {"name": text(tool.get("name"), f"{place}.name"), "parameters": schema}
     if tool.get("description") is not None:
         function["description"] = text(tool["description"], f"{place}.description")
+    if tool.get("strict") is not None:
+        function["strict"] = tool["strict"]
     return {"type": "function", "function": function}
 
 
@@ -164,7 +165,7 @@ def _tool_choice(choice: Any) -> Json:
 
 
 def _thinking(body: Mapping[str, Any]) -> Json:
-    """Convert the thinking switch, the effort and the schema of the answer."""
+    """Convert the thinking switch and budget, the effort and the schema of the answer."""
     request: Json = {}
     if body.get("thinking") is not None:
         kind = mapping(body["thinking"], "thinking").get("type")
@@ -173,12 +174,31 @@ def _thinking(body: Mapping[str, Any]) -> Json:
             raise FieldError("thinking.type", rule, kind)
         switches = mapping(body.get("chat_template_kwargs") or {}, "chat_template_kwargs")
         request["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"} | dict(switches)
+        budget = body["thinking"].get("budget_tokens")
+        if budget is not None:
+            if type(budget) is not int or budget < 0:
+                rule = "must be a number of tokens, got {}. Leave it out for no limit."
+                raise FieldError("thinking.budget_tokens", rule, budget)
+            request["thinking_token_budget"] = budget
     output = mapping(body.get("output_config") or {}, "output_config")
     if output.get("effort") is not None:
         request["reasoning_effort"] = output["effort"]
-    if output.get("format") is not None:
-        request["response_format"] = output["format"]
+    answer = output.get("format", body.get("output_format"))
+    if answer is not None:
+        request["response_format"] = _response_format(answer)
     return request
+
+
+def _response_format(answer: Any) -> Json:
+    """Convert the format of `output_config` to a chat's `response_format`."""
+    place = "output_config.format"
+    if mapping(answer, place).get("type") != "json_schema":
+        raise FieldError(f"{place}.type", "must be 'json_schema', got {}.", answer.get("type"))
+    schema = dict(mapping(answer.get("schema"), f"{place}.schema"))
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": schema, "strict": True},
+    }
 
 
 def message(chat: Mapping[str, Any]) -> Json:

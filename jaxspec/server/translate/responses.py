@@ -44,9 +44,6 @@ def chat_request(body: Mapping[str, Any], earlier: Sequence[Json] = ()) -> Json:
     The functions of the request are offered, those of a namespace under a joined name. Tools of
     other types are not: agents send tools such as `web_search` beside their own to every server.
 
-    Fields that chats do not support either, such as a schema of the answer, are converted too and
-    refused by the chat.
-
     Raises:
         FieldError: a field is invalid.
     """
@@ -64,9 +61,7 @@ def chat_request(body: Mapping[str, Any], earlier: Sequence[Json] = ()) -> Json:
     if tools := [_tool(*found) for found in _functions(body.get("tools") or (), "tools")]:
         _check_names(tools)
         request["tools"] = tools
-    choice = body.get("tool_choice")
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    choice = _tool_choice(body.get("tool_choice"))
     if choice is not None and not (choice == "auto" and not tools):
         request["tool_choice"] = choice  # clients send "auto" by default, even without tools
     effort = mapping(body.get("reasoning") or {}, "reasoning").get("effort")
@@ -76,6 +71,23 @@ def chat_request(body: Mapping[str, Any], earlier: Sequence[Json] = ()) -> Json:
     if answer is not None:
         request["response_format"] = _response_format(mapping(answer, "text.format"))
     return request
+
+
+def _tool_choice(choice: Any) -> Any:
+    """Convert a choice of functions to a chat's, which nests their names."""
+    if not isinstance(choice, Mapping):
+        return choice
+    if choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") != "allowed_tools":
+        return dict(choice)
+    allowed = [
+        {"type": "function", "function": {"name": tool.get("name")}}
+        for _, tool in objects(choice.get("tools"), "tool_choice.tools")
+        if tool.get("type") == "function"
+    ]
+    narrowed = {"mode": choice.get("mode", "auto"), "tools": allowed}
+    return {"type": "allowed_tools", "allowed_tools": narrowed}
 
 
 def _response_format(answer: Mapping[str, Any]) -> Json:
@@ -278,7 +290,7 @@ def begin(body: Mapping[str, Any], model: str) -> Json:
         "parallel_tool_calls": True if parallel is None else parallel,
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": tools,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": (body.get("text") or {}).get("format") or {"type": "text"}},
         "truncation": "disabled",
         "previous_response_id": body.get("previous_response_id"),
         "store": bool(body.get("store")),

@@ -1,6 +1,7 @@
-"""One server for all client programs, whose model obeys the prompt: see obedient_llm.py."""
+"""Servers for all client programs: a model that obeys its prompt, and one that obeys its masks."""
 
 import pytest
+from masked_llm import MaskedLLM
 from obedient_llm import ObedientLLM
 from served import serving
 
@@ -8,4 +9,10 @@ from served import serving
 @pytest.fixture(scope="session")
 def obedient():
     with serving(ObedientLLM) as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def masked():
+    with serving(MaskedLLM) as served:
         yield served

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import client_programs
 import pytest
+import structured_programs
 from installed import needs, run_program
 
 pytestmark = pytest.mark.clients
@@ -13,8 +14,8 @@ pytestmark = pytest.mark.clients
 _OLDER = os.environ.get("JAXSPEC_OLDER_CLIENTS", "")
 
 
-def run(name, obedient, home, python=sys.executable):
-    run_program([python, client_programs.__file__, name, obedient.root], home)
+def run(name, obedient, home, python=sys.executable, programs=client_programs):
+    run_program([python, programs.__file__, name, obedient.root], home)
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,13 @@ def test_a_client_holds_its_conversation(name, obedient, tmp_path):
 @pytest.mark.parametrize("name", ["llama_index", "instructor"])
 def test_clients_that_need_an_older_openai_do_too(name, obedient, tmp_path):
     run(name, obedient, tmp_path, str(Path(_OLDER)))
+
+
+@needs("pydantic_ai")
+def test_pydantic_ai_gets_objects_of_its_types(masked, tmp_path):
+    run("pydantic_ai", masked, tmp_path, programs=structured_programs)
+
+
+@pytest.mark.skipif(not _OLDER, reason="JAXSPEC_OLDER_CLIENTS names no Python")
+def test_instructor_gets_objects_of_its_types(masked, tmp_path):
+    run("instructor", masked, tmp_path, str(Path(_OLDER)), structured_programs)

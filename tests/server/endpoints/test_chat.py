@@ -145,6 +145,12 @@ def test_fields_that_change_nothing_here_are_taken(client):
     )
 
 
+def schema_of(**keywords):
+    """A format of answers with these keywords at one of its properties."""
+    schema = {"type": "object", "properties": {"a": keywords}}
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
 @pytest.mark.parametrize(
     "fields, said",
     [
@@ -152,7 +158,9 @@ def test_fields_that_change_nothing_here_are_taken(client):
         ({"messages": [{"content": "x"}]}, "messages.0.role must be a text such as 'user'"),
         ({"messages": ["x"]}, "messages.0 must be a valid dictionary, got 'x'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "reads text alone"),
-        ({"response_format": {"type": "json_object"}}, "response_format can't be"),
+        ({"response_format": {"type": "xml"}}, "response_format.type must be"),
+        ({"response_format": schema_of(uniqueItems=True)}, "uniqueItems"),
+        ({"response_format": schema_of(pattern="(?=a)")}, "look-around"),
         ({"tool_choice": "required"}, "tool_choice can't be 'required'"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools can't be offered"),
         ({"top_logprobs": 2}, "it goes with logprobs=true"),

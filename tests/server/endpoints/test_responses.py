@@ -26,7 +26,7 @@ def test_a_response_is_the_library_s_chat(client, reference):
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": [{"role": "judge", "content": "x"}]}, "input.0.role"),
-        ({"text": {"format": {"type": "json_object"}}}, "response_format"),
+        ({"text": {"format": {"type": "xml"}}}, "response_format"),
         ({"tools": [{"type": 3}]}, "tools.0.type"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"truncation": "auto"}, "truncation"),

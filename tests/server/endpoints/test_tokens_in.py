@@ -72,7 +72,7 @@ def test_rendered_completions_are_one_for_each_prompt(served, reference):
         ({"token_ids": [10**9]}, "Token ids must be"),
         ({"token_ids": PROMPT, "sampling_params": {"temperature": -1}}, "temperature must be"),
         ({"token_ids": PROMPT, "sampling_params": {"temperature": "a"}}, "temperature must be"),
-        ({"token_ids": PROMPT, "sampling_params": {"guided_json": {}}}, "structured output"),
+        ({"token_ids": PROMPT, "sampling_params": {"guided_json": {"not": {}}}}, "guided_json"),
         ({"token_ids": PROMPT, "features": {"mm_hashes": {}}}, "features can't be"),
     ],
 )

@@ -160,18 +160,19 @@ def test_what_is_harmless_changes_neither_prompt_nor_parameters_nor_answer(serve
 @pytest.mark.parametrize(
     "name, neutral, asking",
     [
-        ("thinking_token_budget", -1, 0),
+        ("thinking_token_budget", -1, -2),
         ("stream_interval", 1, 0),
         ("routed_experts_prompt_start", 0, 1),
         ("use_beam_search", False, True),
         ("logprob_token_ids", [], [0]),
         ("repetition_detection", {}, {"max_pattern_size": 4}),
-        ("guided_json", None, {}),
+        ("guided_json", None, []),
+        ("structured_outputs", None, {}),
         ("truncation_side", "left", "right"),
         ("include_reasoning", True, "no"),
         ("top_logprobs", 0, 1),
         ("stream_options", None, {"include_usage": True}),
-        ("response_format", {"type": "text"}, {"type": "json_object"}),
+        ("response_format", {"type": "text"}, {"type": "xml"}),
         ("add_special_tokens", False, True),
     ],
 )

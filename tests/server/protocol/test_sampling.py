@@ -38,6 +38,7 @@ def test_a_stream_comes_in_pieces_and_a_whole_answer_in_one():
 
 def test_every_field_of_the_parameters_can_be_asked_for_or_is_the_server_s():
     own = {"max_tokens", "logprobs", "logit_bias", "detokenize", "output_kind"}
+    own |= {"structured_outputs"}  # test_structure.py
     names = {field.name for field in dataclasses.fields(SamplingParams)} - own
     assert names <= set(Sampling.model_fields)
     for name in names:
@@ -54,14 +55,10 @@ def test_every_field_of_the_parameters_can_be_asked_for_or_is_the_server_s():
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
-        ("structured_outputs", {"json": {}}),
-        ("guided_json", {}),
-        ("guided_regex", "a+"),
+        ("structural_tag", {}),
         ("prompt_embeds", "x"),
         ("logits_processors", ["os.system"]),
         ("stream_options", {"include_usage": True}),
-        ("thinking_token_budget", 5),
         ("logprob_token_ids", [3]),
         ("repetition_detection", {"max_pattern_size": 4}),
         ("stream_interval", 8),
@@ -76,7 +73,7 @@ def test_what_is_known_and_can_t_be_done_is_refused_by_name(name, value):
 
 def test_what_asks_for_nothing_is_taken():
     Sampling(
-        response_format={"type": "text"}, guided_json=None, stream_options=None
+        response_format={"type": "text"}, structural_tag=None, stream_options=None
     ).refuse_absent()
     Sampling(use_beam_search=False, logits_processors=[]).refuse_absent()
     Sampling(include_reasoning=True, truncation_side="left", stream_interval=None).refuse_absent()

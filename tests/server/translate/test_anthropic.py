@@ -57,6 +57,7 @@ def test_a_request():
         "top_k": 3,
         "stream": True,
         "chat_template_kwargs": {"enable_thinking": True},
+        "thinking_token_budget": 1024,
         "reasoning_effort": "low",
         "tools": [{"type": "function", "function": function}],
         "tool_choice": "auto",
@@ -109,13 +110,22 @@ def test_tool_choices(kind, choice):
     assert request["tool_choice"] == choice
 
 
-def test_what_takes_structured_output_is_left_to_the_chat():
-    answer = {"type": "json_schema", "schema": {}}
+@pytest.mark.parametrize("fields", ["output_config", "output_format"])
+def test_a_schema_and_a_forced_tool_are_those_of_chats(fields):
+    answer = {"type": "json_schema", "schema": {"type": "integer"}}
     one = {"type": "tool", "name": "f"}
-    body = {"messages": [USER], "output_config": {"format": answer}, "tool_choice": one}
-    request = chat_request(body)
-    assert request["response_format"] == answer
+    given = {"format": answer} if fields == "output_config" else answer
+    request = chat_request({"messages": [USER], fields: given, "tool_choice": one})
+    assert request["response_format"]["type"] == "json_schema"
+    assert request["response_format"]["json_schema"]["schema"] == answer["schema"]
+    assert request["response_format"]["json_schema"]["strict"] is True
     assert request["tool_choice"] == {"type": "function", "function": {"name": "f"}}
+
+
+def test_a_strict_tool_stays_strict():
+    tool = {"name": "f", "input_schema": {"type": "object"}, "strict": True}
+    (found,) = chat_request({"messages": [USER], "tools": [tool]})["tools"]
+    assert found["function"]["strict"] is True
 
 
 IMAGE = {"type": "image", "source": {}}
@@ -152,6 +162,15 @@ WRONG = [
     ({"messages": [USER], "tool_choice": "auto"}, "tool_choice"),
     ({"messages": [USER], "tool_choice": {"type": "all"}}, "tool_choice.type"),
     ({"messages": [USER], "thinking": {"type": "much"}}, "thinking.type"),
+    (
+        {"messages": [USER], "thinking": {"type": "enabled", "budget_tokens": "9"}},
+        "thinking.budget_tokens",
+    ),
+    ({"messages": [USER], "output_config": {"format": {"type": "x"}}}, "output_config.format.type"),
+    (
+        {"messages": [USER], "output_config": {"format": {"type": "json_schema"}}},
+        "output_config.format.schema",
+    ),
 ]
 
 

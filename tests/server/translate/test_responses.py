@@ -98,6 +98,17 @@ def test_a_choice_by_default_needs_no_tools():
     assert chat_request({"input": "Hi", "tool_choice": "required"})["tool_choice"] == "required"
 
 
+def test_allowed_tools_are_those_of_chats():
+    tools = [{"type": "function", "name": "f"}, {"type": "mcp", "server_label": "x"}]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": tools}
+    found = chat_request({"input": "Hi", "tools": [TOOL], "tool_choice": choice})["tool_choice"]
+    named = [{"type": "function", "function": {"name": "f"}}]
+    assert found == {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "required", "tools": named},
+    }
+
+
 WRONG = [
     ({}, "input"),
     ({"input": 3}, "input"),

@@ -1,0 +1,136 @@
+"""Grammar of tool arguments that are written as plain text between tags, by their JSON schema.
+
+`jaxspec.text.parsers.arguments` converts such a text to JSON of the argument's types. A schema has
+a plain form only if every text of that form is converted to a value that the schema allows.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.grammar.rules import Rules, either, json_value, literal
+from jaxspec.text.parsers.arguments import kinds_of
+
+Schema = Mapping[str, Any]
+
+ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
+    | {"$comment", "format"}
+)
+"""Keywords that restrict no plain text."""
+_LENGTHS = {"minLength", "maxLength"}
+_DEFINITIONS = ("$defs", "definitions")
+_REFERENCE = re.compile(r"#/(?:\$defs|definitions)/([^/~%]+)")
+_SCALARS = {"string", "number", "integer", "boolean", "null"}
+_MOST_STEPS = 32  # references and choices inside each other
+# Markup that would end an argument, or begin another one, inside of its text.
+_MARKUP = r"(<\/parameter|\n<\/param|<parameter=|<\/function>)"
+_IS_MARKUP = re.compile(_MARKUP)
+_FREE = rf"~/(?s:.*){_MARKUP}(?s:.*)/"
+
+
+def definitions(root: Schema) -> dict[str, Any]:
+    """Return the parts of a schema that references inside of it name."""
+    return {name: root[name] for name in _DEFINITIONS if name in root}
+
+
+def refers_elsewhere(schema: Any) -> bool:
+    """Return whether a schema has references that `definitions` do not resolve."""
+    if isinstance(schema, Mapping):
+        target = schema.get("$ref")
+        is_elsewhere = isinstance(target, str) and not re.match(r"#/(\$defs|definitions)/", target)
+        return is_elsewhere or any(map(refers_elsewhere, schema.values()))
+    return isinstance(schema, list) and any(map(refers_elsewhere, schema))
+
+
+def argument(rules: Rules, root: Schema, key: str, end: str) -> str | None:
+    """Return the body for the text of an argument and the tag after it.
+
+    Args:
+        rules: The grammar, to which rules may be added.
+        root: Schema of all arguments of the tool.
+        key: Name of the argument.
+        end: Markup after the text.
+
+    Returns:
+        The body, or None if the schema has no plain form.
+    """
+    schema = root.get("properties", {}).get(key)
+    schema = schema if isinstance(schema, Mapping) else {}
+    kinds = kinds_of(root, key)
+    if "string" not in kinds:
+        if refers_elsewhere(schema):
+            return None
+        return f"{json_value({**definitions(root), **schema})} {literal(end)}"
+    branches = _branches(schema, root)
+    if branches is None:
+        return None
+    bodies = [_text(rules, branch, kinds, end) for branch in branches]
+    found = dict.fromkeys(body for body in bodies if body is not None)
+    return either([*found]) if None not in bodies and found else None
+
+
+def _branches(schema: Schema, root: Schema, steps: int = 0) -> list[Schema] | None:
+    """Return the choices of a schema, without references; None for other combinations."""
+    given = schema.keys() - ANNOTATIONS
+    if steps > _MOST_STEPS:
+        return None
+    if given == {"$ref"}:
+        match = _REFERENCE.fullmatch(str(schema["$ref"]))
+        places = (root.get(name, {}).get(match.group(1)) for name in _DEFINITIONS) if match else ()
+        target = next((place for place in places if isinstance(place, Mapping)), None)
+        return None if target is None else _branches(target, root, steps + 1)
+    if given in ({"anyOf"}, {"oneOf"}):
+        found: list[Schema] = []
+        for part in schema[given.pop()]:
+            more = _branches(part, root, steps + 1) if isinstance(part, Mapping) else None
+            if more is None:
+                return None
+            found += more
+        return found
+    return [schema]
+
+
+def _text(rules: Rules, schema: Schema, kinds: frozenset[str], end: str) -> str | None:
+    """Return the body for one choice of a schema, as text of an argument with these `kinds`."""
+    given = schema.keys() - ANNOTATIONS
+    if "const" in given or "enum" in given:
+        values = [schema["const"]] if "const" in given else schema["enum"]
+        is_plain = given <= {"const", "enum", "type"}
+        return _words(values, kinds, end) if is_plain and isinstance(values, list) else None
+    types = schema.get("type")
+    if types is None and not given:
+        return _free(rules, schema, end)
+    if types == "string" and given <= {"type", *_LENGTHS}:
+        if kinds == {"string"} or not given & _LENGTHS:
+            return _free(rules, schema, end)
+        return None
+    names = [types] if isinstance(types, str) else types
+    if given != {"type"} or not isinstance(names, list) or not set(names) <= _SCALARS:
+        return None
+    if "string" in names:
+        return _free(rules, {}, end)  # the parser gives a text the type that it looks like
+    return f"{json_value({'type': names})} {literal(end)}"
+
+
+def _free(rules: Rules, schema: Schema, end: str) -> str:
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    length = f"{{{least},{most}}}" if least or most != "" else "*"
+    return rules.shortest(f"(/(?s:.{length})/ & {_FREE}) {literal(end)}")
+
+
+def _words(values: list[Any], kinds: frozenset[str], end: str) -> str | None:
+    """Return the body for one of some values; None if the parser would read another value."""
+    if not values or any(isinstance(value, Mapping | list) for value in values):
+        return None
+    words = [value if isinstance(value, str) else json.dumps(value) for value in values]
+    for value, word in zip(values, words, strict=True):
+        if isinstance(value, str) and (_IS_MARKUP.search(word) or _looks_typed(word, kinds)):
+            return None
+    return either([literal(word + end) for word in words])
+
+
+def _looks_typed(word: str, kinds: frozenset[str]) -> bool:
+    """Return whether the parser may read a text as another type than a string."""
+    return kinds != {"string"} and re.match(r"\s*([-0-9\[{\"]|(?i:true|false|n))", word) is not None
