@@ -63,7 +63,7 @@ def num_decode_steps(
 ) -> int:
     """Return the decode steps of the next dispatch: 1, or `steps_per_dispatch`.
 
-    More than 1 requires that no prompt waits (`budget` is 0), no request is streamed or has masks of
+    More than 1 requires that no prompt waits (`budget` is 0), no request is streamed or masked by
     the host, some row needs all steps even if every draft is accepted, the free pages suffice
     without a preemption, and a program for that number of steps is compiled.
     """
