@@ -22,7 +22,7 @@ class Grammar:
     """Grammar of a request's output, with its reasoning. Hashable, and the same in any process."""
 
     source: str | None  # llguidance's grammars as JSON; None allows any text
-    thinking: Thinking | None = None  # None if there is no reasoning, or it has no limit
+    thinking: Thinking | None = None  # None if the source has all of the reasoning
 
     @staticmethod
     def of(params: SamplingParams, tokenizer: Tokenizer, prompt: str) -> "Grammar | None":
@@ -57,7 +57,7 @@ class Grammar:
         source = json.dumps({"grammars": grammars})
         if message := _error(source):
             raise refused(message, form.kind)
-        return Grammar(source, limited)
+        return Grammar(source, thinking if thinking and thinking.is_apart else limited)
 
 
 def _answer(form: StructuredOutputsParams, tokenizer: Tokenizer) -> list[dict[str, Any]]:
