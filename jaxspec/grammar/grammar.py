@@ -23,7 +23,7 @@ class Grammar:
     """Grammar of a request's output, with its reasoning. Hashable, and the same in any process."""
 
     source: str | None  # llguidance's grammars as JSON; None allows any text
-    thinking: Thinking | None = None  # None if there is no reasoning, or it has no limit
+    thinking: Thinking | None = None  # None if the source has all of the reasoning
     regular: Regular | None = None  # None if the device alone cannot follow it
 
     @staticmethod
@@ -56,7 +56,8 @@ class Grammar:
         source = _source(_answer(form, tokenizer), thinking)
         if message := _error(source):
             raise refused(message, form.kind)
-        return Grammar(source, limited, Regular.of(form, thinking))
+        apart = thinking if thinking and thinking.is_apart else limited
+        return Grammar(source, apart, Regular.of(form, thinking))
 
 
 def _source(answer: list[dict[str, Any]], thinking: Thinking | None) -> str:

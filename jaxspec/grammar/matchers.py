@@ -4,14 +4,16 @@ import collections
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxspec.checks import shown
 from jaxspec.grammar.automata import Automata
 from jaxspec.grammar.automaton import Automaton
+from jaxspec.grammar.free_text import AnyTokens, Thoughts
 from jaxspec.grammar.grammar import Grammar
 from jaxspec.grammar.library import is_installed, library, limits, refused
 from jaxspec.grammar.matching import Matcher, Vocabulary
+from jaxspec.text.parsers.output_parser import THINK_ENDS
 from jaxspec.text.tokenizer import Tokenizer
 
 _CACHED = 128
@@ -33,9 +35,10 @@ class Matchers:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, tuple(eos_ids)
         self._compiled = collections.OrderedDict[str, _Compiled]()
         self._lock, self._vocabulary_lock = threading.Lock(), threading.Lock()
-        self._vocabulary: Any = None
+        self._vocabulary: _Read | None = None
+        self._any_tokens = AnyTokens(vocab_size)
         self._ids = _ids(tokenizer, vocab_size, self._eos_ids)
-        self._automata = Automata(self._read, vocab_size, self._eos_ids)
+        self._automata = Automata(lambda: self._read().tokens, vocab_size, self._eos_ids)
 
     def start(self) -> None:
         """Read the tokenizer in a thread, so that no request waits for it."""
@@ -52,8 +55,13 @@ class Matchers:
         Raises:
             ValueError: the tokenizer is of a kind without grammars, or the grammar allows nothing.
         """
-        compiled = None if grammar.source is None else self._copy(grammar.source)
-        found = Matcher(compiled, grammar.thinking, self._ids)
+        source, thinking = grammar.source, grammar.thinking
+        if source is None:
+            found = Matcher(None, self._ids, thinking, self._any_tokens)
+        else:
+            is_apart = thinking is not None and thinking.is_apart
+            thoughts = self._read().thoughts if is_apart else None
+            found = Matcher(self._copy(source), self._ids, thinking, thoughts)
         found.advance(output)
         return found
 
@@ -74,7 +82,7 @@ class Matchers:
         return compiled.copy(lambda: self._compile(source))
 
     def _compile(self, source: str) -> Any:
-        matcher = library().LLMatcher(self._read(), source, log_level=0, limits=limits())
+        matcher = library().LLMatcher(self._read().tokens, source, log_level=0, limits=limits())
         # The first mask visits states for the first time, which takes up to milliseconds.
         mask = b"" if matcher.is_error() else matcher.compute_bitmask()
         if matcher.is_error():
@@ -89,14 +97,14 @@ class Matchers:
         except ValueError:
             return  # requests with a grammar raise it
 
-    def _read(self) -> Any:
-        """Return llguidance's form of the tokenizer, made once."""
+    def _read(self) -> "_Read":
+        """Return what grammars need of the tokenizer, made once."""
         with self._vocabulary_lock:
             if self._vocabulary is None:
                 self._vocabulary = self._make_vocabulary()
             return self._vocabulary
 
-    def _make_vocabulary(self) -> Any:
+    def _make_vocabulary(self) -> "_Read":
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise ValueError("structured_outputs need a tokenizer, and this model has none.")
@@ -112,12 +120,23 @@ class Matchers:
                 f"{shown(self._eos_ids)} is one. Use the model's own tokenizer."
             )
         try:
-            return make(tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=[end])
+            tokens = make(tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=[end])
         except Exception as error:  # of the library's own choice
             raise ValueError(
                 "structured_outputs need a tokenizer whose tokens are bytes, such as byte-level "
                 f"BPE or SentencePiece with byte fallback, got an error: {error!s:.200}."
             ) from error
+        thoughts = None
+        if tokenizer.has_token(THINK_ENDS):
+            thoughts = Thoughts(tokenizer, self._vocab_size, self._eos_ids)
+        return _Read(tokens, thoughts)
+
+
+class _Read(NamedTuple):
+    """What grammars need of a tokenizer, which takes seconds to make if it is large."""
+
+    tokens: Any  # llguidance's form of it
+    thoughts: Thoughts | None  # None if `</think>` is no token
 
 
 def _ids(tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Sequence[int]) -> Vocabulary:

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxspec.grammar.free_text import BITS, FreeText, bit_of, is_allowed
 from jaxspec.grammar.library import library
 from jaxspec.grammar.thinking import Reasoning, Thinking
-
-_BITS = 32
 
 
 class Vocabulary(NamedTuple):
@@ -28,35 +27,62 @@ class Vocabulary(NamedTuple):
 class Matcher:
     """Position of one request in its grammar. Not thread-safe."""
 
-    def __init__(self, matcher: Any, thinking: Thinking | None, vocabulary: Vocabulary):
+    def __init__(
+        self,
+        matcher: Any,
+        vocabulary: Vocabulary,
+        thinking: Thinking | None = None,
+        free_text: FreeText | None = None,
+    ):
         """Begin at the start of an output.
 
         Args:
-            matcher: An `llguidance.LLMatcher` of this request alone; None allows any text.
-            thinking: The limited reasoning; None if there is none.
+            matcher: An `llguidance.LLMatcher` of this request alone; None without a grammar.
             vocabulary: Token ids of the model.
+            thinking: The reasoning that is limited, or precedes the grammar; None if there is none.
+            free_text: Text before the grammar, or all text without one; None if the grammar has
+                all of it.
         """
-        self._matcher, self._thinking, self._vocabulary = matcher, thinking, vocabulary
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self._thinking, self._free_text = thinking, free_text
         self._reasoning = Reasoning("after") if thinking is None else Reasoning.start(thinking)
+        self._is_refused = False
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Continue after output tokens. A token that the grammar refuses is an error for good."""
-        if self._matcher is not None and tokens:
-            self._matcher.consume_tokens(self._with_one_end(tokens))
-        for token in tokens:
+        ids = self._with_one_end(tokens)
+        rest = ids[self._advance_free(ids) :]
+        if self._matcher is not None and rest:
+            self._matcher.consume_tokens(rest)
+        for token in rest:
             self._reasoning = self._after(self._reasoning, token)
+
+    def _advance_free(self, ids: Sequence[int]) -> int:
+        """Continue after the tokens of free text at the beginning; return their number."""
+        for number, token in enumerate(ids):
+            if self._free_text is None or not self._is_free(self._reasoning):
+                return number
+            self._is_refused |= not is_allowed(token, self._free_text.mask(self._reasoning))
+            self._reasoning = self._after(self._reasoning, token)
+        return len(ids)
 
     @property
     def is_error(self) -> bool:
         """True if a token was refused, or a limit of the grammar's time or memory exceeded."""
-        return self._matcher is not None and self._matcher.is_error()
+        return self._is_refused or (self._matcher is not None and self._matcher.is_error())
 
     @property
     def is_accepting(self) -> bool:
         """True if the output may end here."""
         if self._matcher is None:
             return True
-        return self._matcher.is_accepting()
+        return not self._is_free(self._reasoning) and self._matcher.is_accepting()
+
+    def _is_free(self, reasoning: Reasoning) -> bool:
+        """Return whether the next token is of free text, which the grammar does not follow."""
+        return self._free_text is not None and (
+            self._matcher is None or reasoning.phase == "inside"
+        )
 
     def _after(self, reasoning: Reasoning, token: int) -> Reasoning:
         if self._thinking is None:
@@ -66,7 +92,7 @@ class Matcher:
     def _with_one_end(self, tokens: Iterable[int]) -> list[int]:
         """Return tokens with llguidance's EOS token in place of the other ones."""
         end, others = self._vocabulary.end, self._vocabulary.other_ends
-        if end is None or not others:
+        if end is None or not others or self._matcher is None:
             return list(map(int, tokens))
         return [end if token in others else int(token) for token in tokens]
 
@@ -75,20 +101,37 @@ class Matcher:
         size, ids = self._vocabulary.size, self._with_one_end(drafts[:most])
         return list(itertools.takewhile(lambda token: 0 <= token < size, ids))
 
+    def _write_free(self, masks: np.ndarray, drafts: Sequence[int]) -> int | None:
+        """Write the masks of places in free text.
+
+        Returns:
+            The first place in the grammar, or None if no draft leads there.
+        """
+        reasoning = self._reasoning
+        for place in range(1 + len(drafts)):
+            if self._free_text is None or not self._is_free(reasoning):
+                return place
+            masks[place] = self._free_text.mask(reasoning)
+            if place < len(drafts):
+                if not is_allowed(drafts[place], masks[place]):
+                    return None
+                reasoning = self._after(reasoning, drafts[place])
+        return None
+
     def _add_ends(self, masks: np.ndarray) -> None:
         """Allow all EOS ids where one is allowed, and only there."""
         end, others = self._vocabulary.end, self._vocabulary.other_ends
         if self._matcher is None or end is None:
             return
         for other in others:
-            word, bit = other // _BITS, _bit(other)
-            is_end = (masks[:, end // _BITS] & _bit(end)) != 0
+            word, bit = other // BITS, bit_of(other)
+            is_end = (masks[:, end // BITS] & bit_of(end)) != 0
             masks[:, word] = np.where(is_end, masks[:, word] | bit, masks[:, word] & ~bit)
 
     def _limit(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
         """Apply the limit of the reasoning to the masks after each number of drafts."""
         thinking, reasoning = self._thinking, self._reasoning
-        if thinking is None:
+        if thinking is None or thinking.budget is None:
             return
         for place, token in enumerate([*drafts, None]):
             forced = reasoning.forced(thinking)
@@ -114,10 +157,8 @@ def fill_masks(
     """
     places = masks.shape[1]
     valid = [m._valid(each, places - 1) for m, each in zip(matchers, drafts, strict=True)]
-    for number, matcher in enumerate(matchers):
-        if matcher._matcher is None:
-            masks[number, : 1 + len(valid[number])] = _all_ids(matcher._vocabulary.size)
-    _fill(matchers, valid, masks)
+    starts = [m._write_free(masks[i], valid[i]) for i, m in enumerate(matchers)]
+    _fill(matchers, valid, starts, masks)
     for number, matcher in enumerate(matchers):
         if matcher.is_error:
             masks[number] = 0
@@ -126,17 +167,24 @@ def fill_masks(
             matcher._limit(masks[number], valid[number])
 
 
-def _fill(matchers: Sequence[Matcher], drafts: Sequence[list[int]], masks: np.ndarray) -> None:
-    """Write the masks of all matchers with a grammar by calls of several threads."""
+def _fill(
+    matchers: Sequence[Matcher],
+    drafts: Sequence[list[int]],
+    starts: Sequence[int | None],
+    masks: np.ndarray,
+) -> None:
+    """Write the masks of all matchers from their first place in the grammar, in several threads."""
+    assert masks.dtype == np.int32 and masks.flags.c_contiguous  # it is written by its address
     count, places, words = masks.shape
     alone, ahead = list[tuple[Any, int]](), list[tuple[Any, int, list[int]]]()
-    for number, (matcher, tokens) in enumerate(zip(matchers, drafts, strict=True)):
-        if matcher._matcher is None or matcher.is_error:
+    for number, (matcher, start) in enumerate(zip(matchers, starts, strict=True)):
+        if start is None or matcher.is_error:
             continue
-        if tokens:
-            ahead.append((matcher._matcher, number * places, tokens))
+        index = number * places + start
+        if tokens := drafts[number][start:]:
+            ahead.append((matcher._matcher, index, tokens))
         else:
-            alone.append((matcher._matcher, number * places))
+            alone.append((matcher._matcher, index))
     sizes = masks.ctypes.data, 4 * words, count * places
     if alone:
         _executor().unsafe_compute_mask_ptr(alone, *sizes)
@@ -149,24 +197,13 @@ def _executor() -> Any:
     return library().LLExecutor()
 
 
-@functools.lru_cache(maxsize=8)
-def _all_ids(vocab_size: int) -> np.ndarray:
-    bits = np.arange(-(-vocab_size // _BITS) * _BITS) < vocab_size
-    return np.packbits(bits, bitorder="little").view(np.int32)
-
-
-def _bit(token: int) -> np.int32:
-    """Return the word of a mask in which only a token's bit is set."""
-    return np.uint32(1 << token % _BITS).astype(np.int32)
-
-
 def _keep_only(token: int, mask: np.ndarray) -> None:
     """Clear all bits but a token's, unless its own is clear.
 
     That is so in the middle of a character, whose bytes a grammar of text completes first.
     """
-    word = token // _BITS
-    kept = mask[word] & _bit(token)
+    word = token // BITS
+    kept = mask[word] & bit_of(token)
     if kept:
         mask[:] = 0
         mask[word] = kept

@@ -22,7 +22,7 @@ class Regular(NamedTuple):
         regex = _regex(form)
         if regex is None or thinking is None:
             return None if regex is None else Regular(regex)
-        if not thinking.is_open or thinking.budget is not None or len(thinking.ends) != 1:
+        if not thinking.is_apart or thinking.budget is not None:
             return None
         return Regular(regex, thinking.ends[0])
 

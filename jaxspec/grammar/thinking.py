@@ -8,6 +8,7 @@ from jaxspec.text.parsers import parser_for, starts_in_reasoning
 from jaxspec.text.parsers.output_parser import THINK, THINK_ENDS
 from jaxspec.text.tokenizer import Tokenizer
 
+_BLANK = "BLANK: /\\n{0,4}/\n"
 _OPENS, _ENDS = THINK.encode(), THINK_ENDS.encode()
 
 
@@ -34,8 +35,15 @@ class Thinking(NamedTuple):
         return Thinking(is_open, opens, ends, budget)
 
     @property
+    def is_apart(self) -> bool:
+        """True if the reasoning ends with a token of its own, after which a grammar begins."""
+        return self.is_open and len(self.ends) == 1
+
+    @property
     def rules(self) -> str:
-        """Lark rules of the reasoning, then blank lines, then the grammar `answer`."""
+        """Lark rules of reasoning that is not apart, then blank lines, then the answer."""
+        if self.is_apart:
+            return f"start: BLANK @answer\n{_BLANK}"
         opens = lark.token(*self.opens) if len(self.opens) == 1 else lark.quoted(THINK)
         if len(self.ends) == 1:
             thought = f"thought: THOUGHT {lark.token(*self.ends)}"
@@ -43,7 +51,7 @@ class Thinking(NamedTuple):
         else:
             thought = f"thought[suffix={lark.quoted(THINK_ENDS)}]: {lark.TEXT}"
         first = "thought BLANK" if self.is_open else f"({opens} thought BLANK)?"
-        return f"start: {first} @answer\n{thought}\nBLANK: /\\n{{0,4}}/\n"
+        return f"start: {first} @answer\n{thought}\n{_BLANK}"
 
 
 def _tag_ids(tag: str, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
 """Reasoning before an answer: where it may be, and its limit, exactly at each place of drafts."""
 
+import json
+
 import numpy as np
 import pytest
 from constrained import (
@@ -17,6 +19,7 @@ from constrained import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxspec.grammar import Grammar, lark
 from jaxspec.grammar.thinking import Reasoning, Thinking
 
 ANSWERS = ["yes", "no", "maybe"]
@@ -67,19 +70,62 @@ def test_the_limit_is_exact_without_a_form(tokenizer, budget, num_drafts):
     assert numbers
 
 
-def test_the_limit_holds_with_a_form_at_the_end_of_a_character(tokenizer):
+def test_the_limit_with_a_form(tokenizer):
+    """It is exact, except that a grammar of the whole text completes characters first."""
     grammar = grammar_of({"choice": ANSWERS}, prompt=OPEN, tokenizer=tokenizer, budget=4)
-    ends = len(encoded(tokenizer, "</think>"))
+    ends = encoded(tokenizer, "</think>")
+    late = 0 if len(ends) == 1 else 3  # a character has at most 3 bytes after its first
     for seed in range(12):
         run = Decoder(grammar, seed=seed, num_drafts=3, tokenizer=tokenizer).run(40)
-        thought = run.text.partition("</think>")[0]
-        assert "\ufffd" not in thought
-        start = next(
-            i
-            for i in range(len(run.tokens))
-            if "</think>" in tokenizer.decode(run.tokens[:i], False)
-        )
-        assert start <= 4 + 3 + ends  # a character has at most 3 bytes after its first
+        texts = [tokenizer.decode(run.tokens[:i], False) for i in range(len(run.tokens))]
+        length = next(i for i, text in enumerate(texts) if "</think>" in text)
+        assert length <= 4 + late + len(ends)
+        assert not late or "\ufffd" not in run.text.partition("</think>")[0]
+
+
+def test_masks_of_reasoning_are_those_of_a_grammar_of_the_whole_text(tmp_path):
+    """Beside those within a character, which a grammar completes."""
+    tokenizer = thinking_tokenizer(tmp_path / "one", marks=MARKS)
+    form = {"choice": ANSWERS}
+    grammar = grammar_of(form, prompt=OPEN, tokenizer=tokenizer)
+    end = tokenizer.convert_tokens_to_ids("</think>")
+    rules = f"start: THOUGHT <[{end}]> BLANK @answer\nBLANK: /\\n{{0,4}}/\n"
+    rules += f"THOUGHT: {lark.text_without('</think>')}\n"
+    answer = json.loads(grammar.source)["grammars"][1]
+    whole = Grammar(json.dumps({"grammars": [{"lark_grammar": rules}, answer]}))
+    fast, slow = (matchers(tokenizer).matcher(each) for each in (grammar, whole))
+    texts = ["a <", "/", "th", "ink", " b</", "</", "think", "x</think", "\n</think>", "\n", "yes"]
+    tails = [token for token in range(256) if tokenizer.bytes_of(token)[:1] > b"\x7f"]
+    for token in (token for text in texts for token in encoded(tokenizer, text)):
+        one, two = (set(allowed(masks_of(each)[0])) - set(tails) for each in (fast, slow))
+        assert {t for t in one ^ two if tokenizer.bytes_of(int(t)).isascii()} == set()
+        for each in (fast, slow):
+            each.advance([token])
+    assert fast.is_accepting and slow.is_accepting
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_places_across_the_end_are_those_of_the_states_there(tokenizer, num_drafts):
+    grammar = grammar_of({"json_object": True}, prompt=OPEN, tokenizer=tokenizer)
+    text = 'so </think>\n{"a": [1, 2]}'
+    tokens = encoded(tokenizer, text)
+    for start in range(len(tokens)):
+        matcher = matchers(tokenizer).matcher(grammar, tokens[:start])
+        drafts = tokens[start : start + num_drafts]
+        masks = masks_of(matcher, drafts)
+        for place in range(1 + len(drafts)):
+            other = matchers(tokenizer).matcher(grammar, tokens[: start + place])
+            np.testing.assert_array_equal(masks[place], masks_of(other)[0])
+        np.testing.assert_array_equal(masks_of(matcher), masks[:1])
+
+
+@pytest.mark.parametrize("wrong", ["<think>", "<|endoftext|>"])
+def test_special_tokens_in_reasoning_are_errors(wrong, tmp_path):
+    tokenizer = thinking_tokenizer(tmp_path / "one", marks=MARKS)
+    grammar = grammar_of({"choice": ANSWERS}, prompt=OPEN, tokenizer=tokenizer)
+    matcher = matchers(tokenizer).matcher(grammar)
+    matcher.advance([tokenizer.convert_tokens_to_ids(wrong)])
+    assert matcher.is_error and not masks_of(matcher).any()
 
 
 def test_the_end_of_reasoning_inside_the_drafts(tokenizer):

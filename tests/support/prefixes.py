@@ -71,8 +71,10 @@ class Prefixes:
             here = slots * (1 if request.has_tables else 0)
             bias = bias.with_tokens(here[newest], known[newest], index[newest])
         columns = layout.unpack(entries) | {"num_computed": computed}
+        columns["grammar_states"] = np.zeros((count, self.width), np.int32)
         columns = {name: jnp.asarray(column) for name, column in columns.items()}
-        return SamplingInputs(columns, SamplingTables(seen, bias), jnp.asarray(tokens))
+        tables = SamplingTables(seen, bias, tables.automata)
+        return SamplingInputs(columns, tables, jnp.asarray(tokens))
 
     def positions(self) -> np.ndarray:
         """The index in its request of the token to draw at each place. int32 [rows, width]"""
