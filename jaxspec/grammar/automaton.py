@@ -144,22 +144,18 @@ class AutomatonCompiler:
         table[:-1] = np.where(dfa.next < 0, num_states, dfa.next)
         columns = np.arange(num_states, dtype=np.int16)[None]
         node_columns = np.zeros(1, np.int32)
-        groups, found, num_found = np.full(self._vocab_size, -1, np.int32), [], 0
+        groups, found, num_found = np.full(self._vocab_size, -1, np.int32), [columns[:0]], 0
         for depth in self._depths:
-            if len(columns) * max(num_states, num_classes) > _MAX_CELLS:
+            if max(len(columns) * num_classes, num_found * num_states) > _MAX_CELLS:
                 raise _too_many("classes of tokens", MAX_CLASSES)
             columns, node_columns = _next_columns(
                 columns, node_columns[depth.parents], dfa.byte_classes[depth.last_bytes], table
             )
-            ending = node_columns[depth.nodes]
+            used, ending = _used(node_columns[depth.nodes])
             groups[depth.tokens] = np.where(ending < 0, -1, ending + num_found)
-            found.append(columns)
-            num_found += len(columns)
-            if not len(columns):
-                break
-        rows = np.concatenate(found or [columns[:0]])
-        used, groups = _used(groups)
-        return _merged(rows[used], groups)
+            found.append(columns[used])
+            num_found += len(used)
+        return _merged(np.concatenate(found), groups)
 
     def _automaton(
         self, columns: _Columns, is_final: np.ndarray, thinking_end: int | None

@@ -57,12 +57,31 @@ _SPACES = ((0x9, 0xD), (0x20, 0x20), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680
            (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000))  # fmt: skip
 _CIRCLED_LETTERS = (0x24B6, 0x24E9), (0x1F130, 0x1F149), (0x1F150, 0x1F169), (0x1F170, 0x1F189)
 _JOINERS = (0x200C, 0x200D)
+# Characters since Unicode 14, the version of the oldest Python: masks are those of llguidance,
+# whose version is 16, with any Python.
+_NEW_DIGITS = (
+    (0x10D40, 0x10D49), (0x116D0, 0x116E3), (0x11BF0, 0x11BF9), (0x11F50, 0x11F59),
+    (0x16130, 0x16139), (0x16D70, 0x16D79), (0x1CCF0, 0x1CCF9), (0x1E4F0, 0x1E4F9),
+    (0x1E5F1, 0x1E5FA),
+)  # fmt: skip
+_NEW_LETTERS = (
+    (0x897, 0x897), (0xCF3, 0xCF3), (0xECE, 0xECE), (0x1C89, 0x1C8A), (0xA7CB, 0xA7CD),
+    (0xA7DA, 0xA7DC), (0x105C0, 0x105F3), (0x10D4A, 0x10D65), (0x10D69, 0x10D6D),
+    (0x10D6F, 0x10D85), (0x10EC2, 0x10EC4), (0x10EFC, 0x10EFF), (0x1123F, 0x11241),
+    (0x11380, 0x11389), (0x1138B, 0x1138B), (0x1138E, 0x1138E), (0x11390, 0x113B5),
+    (0x113B7, 0x113C0), (0x113C2, 0x113C2), (0x113C5, 0x113C5), (0x113C7, 0x113CA),
+    (0x113CC, 0x113D3), (0x113E1, 0x113E2), (0x11BC0, 0x11BE0), (0x11F00, 0x11F10),
+    (0x11F12, 0x11F3A), (0x11F3E, 0x11F42), (0x11F5A, 0x11F5A), (0x1342F, 0x1342F),
+    (0x13440, 0x13455), (0x13460, 0x143FA), (0x16100, 0x1612F), (0x16D40, 0x16D6C),
+    (0x18CFF, 0x18CFF), (0x1B132, 0x1B132), (0x1B155, 0x1B155), (0x1DF25, 0x1DF2A),
+    (0x1E030, 0x1E06D), (0x1E08F, 0x1E08F), (0x1E4D0, 0x1E4EF), (0x1E5D0, 0x1E5F0),
+    (0x2B739, 0x2B739), (0x2EBF0, 0x2EE5D), (0x31350, 0x323AF),
+)  # fmt: skip
 _CONTROLS = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11, "a": 7}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _FOLDED = {"k": 0x212A, "s": 0x17F}  # the only characters beyond ASCII equal to ASCII letters
 _COUNTS = re.compile(r"\{([0-9]{1,9})(?:(,)([0-9]{1,9})?)?\}")
 _GROUP = re.compile(r"\?(?:P?<[A-Za-z_][A-Za-z0-9_.\[\]]*>|([a-zA-Z]*)(?:-([a-zA-Z]+))?([:)]))")
-_PROPERTY = re.compile(r"\{([A-Za-z]{1,2})\}|([A-Z])")
 _OPENINGS = re.compile(r"(?:\((?:\?:)?)*")
 _CLOSINGS = re.compile(r"\)*")
 
@@ -107,33 +126,25 @@ def _others(ranges: Ranges) -> Ranges:
 
 
 @functools.cache
-def _categories() -> np.ndarray:
-    """Return the general category of each code point."""
-    points = map(unicodedata.category, map(chr, range(_LAST + 1)))
-    return np.fromiter(points, "S2", _LAST + 1)
-
-
-@functools.cache
 def _of_categories(*names: str) -> Ranges:
-    """Return the characters of categories, which a prefix of their names selects."""
-    found = np.unique(_categories())
-    chosen = [each for each in found if each.decode().startswith(names)]
-    is_in = np.concatenate([[False], np.isin(_categories(), chosen), [False]])
-    edges = np.flatnonzero(is_in[1:] != is_in[:-1]).tolist()
+    """Return the characters whose general category starts with one of `names`."""
+    categories = map(unicodedata.category, map(chr, range(_LAST + 1)))
+    is_in = np.fromiter((each.startswith(names) for each in categories), bool, _LAST + 1)
+    edges = np.flatnonzero(np.diff(is_in, prepend=False, append=False)).tolist()
     return _joined((low, end - 1) for low, end in zip(edges[::2], edges[1::2], strict=True))
 
 
 @functools.cache
 def _named(letter: str) -> Ranges:
-    """Return the characters of `\\d`, `\\w`, `\\s` and their complements."""
+    """Return the characters of `\\d`, `\\w`, `\\s` and their complements, of Unicode 16."""
     if letter.isupper():
         return _others(_named(letter.lower()))
     if letter == "d":
-        return _of_categories("Nd")
+        return _joined((*_of_categories("Nd"), *_NEW_DIGITS))
     if letter == "s":
         return _SPACES
     letters = _of_categories("L", "M", "Nl", "Nd", "Pc")
-    return _joined((*letters, *_CIRCLED_LETTERS, _JOINERS))
+    return _joined((*letters, *_CIRCLED_LETTERS, _JOINERS, *_NEW_LETTERS, *_NEW_DIGITS))
 
 
 class _Flags(NamedTuple):
@@ -301,8 +312,7 @@ class _Parser:
         if char in "dDwWsS":
             return _named(char)
         if char in "pP":
-            found = self._property()
-            return _others(found) if char == "P" else found
+            raise self._error("a property of characters")
         return self._literal(self._escaped_point(char))
 
     def _escaped_point(self, char: str) -> int:
@@ -319,16 +329,6 @@ class _Parser:
         if char.isalnum() or not char.isascii():
             raise self._error(f"the escape \\{char}")
         return ord(char)
-
-    def _property(self) -> Ranges:
-        found = _PROPERTY.match(self._text, self._at)
-        name = found[1] or found[2] if found else ""
-        names = {each.decode() for each in np.unique(_categories())}
-        is_known = name in names | {each[0] for each in names} and not name.startswith("C")
-        if found is None or not is_known or self._flags.ignores_case:
-            raise self._error("a property of characters that is not a general category")
-        self._at = found.end()
-        return _of_categories(name)
 
     def _set(self) -> Ranges:
         is_negated = self._take("^")

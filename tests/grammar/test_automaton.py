@@ -32,7 +32,7 @@ REGEXES = [
     r"日本[語人]?|🙂{2}|é*x",
     r"\{\"name\": \"[^\"\\]{1,8}\", \"age\": (0|[1-9][0-9]{0,2})\}",
     r"^(?:[A-Fa-f0-9]{2}:){2}[\x{41}-\u0046]$",
-    r"\p{Lu}\p{Ll}+ \P{L}{2}|[\p{Nd}.]+",
+    r"\D\s?\w{2}|[\d.]+",
     r"|x",
     r"(a*)*b{0}",
 ]
@@ -61,7 +61,7 @@ def test_masks_are_those_of_a_matcher(regex, seed):
 def test_a_text_that_ends_matches_the_regex(regex):
     automaton, random = compiler().compile(regex), np.random.default_rng(0)
     python = re.sub(r"\\x\{41\}", "A", regex)
-    is_of_rust = r"\p" in regex or r"\w" in regex  # Python's `\w` lacks marks
+    is_of_rust = re.search(r"\\[wd]", regex) is not None  # Python's are of an older Unicode
     ended = 0
     for _ in range(40):
         tokens = walk(automaton, random)
