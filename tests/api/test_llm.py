@@ -319,14 +319,14 @@ def test_progress_shows_only_when_asked_for_and_compiling_unless_it_is_not(
         assert bars == ""
         return
     if shown is None:
-        line = r"jaxspec: compiling 6 programs \(greedy\), once \.\.\. done in \d+\.\d s\n"
+        line = r"jaxspec: compiling 8 programs \(greedy\), once \.\.\. done in \d+\.\d s\n"
         assert re.fullmatch(line, bars)
         llm.generate(PROMPTS, GREEDY, use_tqdm=True)
         assert re.search(r"generating: .* 0/3 ", capfd.readouterr().err)
         return
-    assert re.search(r"compiling 0/6 .*, 4 rows, 3 drafts, greedy", bars)
-    assert re.search(r"compiling 1/6 .*, 4 rows, 3 drafts, 64 prompt tokens, greedy", bars)
-    assert re.search(r"compiling 2/6 .*, copies of a prompt's state", bars)
+    assert re.search(r"compiling 0/8 .*, 4 rows, 3 drafts, greedy", bars)
+    assert re.search(r"compiling 1/8 .*, 4 rows, 3 drafts, 64 prompt tokens, greedy", bars)
+    assert re.search(r"compiling 2/8 .*, copies of a prompt's state", bars)
     assert re.search(r"generating: .* 0/3 ", bars)
     assert bars.endswith("\r")  # the last bar is wiped out
 

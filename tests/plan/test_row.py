@@ -40,6 +40,7 @@ def test_a_row_begins_as_its_request_says():
         "min_len": 5,
         "prompt_len": 3,
         "table_slot": 0,
+        "grammar_state": 0,
         "min_p": 0.125,
         "presence_penalty": -1.5,
         "frequency_penalty": 0.5,

@@ -11,7 +11,8 @@ def test_a_program_has_the_tables_of_its_processors_alone():
     assert not tables.is_empty
     for features in (GREEDY, FULL):
         assert tables.of(features).is_empty and not jax.tree.leaves(tables.of(features))
-    assert tables.of(SamplingFeatures.of(BIAS)) == SamplingTables(bias=tables.bias)
+    of_bias = SamplingTables(bias=tables.bias, automata=tables.automata)
+    assert tables.of(SamplingFeatures.of(BIAS)) == of_bias
     assert tables.of(SamplingFeatures.of(PENALTIES)) == SamplingTables(seen=tables.seen)
 
 

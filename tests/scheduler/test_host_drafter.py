@@ -6,6 +6,7 @@ from fake_device import make_buckets, make_group
 from jaxspec.options import METHODS, SpeculativeConfig
 from jaxspec.plan.plan import MOVES, Program, plan_layout
 from jaxspec.requests.sampling_features import GREEDY
+from jaxspec.scheduler.automaton_pool import AutomatonPool
 from jaxspec.scheduler.host_drafter import (
     HOST_DRAFTERS,
     HostDrafter,
@@ -54,7 +55,8 @@ def test_a_plan_has_the_path_of_each_row_that_works():
     rows = [make_group(seed, 3, 9)[0] for seed in (0, 2, 9)]
     for slot, request in enumerate(rows, 1):
         request.slot, request.tokens = slot, [slot, slot]
-    plan = pack_step(PROGRAM, shapes, rows=rows, num_decode=2, prefills=[], drafter=Counting())
+    others = {"prefills": [], "drafter": Counting(), "automata": AutomatonPool()}
+    plan = pack_step(PROGRAM, shapes, rows=rows, num_decode=2, **others)
     fields = plan_layout(PROGRAM, shapes).unpack(plan.packed)
     assert fields["paths"][:3].tolist() == [[-1] * 4, [3, 4, -1, -1], [0] * 4]
     assert fields["path_from"][:3].tolist() == [2, 2, 0]

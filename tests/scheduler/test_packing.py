@@ -18,6 +18,7 @@ from jaxspec.plan.plan import (
 )
 from jaxspec.prefix.cache import PrefixCache
 from jaxspec.requests.sampling_features import GREEDY
+from jaxspec.scheduler.automaton_pool import AutomatonPool
 from jaxspec.scheduler.packing import PlanPacker
 from jaxspec.scheduler.scheduled_step import StepBuilder
 
@@ -30,7 +31,7 @@ def make(count):
     running = [make_group(seed, 9, 4)[0] for seed in range(1, 1 + count)]
     for slot, request in enumerate(running, 1):
         request.slot, request.prefill_len = slot, len(request.tokens)
-    return PlanPacker(SHAPES, None, prefixes), prefixes, running
+    return PlanPacker(SHAPES, None, prefixes, AutomatonPool()), prefixes, running
 
 
 def fields(plan):

@@ -7,8 +7,10 @@ import numpy as np
 
 from jaxspec.plan.block_plan import Write
 from jaxspec.plan.plan import (
+    AUTOMATON,
     BLOCK_COPIES,
     EXPORT,
+    MASKS,
     READ,
     READ_STATE,
     RESTORE,
@@ -151,7 +153,7 @@ class FakeDevice:
                 self._export(values)
             elif each.program in BLOCK_COPIES:
                 self._copy(each, values)
-            elif each.program != TABLES:
+            elif each.program not in (TABLES, MASKS, AUTOMATON):
                 self._place(values, scheduler, each.program)
         assert not self.begun, "a row with tokens computed that nobody computed for it"
         if plan.program in (EXPORT, *BLOCK_COPIES):
