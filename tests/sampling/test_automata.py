@@ -1,0 +1,81 @@
+"""Automata on the device follow those of the host, wherever they are in the pool."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from random_automata import random_automaton
+
+from jaxspec.plan.automaton_plan import NUM_MASKS, NUM_STATES, PER_WRITE, Place, pack_automaton
+from jaxspec.sampling.automata import Automata
+
+VOCAB = 75
+write = jax.jit(Automata.written)
+
+
+def written(pool, automaton, place):
+    for packed in pack_automaton(automaton, place):
+        pool = write(pool, packed)
+    return pool
+
+
+def check(pool, automaton, place):
+    """All states and tokens of an automaton, against its tables."""
+    num_states = len(automaton.next)
+    states, tokens = map(np.ravel, np.mgrid[:num_states, :VOCAB].astype(np.int32))
+    after = automaton.next[states, automaton.classes[tokens]]
+    got = np.asarray(pool.after(jnp.asarray(states + place.state), jnp.asarray(tokens)))
+    np.testing.assert_array_equal(got, np.where(after < 0, states, after) + place.state)
+    each = np.arange(num_states, dtype=np.int32)
+    allowed = pool.is_allowed(jnp.asarray(each + place.state))
+    np.testing.assert_array_equal(allowed, (after >= 0).reshape(num_states, VOCAB))
+
+
+def test_each_automaton_of_the_pool_is_followed():
+    random = np.random.default_rng(0)
+    pool, found = Automata.empty(VOCAB), []
+    state = mask = 1
+    for index in range(1, 6):
+        automaton, place = random_automaton(random, VOCAB), Place(index, state, mask)
+        pool = written(pool, automaton, place)
+        found.append((automaton, place))
+        state, mask = state + len(automaton.next), mask + len(automaton.masks.allowed)
+    for automaton, place in found:
+        check(pool, automaton, place)
+    later = random_automaton(random, VOCAB, states=len(found[2][0].next), classes=1)
+    pool = written(pool, later, found[2][1])  # in the place of another
+    check(pool, later, found[2][1])
+    check(pool, *found[1])
+    check(pool, *found[3])
+
+
+@pytest.mark.parametrize("states", [PER_WRITE, PER_WRITE + 1])
+def test_an_automaton_may_take_several_plans_and_the_last_place(states):
+    automaton = random_automaton(np.random.default_rng(1), VOCAB, states=states, classes=12)
+    place = Place(31, NUM_STATES - states, NUM_MASKS - len(automaton.masks.allowed))
+    assert len(list(pack_automaton(automaton, place))) == -(-states // PER_WRITE)
+    check(written(Automata.empty(VOCAB), automaton, place), automaton, place)
+
+
+def test_state_0_allows_every_token_and_stays():
+    automaton = random_automaton(np.random.default_rng(2), VOCAB)
+    pool = written(Automata.empty(VOCAB), automaton, Place(1, 1, 1))
+    (packed, *_) = pack_automaton(automaton, Place(1, 1, 1))
+    pool = write(pool, np.zeros_like(packed))  # writes nothing
+    check(pool, automaton, Place(1, 1, 1))
+    zeros, tokens = jnp.zeros(VOCAB, jnp.int32), jnp.arange(VOCAB, dtype=jnp.int32)
+    assert not pool.after(zeros, tokens).any() and pool.is_allowed(zeros[:1]).all()
+
+
+def test_states_along_tokens_stay_where_there_is_no_token():
+    automaton = random_automaton(np.random.default_rng(3), VOCAB, states=6, classes=3)
+    pool = written(Automata.empty(VOCAB), automaton, Place(1, 1, 1))
+    tokens = jnp.asarray(np.random.default_rng(4).integers(-1, VOCAB, (40, 5)).astype(np.int32))
+    along = np.asarray(pool.along(jnp.ones(40, jnp.int32), tokens))
+    for row, path in zip(along, np.asarray(tokens), strict=True):
+        state = 0
+        assert row[0] == 1
+        for place, token in enumerate(path, 1):
+            after = state if token < 0 else automaton.next[state, automaton.classes[token]]
+            state = state if after < 0 else after
+            assert row[place] == 1 + state

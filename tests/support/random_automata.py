@@ -1,0 +1,12 @@
+"""Random automata, which need not belong to any grammar."""
+
+import numpy as np
+
+from jaxspec.grammar.automaton import Automaton
+
+
+def random_automaton(random, vocab, states=None, classes=None):
+    states = states or int(random.integers(1, 9))
+    classes = classes or int(random.integers(1, 6))
+    following = random.integers(-1, states, (states, classes)).astype(np.int16)
+    return Automaton(random.integers(0, classes, vocab).astype(np.int16), following)
