@@ -163,7 +163,7 @@ def programs(found: Measurements, rows: int, vocab: int, kind: str) -> None:
     found.add(jax.jit(made), logits, offset, program="logits", logits=kind)
     found.made_us = found.results[-1]["us_with_logits"]
     found.add(jax.jit(greedy), logits, offset, program="greedy", logits=kind, asks="nothing")
-    tables = SamplingTables.empty(rows // PLACES + 1, vocab, 8192)
+    tables = SamplingTables.empty(rows // PLACES + 1, vocab, 8192, PLACES)
     for name in ("nothing", "temperature", "Qwen's default"):
         inputs = inputs_of(ASKED[name], rows, vocab, None)
         run = functools.partial(drawn, features=TOP_K)

@@ -231,7 +231,9 @@ class LLMEngine(Diagnostics):
             key = self._request_key(request.prompt, request.seed)
             request.proposer_key = integer("request_key", key, 0, INT32_MAX)
             if request.grammar is not None:
-                request.matcher = self._matchers.matcher(request.grammar, request.output)
+                request.automaton = self._matchers.automaton(request.grammar)
+                if request.automaton is None:
+                    request.matcher = self._matchers.matcher(request.grammar, request.output)
         self.session.check(samples)
         self._compiler.ensure({sample.request.features for sample in samples})
 

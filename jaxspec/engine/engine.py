@@ -86,7 +86,8 @@ class Engine:
     The oldest dispatch is collected once at least `max_in_flight` steps follow it in flight. With 1
     host and device overlap as drawn; 0 collects each step before planning the next (the synchronous
     engine). A dispatch of four steps counts as four, because a new prompt waits for all of them; a
-    plan that only copies counts as one.
+    plan that only copies counts as one. While a request waits for its result, because a grammar
+    masks its next token, 1 is the most.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, *, max_in_flight: int = 2):
@@ -130,7 +131,7 @@ class Engine:
                 "A request waits and nothing can run: the scheduler is stuck. This is a bug in "
                 "jaxspec."
             )
-        if self._in_flight and (step is None or self._num_following() >= self.max_in_flight):
+        if self._in_flight and (step is None or self._num_following() >= self._most_following()):
             return self._collect()
         return []
 
@@ -192,6 +193,11 @@ class Engine:
         """Dispatch the pending copies now instead of with the next plan."""
         if self.scheduler.prefixes.store.copies:
             self.runner.dispatch(self.scheduler.packer.pack_copies(self.scheduler.running))
+
+    def _most_following(self) -> int:
+        # A request that waits for its result is in every second step, not in every third.
+        awaited = any(request.awaits_result for request in self.scheduler.running)
+        return min(1, self.max_in_flight) if awaited else self.max_in_flight
 
     def _num_following(self) -> int:
         """Return the number of steps in flight after the oldest dispatch."""

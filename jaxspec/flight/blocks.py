@@ -96,7 +96,7 @@ def without_ids(flight: Flight) -> Flight:
 
     Equal ids stay equal, and -1 stays -1. The key of the hash is drawn here and not stored, so ids
     cannot be looked up; their frequencies can still be counted. Stop ids, biases and seeds are
-    parameters and stay.
+    parameters and stay, but masks and automata of grammars do not.
     """
     made_up = _hash(flight.about["vocab_size"])
     steps = [_hashed(step, flight.shapes, made_up) for step in flight.steps]
@@ -108,14 +108,20 @@ def _hashed(step: Step, shapes: StepShapes, made_up: _Map) -> Step:
     fields = plan_layout(step.program, shapes).unpack(packed)
     for name in fields.keys() & set(_PLAN_FIELDS):
         fields[name][...] = made_up(fields[name])
+    if "masks" in fields:
+        fields["masks"][...] = -1  # a grammar allows few ids at most positions
+    if "automaton" in fields:
+        fields["classes"][...] = fields["next"][...] = 0
+        fields["allowed"][...] = -1
     if "new_rows" in fields:
         columns = row_layout(shapes.num_drafts).unpack(fields["new_rows"])
         for name in _ROW_FIELDS:
             columns[name][...] = made_up(columns[name])
     if output is not None:
         output = output.copy()
-        tokens = output_layout(shapes.num_drafts).read(output, "tokens")
-        tokens[...] = made_up(tokens)
+        for name in ("tokens", "next_drafts"):
+            tokens = output_layout(shapes.num_drafts).read(output, name)
+            tokens[...] = made_up(tokens)
     return Step(step.program, packed, output)
 
 

@@ -22,11 +22,15 @@ import numpy as np
 from jaxspec.checks import shown
 from jaxspec.flight import Flight, Step
 from jaxspec.flight.blocks import bounds_of_copy
+from jaxspec.grammar.automaton import MAX_CLASSES
+from jaxspec.plan.automaton_plan import NUM_AUTOMATA, NUM_MASKS, NUM_STATES
 from jaxspec.plan.plan import (
     AnyProgram,
     CopyBlock,
     ExportState,
     Program,
+    WriteAutomaton,
+    WriteMasks,
     WriteTables,
     entry_of,
     output_layout,
@@ -224,6 +228,18 @@ def _check_plan(
         ids = dict.fromkeys(("bias_ids", "bad_words", "more_stop_ids"), (-1, vocab_size - 1))
         _check_bounds("tables", fields, ids | {"slot": (0, shapes.num_slots - 1)})
         return
+    if isinstance(program, WriteMasks):
+        _check_bounds("masks", fields, {"slots": (0, shapes.num_slots - 1)})
+        return
+    if isinstance(program, WriteAutomaton):
+        _check_bounds("an automaton", fields, {"automaton": (0, NUM_AUTOMATA - 1)})
+        states, masks = (0, NUM_STATES - 1), (0, NUM_MASKS - 1)
+        bounds = {"states": states, "state_masks": masks, "masks": masks}
+        _check_bounds("an automaton", fields, bounds)
+        halves = {name: fields[name].view(np.int16) for name in ("classes", "next")}
+        bounds = {"classes": (0, MAX_CLASSES - 1), "next": (-1, NUM_STATES - 1)}
+        _check_bounds("an automaton", halves, bounds)
+        return
     last_row, last_slot = shapes.max_num_seqs - 1, shapes.num_slots - 1
     last_page = shapes.num_pages - 1
     if isinstance(program, ExportState | CopyBlock):
@@ -287,6 +303,7 @@ def _row_bounds(shapes: StepShapes, vocab_size: int) -> dict[str, tuple[int, int
         "last_token": (0, vocab_size - 1),
         "drafts": (-1, vocab_size - 1),
         "proposer_key": (0, 2**31 - 1),
+        "grammar_state": (0, NUM_STATES - 1),
     }
 
 

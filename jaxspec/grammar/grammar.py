@@ -8,6 +8,7 @@ from typing import Any
 from jaxspec.grammar import lark
 from jaxspec.grammar.json_schema import schema_of
 from jaxspec.grammar.library import library, limits, refused
+from jaxspec.grammar.regular import Regular
 from jaxspec.grammar.structural_tags import tag_grammars
 from jaxspec.grammar.thinking import Thinking, thinks
 from jaxspec.requests.sampling_params import SamplingParams
@@ -23,6 +24,7 @@ class Grammar:
 
     source: str | None  # llguidance's grammars as JSON; None allows any text
     thinking: Thinking | None = None  # None if there is no reasoning, or it has no limit
+    regular: Regular | None = None  # None if the device alone cannot follow it
 
     @staticmethod
     def of(params: SamplingParams, tokenizer: Tokenizer, prompt: str) -> "Grammar | None":
@@ -51,13 +53,15 @@ class Grammar:
         if form is None:
             return None if limited is None else Grammar(None, limited)
         assert isinstance(form, StructuredOutputsParams)
-        grammars = _answer(form, tokenizer)
-        if thinking is not None:
-            grammars = [{"name": "output", "lark_grammar": thinking.rules}, *grammars]
-        source = json.dumps({"grammars": grammars})
+        source = _source(_answer(form, tokenizer), thinking)
         if message := _error(source):
             raise refused(message, form.kind)
-        return Grammar(source, limited)
+        return Grammar(source, limited, Regular.of(form, thinking))
+
+
+def _source(answer: list[dict[str, Any]], thinking: Thinking | None) -> str:
+    before = [] if thinking is None else [{"name": "output", "lark_grammar": thinking.rules}]
+    return json.dumps({"grammars": [*before, *answer]})
 
 
 def _answer(form: StructuredOutputsParams, tokenizer: Tokenizer) -> list[dict[str, Any]]:

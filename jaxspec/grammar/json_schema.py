@@ -15,15 +15,18 @@ def schema_of(params: StructuredOutputsParams, schema: Mapping[str, Any] | bool)
     """Return a schema with llguidance's options for `params`."""
     if schema is False:
         raise ValueError("A schema must allow some value, and False allows none. Give another.")
-    closed = {} if schema is True else dict(schema)
-    if params.disable_additional_properties:
-        closed = _closed(closed)
+    closed = {} if schema is True else closed_if_asked(params, schema)
     options: dict[str, Any] = {"lenient": False, "whitespace_flexible": True}
     if params.disable_any_whitespace:
         options["whitespace_flexible"] = False
     else:
         options["whitespace_pattern"] = params.whitespace_pattern or blanks(params.max_whitespace)
     return closed | {"x-guidance": options}
+
+
+def closed_if_asked(params: StructuredOutputsParams, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema without additional properties if `params` exclude them."""
+    return _closed(dict(schema)) if params.disable_additional_properties else dict(schema)
 
 
 def _closed(schema: Any) -> Any:

@@ -43,9 +43,13 @@ def choice(texts: list[str]) -> dict[str, Any]:
 
 
 def regex(pattern: str) -> dict[str, Any]:
-    r"""Return the grammar of the texts that a regex matches as a whole; \d and \w are ASCII."""
-    terminal = library().regex_to_lark(pattern, use_ascii="dw").replace("\n", "\\n")
-    return {"lark_grammar": f"start: /{terminal}/\n"}
+    """Return the grammar of the texts that a regex matches as a whole."""
+    return {"lark_grammar": f"start: /{terminal(pattern)}/\n"}
+
+
+def terminal(pattern: str) -> str:
+    r"""Return a regex in Rust's syntax, in which \d and \w are ASCII."""
+    return library().regex_to_lark(pattern, use_ascii="dw").replace("\n", "\\n")
 
 
 def grammar(source: str) -> dict[str, Any]:

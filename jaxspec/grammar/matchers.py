@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxspec.checks import shown
+from jaxspec.grammar.automata import Automata
+from jaxspec.grammar.automaton import Automaton
 from jaxspec.grammar.grammar import Grammar
 from jaxspec.grammar.library import is_installed, library, limits, refused
 from jaxspec.grammar.matching import Matcher, Vocabulary
@@ -33,6 +35,7 @@ class Matchers:
         self._lock, self._vocabulary_lock = threading.Lock(), threading.Lock()
         self._vocabulary: Any = None
         self._ids = _ids(tokenizer, vocab_size, self._eos_ids)
+        self._automata = Automata(self._read, vocab_size, self._eos_ids)
 
     def start(self) -> None:
         """Read the tokenizer in a thread, so that no request waits for it."""
@@ -53,6 +56,14 @@ class Matchers:
         found = Matcher(compiled, grammar.thinking, self._ids)
         found.advance(output)
         return found
+
+    def automaton(self, grammar: Grammar) -> Automaton | None:
+        """Return the automaton with which the device follows a grammar; None if it cannot.
+
+        Raises:
+            ValueError: the tokenizer is of a kind without grammars.
+        """
+        return None if grammar.regular is None else self._automata.of(grammar.regular)
 
     def _copy(self, source: str) -> Any:
         with self._lock:

@@ -11,7 +11,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxspec.layout import Field, PackedLayout
+from jaxspec.plan.automaton_plan import automaton_layout
 from jaxspec.plan.block_plan import Block, Read, Write, block_layout, pack_block
+from jaxspec.plan.mask_plan import mask_layout
 from jaxspec.plan.row import row_layout
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.plan.table_plan import table_layout
@@ -59,6 +61,16 @@ class WriteTables:
 
 
 @dataclasses.dataclass(frozen=True)
+class WriteMasks:
+    """Program that writes the masks of some state slots, one for each position of a verify."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteAutomaton:
+    """Program that writes states of an automaton."""
+
+
+@dataclasses.dataclass(frozen=True)
 class ExportState:
     """Program that copies the state of one row to a cached state."""
 
@@ -71,15 +83,17 @@ class CopyBlock:
     of_state: bool  # the block holds a cached state and one page; else pages alone
 
 
-AnyProgram = Program | MoveRows | WriteTables | ExportState | CopyBlock
+AnyProgram = (
+    Program | MoveRows | WriteTables | WriteMasks | WriteAutomaton | ExportState | CopyBlock
+)
 """A step, or work between two steps."""
 
 MOVES, RESTORE = MoveRows(), MoveRows(restores=True)
-TABLES, EXPORT = WriteTables(), ExportState()
+TABLES, MASKS, AUTOMATON, EXPORT = WriteTables(), WriteMasks(), WriteAutomaton(), ExportState()
 READ, READ_STATE = CopyBlock("read", of_state=False), CopyBlock("read", of_state=True)
 WRITE, WRITE_STATE = CopyBlock("write", of_state=False), CopyBlock("write", of_state=True)
 BLOCK_COPIES = READ, WRITE, READ_STATE, WRITE_STATE
-WITHOUT_STEPS = MOVES, TABLES, EXPORT, RESTORE, *BLOCK_COPIES
+WITHOUT_STEPS = MOVES, TABLES, MASKS, AUTOMATON, EXPORT, RESTORE, *BLOCK_COPIES
 
 
 def entry_of(program: AnyProgram) -> dict[str, Any]:
@@ -118,6 +132,10 @@ def plan_layout(program: AnyProgram, shapes: StepShapes) -> PackedLayout:
             return _row_layout(shapes, moves=moves)
         case WriteTables():
             return table_layout(shapes.vocab_size)
+        case WriteMasks():
+            return mask_layout(shapes)
+        case WriteAutomaton():
+            return automaton_layout(shapes.vocab_size)
         case ExportState():
             return _EXPORT_LAYOUT
         case CopyBlock():
@@ -223,6 +241,7 @@ class StepOutput:
     num_accepted: np.ndarray = _column("Drafts accepted.")
     finish: np.ndarray = _column("A `Finish`; it stays once set.")
     num_dropped: np.ndarray = _column("Drafts verified that are outside the vocabulary.")
+    next_drafts: np.ndarray = _column("Drafts to verify next, then -1.", ("drafts",))
     logprobs: np.ndarray | None = None  # int32 [steps, rows, tokens of a verify, LAYOUT.size]
     prompt_logprobs: np.ndarray | None = None  # int32 [steps, prompt tokens, LAYOUT.size]
 

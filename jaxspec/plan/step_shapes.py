@@ -120,6 +120,11 @@ class StepShapes:
         return self.max_num_seqs + 1
 
     @property
+    def masks_per_write(self) -> int:
+        """State slots whose masks one plan writes (`plan.MASKS`)."""
+        return min(self.max_num_seqs, 8)
+
+    @property
     def max_new_rows(self) -> int:
         """Most requests that can enter the batch in one step."""
         return min(self.max_num_seqs, max(8, self.max_prefill_seqs))

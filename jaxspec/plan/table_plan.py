@@ -47,7 +47,7 @@ def pack_tables(request: Request, vocab_size: int) -> np.ndarray:
     packed = np.zeros(layout.size, np.int32)
     fields = layout.unpack(packed)
     fields["slot"][...] = request.slot
-    fields["allowed"][:] = _bits(params.allowed_token_ids, len(fields["allowed"]))
+    fields["allowed"][:] = bits_of(params.allowed_token_ids, len(fields["allowed"]))
     for name in ("bias_ids", "bad_words", "more_stop_ids"):
         fields[name][...] = -1
     biases = params.logit_bias or {}
@@ -60,7 +60,7 @@ def pack_tables(request: Request, vocab_size: int) -> np.ndarray:
     return packed
 
 
-def _bits(allowed: tuple[int, ...] | list[int] | None, num_words: int) -> np.ndarray:
+def bits_of(allowed: tuple[int, ...] | list[int] | None, num_words: int) -> np.ndarray:
     """Return one bit per id in 32-bit words; None allows all ids."""
     if allowed is None:
         return np.full(num_words, -1, np.int32)

@@ -198,7 +198,9 @@ class Request:
     cache_boundaries: tuple[int, ...] = ()  # prefix lengths at which later prompts will diverge
     is_prefill_only: bool = False  # another engine computes the last prompt token and decodes
     grammar: Any = None  # the `grammar.Grammar` of its output; None if any token may follow
-    matcher: Any = None  # its `grammar.Matcher`, in the process of the engine
+    # In the engine's process, one of them for a request with a grammar:
+    matcher: Any = None  # a `grammar.Matcher`, which masks on the host
+    automaton: Any = None  # a `grammar.Automaton`, which the device follows
     tokens: list[int] = dataclasses.field(init=False)  # prompt, then output
     # One per output token; a stop string or an interrupt may leave more. Logprobs, if requested,
     # are rows of `logprobs.LAYOUT`.
@@ -222,6 +224,8 @@ class Request:
     num_computed: int = 0  # number of these dispatched; exact, because prefill has no drafts
     in_flight: int = 0  # uncollected steps that emit for it: at least 1 token each, until it ends
     in_flight_bound: int = 0  # most tokens that these steps can emit
+    next_drafts: tuple[int, ...] = ()  # drafts to verify next; recorded for requests with a matcher
+    grammar_state: int = 0  # its automaton's state on the device at entry; 0 without an automaton
 
     def __post_init__(self) -> None:
         """Start from the prompt, and compute once what each step reads."""
@@ -238,13 +242,18 @@ class Request:
         self.max_drafts = INT32_MAX if most is None else min(most, INT32_MAX)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields to pickle: all but the matcher, which another process makes anew."""
-        return self.__dict__ | {"matcher": None}
+        """Return the fields to pickle; another process makes matcher and automaton anew."""
+        return self.__dict__ | {"matcher": None, "automaton": None}
 
     @property
     def has_tables(self) -> bool:
         """True if its biases and stop ids exceed a row, so that its slot has sampling tables."""
         return BIAS in self.features
+
+    @property
+    def awaits_result(self) -> bool:
+        """True if the next step needs the results in flight: its masks depend on all tokens."""
+        return self.matcher is not None and self.in_flight > 0
 
     def cut(self, num_tokens: int) -> None:
         """Remove all output after the first `num_tokens` output tokens."""
@@ -273,6 +282,8 @@ class Request:
         A last prompt token after a computed context is a decode row without drafts: the same
         kernel serves a forked sample (prompt 11, computed 10) and the tail of a chunked prompt.
         """
+        if self.awaits_result:
+            return False
         if self.is_prefilling:
             return 0 < self.num_computed == self.prefill_len - 1 and not self.is_prefill_only
         return len(self.tokens) + self.in_flight < self.max_len

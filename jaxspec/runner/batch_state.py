@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import CacheSpec, Pools, PoolSizes, allocate, allocate_checkpoints
 from jaxspec.layout import PackedLayout
-from jaxspec.plan.plan import AnyProgram, MoveRows, Program, WriteTables
+from jaxspec.plan.plan import AnyProgram, MoveRows, Program, WriteAutomaton, WriteMasks, WriteTables
 from jaxspec.plan.row import row_layout
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.sampling.tables import SamplingTables
@@ -60,6 +60,8 @@ class BatchState:
             KeyError: a column does not exist.
             ValueError: a column has a wrong dtype, shape or number of rows.
         """
+        if not fields:
+            return self
         layout = self.layout
         columns = {name: self.fields[:, where] for name, where in layout.slices.items()}
         for name, value in fields.items():
@@ -89,8 +91,10 @@ class EngineState:
                 return self._with(self.tables.of(program.features), None)
             case MoveRows(restores=False):
                 return self._with(SamplingTables(seen=self.tables.seen), None)
-            case WriteTables():
+            case WriteTables() | WriteMasks():
                 return self._with(SamplingTables(bias=self.tables.bias), None)
+            case WriteAutomaton():
+                return self._with(SamplingTables(automata=self.tables.automata), None)
             case _:
                 return self._with(SamplingTables(), self.checkpoints)
 
@@ -128,6 +132,6 @@ def empty_state(
         page_tables=jnp.zeros((num_slots, shapes.pages_per_seq), jnp.int32),
         pools=allocate(specs, sizes),
         draft_logits=jnp.zeros(distributions, jnp.float32) if drawn_ids else None,
-        tables=SamplingTables.empty(num_slots, vocab_size, shapes.max_model_len),
+        tables=SamplingTables.empty(num_slots, vocab_size, shapes.max_model_len, shapes.width),
         checkpoints=allocate_checkpoints(specs, sizes, shapes.num_checkpoints),
     )

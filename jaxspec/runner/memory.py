@@ -25,6 +25,7 @@ HOLDER_WORDS = {
     "checkpoints": "states of prefixes\n(states x layers)",
     "seen_tokens": "tokens that were seen\n(slots)",
     "bias_tables": "biases of tokens\n(slots)",
+    "automata": "automata of grammars",
 }
 """Labels in plots for the keys of `MemoryUsage.bytes`."""
 
@@ -125,6 +126,7 @@ class MemoryUsage:
         held |= {"draft_logits": state.draft_logits, "proposer_tables": self.tables}
         held |= {"checkpoints": state.checkpoints} if state.checkpoints else {}
         held |= {"seen_tokens": state.tables.seen, "bias_tables": state.tables.bias}
+        held |= {"automata": state.tables.automata}
         return {
             name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
             for name, pool in held.items()

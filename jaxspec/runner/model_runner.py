@@ -22,6 +22,8 @@ from jaxspec.plan.plan import (
     ExportState,
     Program,
     StepPlan,
+    WriteAutomaton,
+    WriteMasks,
     WriteTables,
     output_layout,
     plan_layout,
@@ -299,7 +301,7 @@ class ModelRunner:
         layout = plan_layout(program, self.shapes)
         packed = np.zeros(layout.size, np.int32)
         fields = layout.unpack(packed)
-        if isinstance(program, WriteTables | ExportState):
+        if isinstance(program, WriteTables | WriteMasks | WriteAutomaton | ExportState):
             return packed
         fields["prev_positions"][:] = np.arange(self.shapes.max_num_seqs)
         fields["new_row_index"][:] = -1

@@ -21,11 +21,14 @@ from jaxspec.models.base import Model
 from jaxspec.parallel import Group
 from jaxspec.plan.plan import (
     EXPORT,
+    MASKS,
     AnyProgram,
     CopyBlock,
     ExportState,
     MoveRows,
     Program,
+    WriteAutomaton,
+    WriteMasks,
     WriteTables,
     output_layout,
     plan_layout,
@@ -47,7 +50,7 @@ from jaxspec.runner.remap import (
     update_page_tables,
     write_page_tables,
 )
-from jaxspec.runner.tables import stop_ids, with_chunks, with_verified
+from jaxspec.runner.tables import grammar_state_after, stop_ids, with_chunks, with_verified
 from jaxspec.runner.update import truncate_at_stop, update
 from jaxspec.runner.verify import verify
 from jaxspec.sampling import NO_TOKEN, Verifier
@@ -108,6 +111,10 @@ def make_step(
             return _make_moves(config, program)
         case WriteTables():
             return _make_tables(config)
+        case WriteMasks():
+            return _make_masks(config)
+        case WriteAutomaton():
+            return _make_automaton(config)
         case ExportState():
             return _make_export(config)
         case CopyBlock():
@@ -183,6 +190,36 @@ def _make_tables(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceO
         return state, _no_output(config)
 
     return tables
+
+
+def _make_masks(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceOutput]]:
+    """Return the program that writes the masks of some slots."""
+
+    def masks(
+        weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
+    ) -> tuple[EngineState, DeviceOutput]:
+        assert state.tables.bias is not None  # programs with BIAS have bias tables
+        bias = state.tables.bias.with_masks(**plan_layout(MASKS, config.shapes).unpack(packed))
+        state = dataclasses.replace(state, tables=dataclasses.replace(state.tables, bias=bias))
+        return state, _no_output(config)
+
+    return masks
+
+
+def _make_automaton(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceOutput]]:
+    """Return the program that writes states of an automaton."""
+
+    def automaton(
+        weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
+    ) -> tuple[EngineState, DeviceOutput]:
+        assert state.tables.automata is not None  # an argument of this program
+        written = state.tables.automata.written(packed)
+        state = dataclasses.replace(
+            state, tables=dataclasses.replace(state.tables, automata=written)
+        )
+        return state, _no_output(config)
+
+    return automaton
 
 
 def _make_export(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceOutput]]:
@@ -264,6 +301,7 @@ def _one_step(
         stop_ids(sampling, inputs.active),
     )
     active = update(inputs.active, acceptance, finish, plan.prefill_lens, config.states)
+    active = active.with_fields(**grammar_state_after(inputs, sampling, acceptance))
 
     draft_logits = state.draft_logits
     if config.proposer is not None:
@@ -281,6 +319,7 @@ def _one_step(
         num_accepted=acceptance.num_accepted,
         finish=finish,
         num_dropped=num_dropped(inputs),
+        next_drafts=active.drafts,
     )
     reported = DeviceOutput(
         packed,

@@ -64,6 +64,27 @@ def with_verified(
     return dataclasses.replace(tables, seen=seen, bias=bias)
 
 
+def grammar_states(
+    inputs: StepInputs, tables: SamplingTables
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Return the states of automata by position: of decode rows `[rows, width]`, of chunk ends."""
+    decode, ends = inputs.places.split_rows(inputs.active)
+    if tables.automata is None:
+        return {}, {}
+    along = tables.automata.along(decode.grammar_state, inputs.drafts)
+    return {"grammar_states": along}, {"grammar_states": ends.grammar_state[:, None]}
+
+
+def grammar_state_after(
+    inputs: StepInputs, tables: SamplingTables, acceptance: Acceptance
+) -> dict[str, Array]:
+    """Return the row field with the automaton's state after the emitted tokens, by active row."""
+    if tables.automata is None:
+        return {}
+    state = tables.automata.along(inputs.active.grammar_state, acceptance.tokens)[:, -1]
+    return {"grammar_state": state}
+
+
 def step_tokens(inputs: StepInputs) -> Int[Array, "rows width"]:
     """Return the rectangle's tokens (int32): the last token of each row, then its drafts."""
     rows, _ = inputs.places.split_rows(inputs.active)

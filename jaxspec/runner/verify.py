@@ -10,7 +10,7 @@ from jaxspec.plan.row import SAMPLING_FIELDS
 from jaxspec.requests.sampling_features import SamplingFeatures
 from jaxspec.runner.batch_state import BatchState
 from jaxspec.runner.prepare import Places, StepInputs
-from jaxspec.runner.tables import step_tokens
+from jaxspec.runner.tables import grammar_states, step_tokens
 from jaxspec.sampling import (
     NO_TOKEN,
     Acceptance,
@@ -34,12 +34,16 @@ def _with_tables(inputs: StepInputs, tables: SamplingTables) -> tuple[SamplingIn
         return parts
     tokens = step_tokens(inputs)  # those of chunks are in the tables
     before = tokens, jnp.zeros((parts[1].seed.shape[0], 0), jnp.int32)
+    # A chunk is computed up to its last token, like the rest of a decode row.
+    columns = {"slot": inputs.active.slot, "num_computed": inputs.first_position - 1}
     return tuple(
-        SamplingInputs(
-            part.columns | {"slot": rows.slot, "num_computed": rows.num_computed}, tables, tokens
-        )
-        for part, rows, tokens in zip(
-            parts, inputs.places.split_rows(inputs.active), before, strict=True
+        SamplingInputs(part.columns | more | states, tables, tokens)
+        for part, more, states, tokens in zip(
+            parts,
+            inputs.places.split_rows(columns),
+            grammar_states(inputs, tables),
+            before,
+            strict=True,
         )
     )
 

@@ -11,7 +11,9 @@ import jax.stages
 from tqdm import tqdm
 
 from jaxspec.plan.plan import (
+    AUTOMATON,
     EXPORT,
+    MASKS,
     MOVES,
     READ,
     READ_STATE,
@@ -41,6 +43,8 @@ _BETWEEN_STEPS = {
     MOVES: "copies of a prompt's state",
     RESTORE: "beginning on a prefix",
     TABLES: "tables of what a request forbids",
+    MASKS: "masks of a grammar",
+    AUTOMATON: "automaton of a grammar",
     EXPORT: "keeping a prefix",
     READ: "pages to the host",
     WRITE: "pages from the host",
@@ -115,7 +119,7 @@ def _shapes_of(shapes: StepShapes, features: SamplingFeatures) -> list[tuple[int
 def _between_steps(shapes: StepShapes, limits: SchedulerLimits) -> list[AnyProgram]:
     """Return the programs between steps; an engine of one row needs no moves."""
     found: list[AnyProgram] = [MOVES] if shapes.max_num_seqs > 1 else []
-    found.append(TABLES)
+    found += [TABLES, MASKS, AUTOMATON]
     if limits.caches_prefixes:
         found += [RESTORE, *([EXPORT] if shapes.num_checkpoints else [])]
         found += of_blocks(shapes) if limits.host_bytes else []

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.sampling.automata import Automata
 from jaxspec.sampling.bias_tables import BiasTables
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 
@@ -10,13 +11,21 @@ from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 def add_bias(
     logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Float[Array, "n vocab"]:
-    """Add each id's bias to `logits` (float32), and mask ids outside `allowed_token_ids` with -inf.
+    """Add each id's bias to `logits` (float32), and mask ids that are not allowed with -inf.
+
+    They are those that `allowed_token_ids` or a grammar excludes. `inputs.grammar_states` are the
+    states of each row's automaton, by position of the verify.
 
     Raises:
         ValueError: the inputs have no tables.
     """
-    bias = _tables_of(inputs).bias[inputs.table_slot]
-    return jnp.where(bias == -jnp.inf, -jnp.inf, logits + bias)
+    tables = _tables_of(inputs)
+    place = positions - inputs.num_computed - 1
+    state = jnp.take_along_axis(inputs.grammar_states, place[:, None], axis=1)[:, 0]
+    is_allowed = tables.is_allowed(inputs.table_slot, place) & _automata_of(inputs).is_allowed(
+        state
+    )
+    return jnp.where(is_allowed, logits + tables.bias[inputs.table_slot], -jnp.inf)
 
 
 def more_forbidden_ids(
@@ -53,6 +62,11 @@ def _newest_output(
         of_step = jnp.take_along_axis(inputs.tokens, jnp.clip(place, 0, width - 1), axis=1)
         newest = jnp.where(place >= 0, of_step, newest)
     return jnp.where(index >= inputs.prompt_len[:, None], newest, NO_TOKEN)
+
+
+def _automata_of(inputs: SamplingInputs) -> Automata:
+    assert inputs.tables is not None and inputs.tables.automata is not None  # as biases
+    return inputs.tables.automata
 
 
 def _tables_of(inputs: SamplingInputs) -> BiasTables:

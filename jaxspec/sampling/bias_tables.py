@@ -4,10 +4,11 @@ import dataclasses
 
 import flax.struct
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas.matmul.scores import NO_TOKEN
 from jaxspec.plan.table_plan import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MORE_STOP_IDS, table_layout
+from jaxspec.sampling.bits import is_set
 
 
 @flax.struct.dataclass
@@ -19,17 +20,19 @@ class BiasTables:
     enters the batch (`plan.TABLES`), so values of an earlier request are never read.
     """
 
-    bias: Float[Array, "slots vocab"]  # added to logits; -inf for ids that are not allowed
+    bias: Float[Array, "slots vocab"]  # added to logits
+    allowed: Int[Array, "slots places words"]  # one bit per id, for each position of a verify
     bad_words: Int[Array, "slots words length"]  # right-aligned, padded with -1
     more_stop_ids: Int[Array, "slots stops"]  # those that do not fit in the row, padded with -1
     recent: Int[Array, "slots length"]  # newest tokens; token `i` is at `i % length`
 
     @staticmethod
-    def empty(num_slots: int, vocab_size: int) -> "BiasTables":
-        """Create tables that change nothing."""
+    def empty(num_slots: int, vocab_size: int, width: int) -> "BiasTables":
+        """Create tables that change nothing, for a verify of `width` tokens per row."""
         words = num_slots, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS
         return BiasTables(
             bias=jnp.zeros((num_slots, vocab_size), jnp.float32),
+            allowed=jnp.full((num_slots, width, -(-vocab_size // 32)), -1, jnp.int32),
             bad_words=jnp.full(words, NO_TOKEN, jnp.int32),
             more_stop_ids=jnp.full((num_slots, MORE_STOP_IDS), NO_TOKEN, jnp.int32),
             recent=jnp.full((num_slots, MAX_BAD_WORD_TOKENS), NO_TOKEN, jnp.int32),
@@ -39,18 +42,29 @@ class BiasTables:
         """Return tables with one slot written from a packed plan (`jaxspec.plan.table_plan`)."""
         slots, vocab_size = self.bias.shape
         plan = table_layout(vocab_size).unpack(packed)
-        bit = jnp.arange(32, dtype=jnp.int32)[None, :]
-        is_allowed = (plan["allowed"][:, None] >> bit).reshape(-1)[:vocab_size] & 1
-        bias = jnp.where(is_allowed == 1, 0.0, -jnp.inf).astype(jnp.float32)
         ids = jnp.where(plan["bias_ids"] < 0, vocab_size, plan["bias_ids"])
-        bias = bias.at[ids].add(plan["biases"], mode="drop")
+        bias = jnp.zeros(vocab_size, jnp.float32).at[ids].add(plan["biases"], mode="drop")
         where = jnp.where(plan["slot"] > 0, plan["slot"], slots)
         return BiasTables(
             bias=self.bias.at[where].set(bias, mode="drop"),
+            allowed=self.allowed.at[where].set(plan["allowed"][None, :], mode="drop"),
             bad_words=self.bad_words.at[where].set(plan["bad_words"], mode="drop"),
             more_stop_ids=self.more_stop_ids.at[where].set(plan["more_stop_ids"], mode="drop"),
             recent=self.recent.at[where].set(NO_TOKEN, mode="drop"),
         )
+
+    def with_masks(
+        self, slots: Int[Array, " n"], masks: Int[Array, "n places words"]
+    ) -> "BiasTables":
+        """Return tables with `masks` as the allowed ids of `slots`; slot 0 is skipped."""
+        where = jnp.where(slots > 0, slots, self.allowed.shape[0])
+        return dataclasses.replace(self, allowed=self.allowed.at[where].set(masks, mode="drop"))
+
+    def is_allowed(
+        self, slots: Int[Array, " n"], places: Int[Array, " n"]
+    ) -> Bool[Array, "n vocab"]:
+        """Return the allowed ids at position `places` of a verify, the first being 0."""
+        return is_set(self.allowed[slots, places], self.bias.shape[1])
 
     def with_tokens(
         self, slots: Int[Array, " n"], tokens: Int[Array, " n"], indices: Int[Array, " n"]

@@ -3,23 +3,26 @@
 import flax.struct
 
 from jaxspec.requests.sampling_features import BIAS, PENALTIES, SamplingFeatures
+from jaxspec.sampling.automata import Automata
 from jaxspec.sampling.bias_tables import BiasTables
 from jaxspec.sampling.seen_tokens import SeenTokens
 
 
 @flax.struct.dataclass
 class SamplingTables:
-    """Tables by slot, each of one processor; a program gets those of its processors alone."""
+    """Tables of the processors; a program gets those of its processors alone."""
 
-    seen: SeenTokens | None = None  # PENALTIES
-    bias: BiasTables | None = None  # BIAS
+    seen: SeenTokens | None = None  # PENALTIES; by slot
+    bias: BiasTables | None = None  # BIAS; by slot
+    automata: Automata | None = None  # BIAS
 
     @staticmethod
-    def empty(num_slots: int, vocab_size: int, max_model_len: int) -> "SamplingTables":
-        """Create the tables of an engine without requests."""
+    def empty(num_slots: int, vocab_size: int, max_model_len: int, width: int) -> "SamplingTables":
+        """Create the tables of an engine that verifies `width` tokens per row."""
         return SamplingTables(
             seen=SeenTokens.empty(num_slots, vocab_size, max_model_len),
-            bias=BiasTables.empty(num_slots, vocab_size),
+            bias=BiasTables.empty(num_slots, vocab_size, width),
+            automata=Automata.empty(vocab_size),
         )
 
     @property
@@ -31,6 +34,7 @@ class SamplingTables:
         return SamplingTables(
             seen=self.seen if PENALTIES in features else None,
             bias=self.bias if BIAS in features else None,
+            automata=self.automata if BIAS in features else None,
         )
 
     def replaced_by(self, newer: "SamplingTables") -> "SamplingTables":
@@ -38,4 +42,5 @@ class SamplingTables:
         return SamplingTables(
             seen=self.seen if newer.seen is None else newer.seen,
             bias=self.bias if newer.bias is None else newer.bias,
+            automata=self.automata if newer.automata is None else newer.automata,
         )

@@ -6,7 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.plan.mask_plan import pack_masks
 from jaxspec.plan.plan import (
+    AUTOMATON,
+    MASKS,
     RESTORE,
     TABLES,
     MoveRows,
@@ -24,6 +27,7 @@ from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.plan.table_plan import pack_tables
 from jaxspec.prefix.cache import PrefixCache
 from jaxspec.requests.request import Request
+from jaxspec.scheduler.automaton_pool import AutomatonPool
 from jaxspec.scheduler.host_drafter import HostDrafter, path_fields
 from jaxspec.scheduler.scheduled_step import ScheduledStep, StepBuilder
 
@@ -36,6 +40,7 @@ def pack_step(
     num_decode: int,
     prefills: Sequence[tuple[Request, int]],
     drafter: HostDrafter | None,
+    automata: AutomatonPool,
     grown: Iterable[Request] = (),
     copies: Sequence[SlotCopy] = (),
 ) -> StepPlan:
@@ -43,7 +48,8 @@ def pack_step(
 
     The device finds an existing row by its index in the last plan (`Request.row`). The plan has the
     pages of `grown` that the device's page table lacks (`PageTable.unsent`), and the paths of the
-    `drafter` for the active rows. Plans before it write the sampling tables of rows that enter.
+    `drafter` for the active rows. Plans before it write the sampling tables and automata of rows
+    that enter, and the masks of rows that produce a token under a grammar.
 
     Raises:
         ValueError: two rows have the same slot or the same row in the last plan, so both would
@@ -76,7 +82,18 @@ def pack_step(
     )
     entering = [rows[row] for row in new_rows if rows[row].has_tables]
     tables = [StepPlan(TABLES, pack_tables(each, shapes.vocab_size)) for each in entering]
-    return StepPlan(program, packed, tuple(tables))
+    tables += [StepPlan(AUTOMATON, packed) for packed in automata.take_unwritten(entering)]
+    ending = (request for request, n in prefills if request.num_computed + n == request.prefill_len)
+    masked = [each for each in (*rows[:num_decode], *ending) if each.matcher is not None]
+    return StepPlan(program, packed, (*tables, *_mask_plans(masked, shapes)))
+
+
+def _mask_plans(requests: Sequence[Request], shapes: StepShapes) -> list[StepPlan]:
+    most = shapes.masks_per_write
+    return [
+        StepPlan(MASKS, pack_masks(requests[start : start + most], shapes))
+        for start in range(0, len(requests), most)
+    ]
 
 
 def _refuse_repeated(name: str, values: Sequence[int]) -> None:
@@ -160,8 +177,15 @@ def _record_output(step: ScheduledStep, output: StepOutput) -> None:
 class PlanPacker:
     """Packs plans of the running requests and records the rows and pages sent to the device."""
 
-    def __init__(self, shapes: StepShapes, drafter: HostDrafter | None, prefixes: PrefixCache):
-        self._shapes, self._drafter, self._prefixes = shapes, drafter, prefixes
+    def __init__(
+        self,
+        shapes: StepShapes,
+        drafter: HostDrafter | None,
+        prefixes: PrefixCache,
+        automata: AutomatonPool,
+    ):
+        self._shapes, self._drafter = shapes, drafter
+        self._prefixes, self._automata = prefixes, automata
 
     def pack(
         self,
@@ -212,6 +236,7 @@ class PlanPacker:
             grown=step.grown,
             copies=copies,
             drafter=self._drafter,
+            automata=self._automata,
         )
         for row, request in enumerate(rows):
             request.row = row

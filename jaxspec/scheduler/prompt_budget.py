@@ -63,12 +63,12 @@ def num_decode_steps(
 ) -> int:
     """Return the decode steps of the next dispatch: 1, or `steps_per_dispatch`.
 
-    More than 1 requires that no prompt waits (`budget` is 0), no request is streamed, some row
-    needs all steps even if every draft is accepted, the free pages suffice without a preemption,
-    and a program for that number of steps is compiled.
+    More than 1 requires that no prompt waits (`budget` is 0), no request is streamed or masked by
+    the host, some row needs all steps even if every draft is accepted, the free pages suffice
+    without a preemption, and a program for that number of steps is compiled.
     """
     several = shapes.num_steps(budget)[-1]
-    if several == 1 or any(request.is_streamed for request in running):
+    if several == 1 or any(r.is_streamed or r.matcher for r in running):
         return 1
     bounds = [(request, request.tokens_bound) for request in running]
     left = max((request.max_len - bound for request, bound in bounds), default=0)

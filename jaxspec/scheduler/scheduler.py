@@ -18,6 +18,7 @@ from jaxspec.requests.request import Finish, PageTable, Request
 from jaxspec.requests.sampling_features import join
 from jaxspec.requests.waiting_queue import WaitingQueue, place
 from jaxspec.scheduler.adaptive_drafts import AdaptiveDrafts
+from jaxspec.scheduler.automaton_pool import AutomatonPool
 from jaxspec.scheduler.forks import ForkedSamples, fork, num_own_pages
 from jaxspec.scheduler.host_drafter import HostDrafter
 from jaxspec.scheduler.packing import PlanPacker
@@ -43,7 +44,8 @@ class Scheduler:
         self.shapes, self.limits = shapes, limits
         self.observers = (*observers, *([drafter] if drafter else []))
         self.prefixes = PrefixCache(shapes, limits, tier)
-        self.packer = PlanPacker(shapes, drafter, self.prefixes)
+        self.automata = AutomatonPool()
+        self.packer = PlanPacker(shapes, drafter, self.prefixes, self.automata)
         self.step_seconds = StepSeconds(shapes, limits.max_step_ms)
         self.num_preemptions = 0
         self.programs = ReadyPrograms(shapes)
@@ -63,6 +65,7 @@ class Scheduler:
         self.running.clear()
         self.pages = self.prefixes.new_pool()
         self._free_slots = list(range(self.shapes.num_slots - 1, 0, -1))
+        self.automata.clear()
         self._forked_samples = ForkedSamples()
         self.adaptive_drafts = AdaptiveDrafts(self.shapes, self.step_seconds.decode, self.programs)
         for observer in self.observers:
@@ -172,6 +175,9 @@ class Scheduler:
             # First, because an interrupt may leave more positions than tokens, but not fewer.
             request.draft_positions.extend(got.draft_positions)
             request.tokens.extend(got.tokens)
+            if request.matcher is not None:
+                request.matcher.advance(got.tokens)
+                request.next_drafts = tuple(output.next_drafts[-1, row].tolist())
             for observer in self.observers:
                 observer.extend(request, got.tokens)
             request.metrics.record_tokens(len(got.tokens), now)
@@ -250,7 +256,8 @@ class Scheduler:
                 continue
             hit = self.prefixes.find(request)
             self.pages.share(hit.pages)  # held, so that they no longer count as free
-            if wanted - len(hit.pages) > self.pages.num_free:
+            is_room = self.automata.make_room(request)
+            if not is_room or wanted - len(hit.pages) > self.pages.num_free:
                 self.pages.release(hit.pages)
                 break
             self.waiting.remove(request)
@@ -267,7 +274,8 @@ class Scheduler:
         request.metrics.record_row(time.monotonic())
         request.slot = self._free_slots.pop()
         request.prefill_len, request.num_computed = len(request.tokens), num_computed
-        request.row = -1
+        request.row, request.next_drafts = -1, ()
+        self.automata.enter(request)
         place(request, self.running)
         for observer in self.observers:
             observer.add(request)
@@ -282,6 +290,7 @@ class Scheduler:
         self.prefixes.leave(request)
         self._free_slots.append(request.slot)
         self.pages.release(request.pages)
+        self.automata.leave(request)
         request.slot, request.pages = 0, PageTable()
 
     def preempt(self, request: Request) -> None:

@@ -65,7 +65,8 @@ class FakePending:
         zeros = np.zeros(self.tokens.shape[:2], np.int32)
         # The host itself must end nothing: finish is the device's word, here the last step's.
         finish = np.where(self.number >= 7, Finish.LENGTH, 0).astype(np.int32) + zeros
-        return StepOutput(self.tokens, zeros, zeros, finish, zeros)
+        no_drafts = np.zeros((*zeros.shape, 0), np.int32)
+        return StepOutput(self.tokens, zeros, zeros, finish, zeros, no_drafts)
 
     def done_time(self):
         return 100.0 + self.number

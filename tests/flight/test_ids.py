@@ -34,7 +34,7 @@ def make_flight():
     tokens[0, 5, 0] = 78
     counts = np.zeros((1, 8), np.int32)
     layout = output_layout(1)
-    output = StepOutput(tokens, counts, counts, counts, counts)
+    output = StepOutput(tokens, counts, counts, counts, counts, np.full((1, 8, 1), 77, np.int32))
     packed = np.concatenate([layout.bits(name, vars(output)[name]) for name in layout.fields], -1)
     step = Step(PROGRAM, pack_plan(PROGRAM, SHAPES, values), packed)
     return Flight({"vocab_size": VOCAB}, SHAPES, "empty", [step])

@@ -50,7 +50,8 @@ class FakePending:
 
     def result(self):
         counts = np.zeros((1, 5), np.int32)
-        return StepOutput(np.full((1, 5, 2), self.number, np.int32), *[counts] * 4)
+        tokens = np.full((1, 5, 2), self.number, np.int32)
+        return StepOutput(tokens, *[counts] * 4, tokens[:, :, 1:])
 
     def done_time(self):
         return self.number / 8

@@ -111,6 +111,7 @@ def test_an_output_comes_back_as_the_device_wrote_it(num_drafts):
     counts = np.stack(
         [output.num_drafts, output.num_accepted, output.finish, output.num_dropped], axis=-1
     )
+    counts = np.concatenate([counts, output.next_drafts], axis=-1)
     assert output.tokens.shape == (2, 3, 1 + num_drafts)
     np.testing.assert_array_equal(np.concatenate([output.tokens, counts], axis=-1), packed)
 
@@ -123,6 +124,7 @@ def test_the_steps_of_a_dispatch_are_joined_row_by_row():
         num_accepted=np.array([[1, 0, 0], [0, 0, 0]]),
         finish=np.array([[0, 1, 0], [0, 1, 0]]),
         num_dropped=np.array([[1, 0, 0], [1, 0, 0]]),
+        next_drafts=np.full((2, 3, 2), -1),
     )
     assert output.by_row() == [
         RowOutput((5, 6, 8), (1, 0, 0), 0, drafted=[2, 1], accepted=[1, 0], num_dropped=2),
@@ -141,7 +143,7 @@ def test_each_token_is_a_draft_that_stands_or_the_target_s_own(num_drafts):
     tokens[np.arange(1 + num_drafts) > stood[:, :, None]] = -1
     idle = random.random((4, 16)) < 0.3
     tokens[idle], drafts[idle], stood[idle] = -1, 0, 0
-    output = StepOutput(tokens, drafts, stood, *np.zeros((2, 4, 16), int))
+    output = StepOutput(tokens, drafts, stood, *np.zeros((2, 4, 16), int), tokens[:, :, 1:])
     for row, got in enumerate(output.by_row()):
         ids, positions, verified = [], [], []
         for step in np.flatnonzero(~idle[:, row]):

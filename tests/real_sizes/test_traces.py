@@ -54,7 +54,7 @@ def sampling_inputs(rows, vocab, tokens=EMITS):
         for field in SAMPLING_FIELDS
     }
     columns |= {"slot": ints(rows), "num_computed": ints(rows)}
-    tables = jax.eval_shape(lambda: SamplingTables.empty(3, vocab, 512))
+    tables = jax.eval_shape(lambda: SamplingTables.empty(3, vocab, 512, 4))
     return SamplingInputs(columns, tables, ints(rows, tokens))
 
 

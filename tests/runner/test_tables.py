@@ -52,7 +52,7 @@ def inputs(make_rows):
 @pytest.fixture
 def tables():
     """As former tenants left them: full of junk."""
-    empty = SamplingTables.empty(SHAPES.num_slots, VOCAB, 40)
+    empty = SamplingTables.empty(SHAPES.num_slots, VOCAB, 40, SHAPES.width)
     junk = jax.tree.map(lambda part: jnp.full_like(part, 1), empty.seen)
     return SamplingTables(seen=junk, bias=empty.bias)
 
@@ -94,7 +94,7 @@ def test_rows_without_a_token_count_nothing(inputs, tables):
 
 
 def test_a_program_without_tables_touches_none(inputs):
-    none = SamplingTables.empty(6, VOCAB, 40).of(GREEDY)
+    none = SamplingTables.empty(6, VOCAB, 40, 4).of(GREEDY)
     assert with_chunks(none, inputs) is none
     assert with_verified(none, inputs, Acceptance(jnp.zeros((5, 3)), jnp.zeros(5))) is none
     assert stop_ids(none, inputs.active) is not None

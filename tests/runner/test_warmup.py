@@ -31,6 +31,7 @@ SIZES = StepShapes(
 NAMES = ["1 row, greedy", "3 rows, greedy", "3 rows, 16 prompt tokens, greedy"]
 FORK = "copies of a prompt's state"
 TABLES = "tables of what a request forbids"
+MASKS = "masks of a grammar"
 
 
 def make_runner():
@@ -72,12 +73,12 @@ def test_each_program_is_compiled_once_and_several_at_a_time(runner, compiled_by
     assert before == {id(leaf) for leaf in jax.tree.leaves(runner.state)}  # nothing is donated yet
     ran = {}
     seconds = warm_up(runner, programs(SIZES, SchedulerLimits(), [GREEDY]), on_run=ran.setdefault)
-    assert list(seconds) == [*NAMES, FORK, TABLES] and min(seconds.values()) >= 0
+    assert list(seconds) == [*NAMES, FORK, TABLES, MASKS] and min(seconds.values()) >= 0
     assert list(ran) == [
         p for p in programs(SIZES, SchedulerLimits(), [GREEDY]) if isinstance(p, Program)
     ]
     assert 0 < max(ran.values()) < sum(seconds.values())
-    assert len(compiled_by) == 5
+    assert len(compiled_by) == 6
     assert all(name.startswith("jaxspec-compile") for name in compiled_by)
     assert all(runner.is_warm(program) for program in programs(SIZES, SchedulerLimits(), [GREEDY]))
     assert warm_up(runner, programs(SIZES, SchedulerLimits(), [GREEDY])) == {}
@@ -122,6 +123,7 @@ def test_engines_of_equal_shape_share_what_is_compiled(runner, compiled_by):
         *NAMES,
         FORK,
         TABLES,
+        MASKS,
     ]
     assert compiled_by == []
 

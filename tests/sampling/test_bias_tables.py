@@ -21,7 +21,7 @@ def packed(slot, stop_ids=(), words=(), **params):
 
 @pytest.fixture
 def empty():
-    return BiasTables.empty(SLOTS, VOCAB)
+    return BiasTables.empty(SLOTS, VOCAB, 4)
 
 
 def test_a_plan_writes_its_slot_whole_and_no_other(empty):
@@ -34,9 +34,25 @@ def test_a_plan_writes_its_slot_whole_and_no_other(empty):
     assert tables.more_stop_ids[2, :3].tolist() == [16, 17, -1]
     assert (np.asarray(tables.bad_words) == -1).all()
     tables = write(tables, first)
-    assert np.flatnonzero(np.isfinite(tables.bias[2])).tolist() == [0, 69]
+    every = np.arange(4, dtype=np.int32)
+    allowed = tables.is_allowed(np.full_like(every, 2), every)
+    assert [np.flatnonzero(row).tolist() for row in allowed] == [[0, 69]] * 4
+    assert tables.is_allowed(every % 2, every).all()
     assert tables.bad_words[2, 0, -3:].tolist() == [-1, 1, 2]
     jax.tree.map(np.testing.assert_array_equal, tables, write(tables, np.zeros_like(first)))
+
+
+def test_masks_replace_the_allowed_ids_of_their_slots_at_each_position(empty):
+    random = np.random.default_rng(0)
+    masks = random.integers(-(2**31), 2**31, (3, 4, -(-VOCAB // 32))).astype(np.int32)
+    tables = write(empty, packed(1, (), (), allowed_token_ids=[0]))
+    tables = tables.with_masks(np.int32([1, 3, 0]), masks)
+    bits = np.unpackbits(masks.view(np.uint8), axis=-1, bitorder="little")[..., :VOCAB]
+    places = np.arange(4, dtype=np.int32)
+    every = np.ones_like(bits[0])
+    for slot, want in enumerate((every, bits[0], every, bits[1])):
+        got = tables.is_allowed(np.full_like(places, slot), places)
+        np.testing.assert_array_equal(got, want)
 
 
 def test_the_null_slot_changes_nothing(empty):

@@ -45,14 +45,15 @@ def emitted(num_rows, tokens):
     steps, rows, places = np.indices(ids.shape)
     reported = np.zeros((*ids.shape, LAYOUT.size), np.int32)
     reported[..., 0] = 100 * steps + 10 * rows + places
-    return StepOutput(ids, *[np.zeros(ids.shape[:2])] * 4, logprobs=reported)
+    return StepOutput(ids, *[np.zeros(ids.shape[:2])] * 4, ids[:, :, 1:], logprobs=reported)
 
 
 def of_prompt(count):
     reported = np.zeros((1, count, LAYOUT.size), np.int32)
     reported[0, :, 0] = np.arange(count)
     nothing = np.zeros((1, ROWS + 2))
-    return StepOutput(np.full((1, ROWS + 2, WIDTH), -1), *[nothing] * 4, prompt_logprobs=reported)
+    ids = np.full((1, ROWS + 2, WIDTH), -1)
+    return StepOutput(ids, *[nothing] * 4, ids[:, :, 1:], prompt_logprobs=reported)
 
 
 def test_each_emitted_token_gets_the_report_of_its_place():

@@ -54,7 +54,8 @@ def answer(step, rng):
     tokens = np.pad(tokens, ((0, 0), (0, 0), (0, 2)), constant_values=-1).astype(np.int32)
     nothing = np.zeros((1, num_rows), np.int32)
     finish = np.where(rng.random((1, num_rows)) < 0.4, Finish.STOP, Finish.RUNNING)
-    return StepOutput(tokens, nothing, nothing, finish.astype(np.int32), nothing)
+    finish = finish.astype(np.int32)
+    return StepOutput(tokens, nothing, nothing, finish, nothing, tokens[:, :, 1:])
 
 
 def test_a_thousand_requests_leave_no_more_than_was_asked_for():

@@ -49,6 +49,7 @@ class Counting:
         rows, drafts = step.plan.program.decode_rows, self.scheduler.shapes.num_drafts
         output = StepOutput(
             tokens=np.full((1, rows + len(step.prefills), 1 + drafts), -1),
+            next_drafts=np.full((1, rows + len(step.prefills), drafts), -1),
             **{
                 name: np.zeros((1, rows + len(step.prefills)), int)
                 for name in ("num_drafts", "num_accepted", "finish", "num_dropped")

@@ -158,7 +158,7 @@ class FakeDevice:
             self._check_pages(scheduler)
             self._check_prefixes(scheduler)
             self.uncollected.append(step)
-            return StepOutput(*[np.zeros(0, np.int32)] * 5)  # nobody reads it
+            return StepOutput(*[np.zeros(0, np.int32)] * 6)  # nobody reads it
         self._check_order(values, step)
         self._check_pages(scheduler)
         num_decode = int(values["num_decode"])
@@ -190,7 +190,7 @@ class FakeDevice:
         self._check_prefixes(scheduler)
         self.uncollected.append(step)
         if not outputs:
-            return StepOutput(*[np.zeros(0, np.int32)] * 5)  # nobody reads it
+            return StepOutput(*[np.zeros(0, np.int32)] * 6)  # nobody reads it
         names = output_layout(self.buckets.num_drafts).fields
         return StepOutput(**{n: np.stack([getattr(x, n) for x in outputs]) for n in names})
 
@@ -524,4 +524,5 @@ def _empty_output(rows, num_drafts):
         num_accepted=np.zeros(rows, np.int32),
         finish=np.zeros(rows, np.int32),
         num_dropped=np.zeros(rows, np.int32),
+        next_drafts=np.full((rows, num_drafts), -1, np.int32),
     )

@@ -51,7 +51,7 @@ class Prefixes:
     def inputs(self) -> SamplingInputs:
         count, layout = len(self.requests), row_layout(0)
         entries = np.zeros((count, layout.size), np.int32)
-        tables = SamplingTables.empty(count + 1, self.vocab, 100)
+        tables = SamplingTables.empty(count + 1, self.vocab, 100, self.width)
         seen, bias = tables.seen, tables.bias
         tokens = np.zeros((count, self.width), np.int32)
         computed = np.zeros(count, np.int32)

@@ -1,0 +1,296 @@
+"""Automaton: a regular grammar as tables, from which a device computes states and masks."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxspec.checks import shown
+from jaxspec.grammar import regex as regexes
+from jaxspec.grammar.byte_dfa import ByteDfa
+
+MAX_STATES = 4096
+MAX_CLASSES = 1024
+_MAX_CELLS = 2**25  # of the columns of one depth, 64 MiB
+_REFUSED, _EOS = 0, 1  # classes
+_BLANKS = regexes.parse(r"\n{0,4}")  # as in `thinking.Thinking.rules`
+
+
+class Masks(NamedTuple):
+    """Masks of an automaton, which states share."""
+
+    allowed: np.ndarray  # bool [masks, classes]
+    of_state: np.ndarray  # [states]; index of the mask of each state
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Automaton:
+    """States of a grammar over classes of tokens.
+
+    A token t is allowed in state s if `next[s, classes[t]]` is not negative. State 0 is the
+    start. The last state is the end, after an end-of-sequence token, and allows no token.
+    """
+
+    classes: np.ndarray  # int16 [vocab_size]
+    next: np.ndarray  # int16 [states, classes], -1 where a token is refused
+
+    def after(self, tokens: Iterable[int]) -> int:
+        """Return the state after `tokens` from the start; -1 if one is refused."""
+        state = 0
+        for token in tokens:
+            if state < 0 or not 0 <= token < len(self.classes):
+                return -1
+            state = int(self.next[state, self.classes[token]])
+        return state
+
+    @functools.cached_property
+    def masks(self) -> Masks:
+        """The distinct masks of the states, as classes."""
+        allowed, of_state = np.unique(self.next >= 0, axis=0, return_inverse=True)
+        return Masks(allowed, of_state.ravel())
+
+    def mask(self, state: int) -> np.ndarray:
+        """Return the mask of the tokens that a state allows, int32 words, lowest bit first."""
+        bits = np.zeros(-(-len(self.classes) // 32) * 32, bool)
+        if state >= 0:
+            bits[: len(self.classes)] = (self.next[state] >= 0)[self.classes]
+        return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32, copy=False)
+
+
+class _Depth(NamedTuple):
+    """Nodes of the vocabulary's trie at a depth, and the tokens that end there."""
+
+    parents: np.ndarray  # int32 [nodes], of the depth above
+    last_bytes: np.ndarray  # uint8 [nodes]
+    tokens: np.ndarray  # int32 [ending]
+    nodes: np.ndarray  # int32 [ending], of each of `tokens`
+
+
+class _Columns(NamedTuple):
+    """State after a token from each state of bytes, for groups of tokens where these agree."""
+
+    rows: np.ndarray  # int16 [groups, states], `states` where refused
+    groups: np.ndarray  # int32 [vocab_size], -1 if refused by all states
+
+
+class AutomatonCompiler:
+    """Compiles regexes for one vocabulary. Thread-safe."""
+
+    def __init__(
+        self, token_bytes: Sequence[bytes | None], eos_ids: Iterable[int], vocab_size: int
+    ):
+        """Build the trie of a vocabulary.
+
+        Args:
+            token_bytes: Bytes of each token of the tokenizer; None for special and added tokens.
+            eos_ids: Ids that may follow a complete text. Their bytes are ignored.
+            vocab_size: Number of token ids of the model, of which the last may have no token.
+
+        Raises:
+            ValueError: no end-of-sequence id is in the vocabulary.
+        """
+        if len(token_bytes) > vocab_size:
+            raise ValueError(
+                f"token_bytes must be of at most vocab_size={vocab_size:,} tokens, got "
+                f"{len(token_bytes):,}. Use the model's own tokenizer."
+            )
+        self._vocab_size = vocab_size
+        self._eos_ids = np.array(sorted({each for each in eos_ids if 0 <= each < vocab_size}), int)
+        if not len(self._eos_ids):
+            raise ValueError(
+                f"eos_ids must have an id from 0 to {vocab_size - 1:,}, got {shown(eos_ids)}; an "
+                "output could not end."
+            )
+        ends = set(self._eos_ids.tolist())
+        texts = [b"" if i in ends else text or b"" for i, text in enumerate(token_bytes)]
+        self._depths = _trie(texts)
+        # Tokens of a text before the grammar: special ones, too, but none without a meaning.
+        is_thought = [text != b"" for text in token_bytes]
+        self._thoughts = np.flatnonzero(is_thought)
+
+    def compile(self, regex: str, *, thinking_end: int | None = None) -> Automaton:
+        """Compile a regex in Rust's syntax that the whole output must match.
+
+        Args:
+            regex: The regex; `.` excludes newlines, and `\\w`, `\\d` and `\\s` are Unicode's.
+            thinking_end: Id of the token after which the grammar begins, with up to four newlines;
+                before it any token may occur but end-of-sequence ones. None begins at once.
+
+        Raises:
+            ValueError: the regex is invalid, has a part that no automaton has, allows no text of
+                this vocabulary, or exceeds the limits of states or classes.
+        """
+        node = regexes.parse(regex)
+        if thinking_end is not None:
+            self._check_end(thinking_end)
+            node = regexes.Sequence((_BLANKS, node))
+        dfa = ByteDfa.of(node)
+        columns = _trimmed(self._columns(dfa), dfa.is_final)
+        return self._automaton(*columns, thinking_end)
+
+    def _check_end(self, thinking_end: int) -> None:
+        if not 0 <= thinking_end < self._vocab_size or thinking_end in self._eos_ids:
+            raise ValueError(
+                f"thinking_end must be an id from 0 to {self._vocab_size - 1:,} that ends no "
+                f"sequence, got {shown(thinking_end)}."
+            )
+
+    def _columns(self, dfa: ByteDfa) -> _Columns:
+        """Walk the trie by depth, for all states at once, with equal columns merged."""
+        num_states, num_classes = dfa.next.shape
+        table = np.full((num_states + 1, num_classes), num_states, np.int16)
+        table[:-1] = np.where(dfa.next < 0, num_states, dfa.next)
+        columns = np.arange(num_states, dtype=np.int16)[None]
+        node_columns = np.zeros(1, np.int32)
+        groups, found, num_found = np.full(self._vocab_size, -1, np.int32), [], 0
+        for depth in self._depths:
+            if len(columns) * max(num_states, num_classes) > _MAX_CELLS:
+                raise _too_many("classes of tokens", MAX_CLASSES)
+            columns, node_columns = _next_columns(
+                columns, node_columns[depth.parents], dfa.byte_classes[depth.last_bytes], table
+            )
+            ending = node_columns[depth.nodes]
+            groups[depth.tokens] = np.where(ending < 0, -1, ending + num_found)
+            found.append(columns)
+            num_found += len(columns)
+            if not len(columns):
+                break
+        rows = np.concatenate(found or [columns[:0]])
+        used, groups = _used(groups)
+        return _merged(rows[used], groups)
+
+    def _automaton(
+        self, columns: _Columns, is_final: np.ndarray, thinking_end: int | None
+    ) -> Automaton:
+        """Add the end, the end-of-sequence class, and the state before `thinking_end`."""
+        num_groups, num_states = columns.rows.shape
+        first = 0 if thinking_end is None else 1
+        end, num_special = first + num_states, 2 + 2 * first
+        if end + 1 > MAX_STATES:
+            raise _too_many("states", MAX_STATES)
+        if num_special + num_groups > MAX_CLASSES:
+            raise _too_many("classes of tokens", MAX_CLASSES)
+        table = np.full((end + 1, num_special + num_groups), -1, np.int16)
+        rows = np.where(columns.rows < num_states, columns.rows + first, -1)
+        table[first:end, num_special:] = rows.T
+        table[first:end, _EOS][is_final] = end
+        classes = np.where(columns.groups < 0, _REFUSED, columns.groups + num_special)
+        if thinking_end is not None:
+            thought, last = 2, 3
+            classes[self._thoughts] = np.where(
+                classes[self._thoughts] == _REFUSED, thought, classes[self._thoughts]
+            )
+            table[0, [thought, *range(num_special, table.shape[1])]] = 0
+            table[1:end, last] = table[1:end, classes[thinking_end]]
+            table[0, last] = 1
+            classes[thinking_end] = last
+        classes[self._eos_ids] = _EOS
+        return Automaton(classes.astype(np.int16), table)
+
+
+def _too_many(what: str, most: int) -> ValueError:
+    return ValueError(
+        f"The automaton of a regex must have at most {most:,} {what}, got more. Lower its counts "
+        "of repetitions, or leave out alternatives."
+    )
+
+
+def _trie(texts: list[bytes]) -> list[_Depth]:
+    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+    starts = np.cumsum(lengths) - lengths
+    letters = np.frombuffer(b"".join(texts), np.uint8)
+    nodes, depths = np.zeros(len(texts), np.int64), []
+    tokens = np.flatnonzero(lengths)
+    while len(tokens):
+        keys = nodes[tokens] * 256 + letters[starts[tokens] + len(depths)]
+        found, inverse = np.unique(keys, return_inverse=True)
+        nodes[tokens] = inverse
+        is_ending = lengths[tokens] == len(depths) + 1
+        parents, last_bytes = (found // 256).astype(np.int32), (found % 256).astype(np.uint8)
+        ending = tokens[is_ending].astype(np.int32)
+        depths.append(_Depth(parents, last_bytes, ending, inverse[is_ending].astype(np.int32)))
+        tokens = tokens[~is_ending]
+    return depths
+
+
+def _next_columns(
+    columns: np.ndarray, parents: np.ndarray, byte_classes: np.ndarray, table: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the columns after one more byte, and that of each node, -1 if all states refuse."""
+    num_states, num_classes = table.shape[0] - 1, table.shape[1]
+    node_columns = np.full(len(parents), -1, np.int32)
+    live = np.flatnonzero(parents >= 0)
+    keys = parents[live] * num_classes + byte_classes[live]
+    is_used = np.zeros(len(columns) * num_classes, bool)
+    is_used[keys] = True
+    pairs = np.flatnonzero(is_used)
+    if len(pairs) * num_states > _MAX_CELLS:
+        raise _too_many("classes of tokens", MAX_CLASSES)
+    rows = table[columns[pairs // num_classes], (pairs % num_classes)[:, None]]
+    numbers = np.full(len(is_used), -1, np.int32)
+    is_live = (rows < num_states).any(1)
+    numbers[pairs[is_live]] = np.arange(np.count_nonzero(is_live))
+    merged = _merged(rows[is_live], numbers[keys])
+    node_columns[live] = merged.groups
+    return merged.rows, node_columns
+
+
+def _merged(rows: np.ndarray, groups: np.ndarray) -> _Columns:
+    """Merge equal rows; `groups` are their indices, or -1."""
+    if not len(rows):
+        return _Columns(rows, groups)
+    weights = np.random.default_rng(1).integers(1, 2**63, rows.shape[1], np.uint64)
+    hashes = np.concatenate([part.astype(np.uint64) @ weights for part in _parts(rows)])
+    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+    if not (rows == rows[first[inverse]]).all():  # two hashes collided
+        _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    numbers = np.append(inverse.ravel(), -1).astype(np.int32)
+    return _Columns(rows[first], numbers[groups])
+
+
+def _parts(rows: np.ndarray) -> list[np.ndarray]:
+    """Split rows, so that copies of 64 bits are small."""
+    return np.array_split(rows, 1 + rows.size // 2**20)
+
+
+def _used(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the groups that have a token, and the groups numbered by these."""
+    used = np.unique(groups[groups >= 0])
+    numbers = np.full(groups.max(initial=-1) + 2, -1, np.int32)
+    numbers[used] = np.arange(len(used))
+    return used, numbers[groups]
+
+
+def _trimmed(columns: _Columns, is_final: np.ndarray) -> tuple[_Columns, np.ndarray]:
+    """Remove states that no tokens lead to, and those from which none lead to a final one."""
+    rows, num_states = columns.rows, len(is_final)
+    is_edge = np.zeros((num_states, num_states + 1), bool)
+    for row in rows:
+        is_edge[np.arange(num_states), row] = True
+    is_edge = is_edge[:, :-1]
+    start = np.arange(num_states) == 0
+    is_kept = _reached(is_edge, start) & _reached(is_edge.T, is_final)
+    if not is_kept[0]:
+        raise ValueError(
+            "The regex of an automaton must allow a text of the model's tokens, got one that "
+            "allows none. Give another."
+        )
+    kept = np.flatnonzero(is_kept)
+    numbers = np.full(num_states + 1, len(kept), np.int16)
+    numbers[kept] = np.arange(len(kept))
+    rows = numbers[rows[:, kept]]
+    is_live = (rows < len(kept)).any(1)
+    live = np.append(np.where(is_live, np.cumsum(is_live) - 1, -1), -1).astype(np.int32)
+    return _merged(rows[is_live], live[columns.groups]), is_final[kept]
+
+
+def _reached(is_edge: np.ndarray, is_start: np.ndarray) -> np.ndarray:
+    """Return the states that edges lead to from a set of states, which is included."""
+    is_found, frontier = is_start.copy(), np.flatnonzero(is_start)
+    while len(frontier):
+        is_new = is_edge[frontier].any(0) & ~is_found
+        is_found |= is_new
+        frontier = np.flatnonzero(is_new)
+    return is_found

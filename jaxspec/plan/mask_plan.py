@@ -1,0 +1,47 @@
+"""Masks of grammars: the ids that a request's grammar allows at each position of a verify.
+
+They change with each token. So a separate plan (`plan.MASKS`) writes the masks of the rows that
+decode before their step, over those of `plan.TABLES`. Imports no JAX.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxspec.grammar import fill_masks
+from jaxspec.layout import Field, PackedLayout
+from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.table_plan import bits_of
+from jaxspec.requests.request import Request
+
+
+@functools.cache
+def mask_layout(shapes: StepShapes) -> PackedLayout:
+    """Return the layout of a plan that writes the masks of some state slots."""
+    masks = shapes.masks_per_write, shapes.width, -(-shapes.vocab_size // 32)
+    return PackedLayout(
+        [
+            Field("slots", "Slots of the masks; 0 writes none.", shape=masks[:1]),
+            Field("masks", "One bit per id, the lowest first, by position.", shape=masks),
+        ]
+    )
+
+
+def pack_masks(requests: Sequence[Request], shapes: StepShapes) -> np.ndarray:
+    """Return the packed plan (int32) that writes the masks of at most `masks_per_write` requests.
+
+    Nothing of them may be in flight: a mask depends on all tokens, and on the drafts to verify.
+    """
+    layout = mask_layout(shapes)
+    packed = np.zeros(layout.size, np.int32)
+    fields = layout.unpack(packed)
+    fields["slots"][: len(requests)] = [request.slot for request in requests]
+    masks = fields["masks"][: len(requests)]
+    masks[...] = -1  # also behind a draft that the grammar refuses, which no token can reach
+    matchers = [request.matcher for request in requests]
+    fill_masks(matchers, [request.next_drafts for request in requests], masks)
+    for mask, request in zip(masks, requests, strict=True):
+        if request.params.allowed_token_ids is not None:
+            mask &= bits_of(request.params.allowed_token_ids, mask.shape[1])
+    return packed

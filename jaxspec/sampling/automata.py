@@ -1,0 +1,95 @@
+"""Automata of regular grammars on the device: masks, and the states after tokens."""
+
+import flax.struct
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from jaxspec.pallas.matmul.scores import NO_TOKEN
+from jaxspec.plan.automaton_plan import (
+    NUM_AUTOMATA,
+    NUM_MASKS,
+    NUM_STATES,
+    automaton_layout,
+)
+from jaxspec.sampling.bits import is_set
+
+
+@flax.struct.dataclass
+class Automata:
+    """A pool of states. State 0 allows every token and stays; rows without an automaton have it.
+
+    Tokens with the same effect in all states of an automaton are one class, so that a state has
+    some hundred successors instead of one for each token.
+    """
+
+    masks: Int[Array, "masks words"]  # one bit per token, the lowest first
+    state_masks: Int[Array, " states"]  # index of the mask of the tokens that a state allows
+    next: Int[Array, "states classes"]  # int16; state after a token of a class, -1 if refused
+    automaton: Int[Array, " states"]  # automaton of each state
+    classes: Int[Array, "automata vocab"]  # int16; class of each token
+
+    @staticmethod
+    def empty(vocab_size: int) -> "Automata":
+        """Create a pool without automata."""
+        num_classes = 2 * automaton_layout(vocab_size).shapes["next"][1]
+        return Automata(
+            masks=jnp.full((NUM_MASKS, -(-vocab_size // 32)), -1, jnp.int32),
+            state_masks=jnp.zeros(NUM_STATES, jnp.int32),
+            next=jnp.zeros((NUM_STATES, num_classes), jnp.int16),
+            automaton=jnp.zeros(NUM_STATES, jnp.int32),
+            classes=jnp.zeros((NUM_AUTOMATA, vocab_size), jnp.int16),
+        )
+
+    def written(self, packed: Int[Array, " plan"]) -> "Automata":
+        """Return the pool with the states of a packed plan (`jaxspec.plan.automaton_plan`)."""
+        vocab_size = self.classes.shape[1]
+        plan = automaton_layout(vocab_size).unpack(packed)
+        index, states = plan["automaton"], plan["states"]
+        classes = _halves(plan["classes"])[:vocab_size]
+        following = _halves(plan["next"])
+        allowed = is_set(plan["allowed"], self.next.shape[1])[:, classes.astype(jnp.int32)]
+        # An index past the end is dropped.
+        at = jnp.where(states > 0, states, NUM_STATES)
+        at_masks = jnp.where(plan["masks"] > 0, plan["masks"], NUM_MASKS)
+        return Automata(
+            masks=self.masks.at[at_masks].set(_words(allowed), mode="drop"),
+            state_masks=self.state_masks.at[at].set(plan["state_masks"], mode="drop"),
+            next=self.next.at[at].set(following, mode="drop"),
+            automaton=self.automaton.at[at].set(index, mode="drop"),
+            classes=self.classes.at[jnp.where(index > 0, index, NUM_AUTOMATA)].set(
+                classes, mode="drop"
+            ),
+        )
+
+    def is_allowed(self, states: Int[Array, " n"]) -> Bool[Array, "n vocab"]:
+        """Return the tokens that each state allows."""
+        return is_set(self.masks[self.state_masks[states]], self.classes.shape[1])
+
+    def after(self, states: Int[Array, " n"], tokens: Int[Array, " n"]) -> Int[Array, " n"]:
+        """Return the states (int32) after `tokens`; -1 is no token, and a refused one stays."""
+        classes = self.classes[self.automaton[states], jnp.maximum(tokens, 0)]
+        following = self.next[states, classes.astype(jnp.int32)].astype(jnp.int32)
+        return jnp.where((tokens == NO_TOKEN) | (following < 0), states, following)
+
+    def along(
+        self, states: Int[Array, " rows"], tokens: Int[Array, "rows n"]
+    ) -> Int[Array, "rows n+1"]:
+        """Return the states (int32) before the tokens, and after each of them."""
+        found = [states]
+        for place in range(tokens.shape[1]):
+            found.append(self.after(found[-1], tokens[:, place]))
+        return jnp.stack(found, axis=1)
+
+
+def _halves(words: Int[Array, "... n"]) -> Int[Array, "... 2*n"]:
+    """Return the int16 halves of int32 words, the lower ones first."""
+    return lax.bitcast_convert_type(words, jnp.int16).reshape(*words.shape[:-1], -1)
+
+
+def _words(bits: Bool[Array, "n vocab"]) -> Int[Array, "n words"]:
+    rows, vocab_size = bits.shape
+    padded = jnp.pad(bits, ((0, 0), (0, -vocab_size % 32))).reshape(rows, -1, 32)
+    place = jnp.arange(32, dtype=jnp.int32)[None, None, :]
+    # Each bit is set at most once, so the sum is their union.
+    return jnp.sum(padded.astype(jnp.int32) << place, axis=2, dtype=jnp.int32)

@@ -1,0 +1,143 @@
+"""Regexes of JSON schemas: every text that they match is valid, and every usual text matches."""
+
+import json
+import re
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxspec.grammar.regular_schema import regex_of
+
+BLANK = r"(?:[ \t]{1,2}|\n[ \t]{0,7})?"
+names = st.sampled_from(["a", "b", "name", 'x "y"', "é", "a.b", "日本"])
+scalars = st.one_of(
+    st.fixed_dictionaries({"type": st.just("string")}, optional={"maxLength": st.integers(3, 6)}),
+    st.fixed_dictionaries({"type": st.just("string"), "minLength": st.integers(0, 3)}),
+    st.sampled_from(["integer", "number", "boolean", "null"]).map(lambda kind: {"type": kind}),
+    st.fixed_dictionaries(
+        {"enum": st.lists(st.one_of(st.integers(), names), min_size=1, unique_by=str)}
+    ),
+    st.builds(lambda value: {"const": value}, st.one_of(st.none(), st.booleans(), names)),
+    st.just({"type": ["string", "null"]}),
+)
+
+
+def objects(inner):
+    def build(properties, required):
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": [name for name in properties if required.get(name, False)],
+            "additionalProperties": False,
+        }
+
+    flags = st.dictionaries(names, st.booleans())
+    return st.builds(build, st.dictionaries(names, inner, max_size=4), flags)
+
+
+def arrays(inner):
+    sizes = st.tuples(st.integers(0, 2), st.integers(0, 2), inner)
+    bounded = sizes.map(
+        lambda s: {"type": "array", "items": s[2], "minItems": s[0], "maxItems": s[0] + s[1]}
+    )
+    return bounded | inner.map(lambda each: {"type": "array", "items": each})
+
+
+def unions(inner):
+    return st.lists(inner, min_size=1, max_size=3).map(lambda each: {"anyOf": each})
+
+
+schemas = st.recursive(
+    scalars, lambda inner: objects(inner) | arrays(inner) | unions(inner), max_leaves=6
+)
+bounded = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@bounded
+@given(st.data(), schemas)
+def test_a_matched_text_is_valid(data, schema):
+    regex = regex_of(schema, BLANK)
+    assert regex is not None
+    text = data.draw(st.from_regex(regex, fullmatch=True))
+    jsonschema.validate(json.loads(text), schema)
+
+
+@bounded
+@given(st.data(), schemas, st.sampled_from([None, 2]))
+def test_a_valid_value_matches_in_the_schema_s_order(data, schema, indent):
+    value = data.draw(values(schema))
+    jsonschema.validate(value, schema)
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    regex = regex_of(schema, BLANK if indent is None else r"(?:[ \t]{1,2}|\n[ \t]{0,40})?")
+    assert re.fullmatch(regex, text), text
+
+
+def values(schema):
+    """Values of a schema, with properties in its order."""
+    match schema:
+        case {"anyOf": each}:
+            return st.one_of(*map(values, each))
+        case {"enum": each}:
+            return st.sampled_from(each)
+        case {"const": value}:
+            return st.just(value)
+        case {"type": "object", "properties": properties, "required": required}:
+            optional = {
+                name: values(properties[name]) for name in properties if name not in required
+            }
+            needed = {name: values(properties[name]) for name in required}
+            found = st.fixed_dictionaries(needed, optional=optional)
+            return found.map(lambda value: {n: value[n] for n in properties if n in value})
+        case {"type": "array", "items": items}:
+            most = schema.get("maxItems", 3)
+            return st.lists(values(items), min_size=schema.get("minItems", 0), max_size=most)
+        case {"type": "string"}:
+            return st.text(min_size=schema.get("minLength", 0), max_size=schema.get("maxLength"))
+        case {"type": ["string", "null"]}:
+            return st.none() | st.text()
+    numbers = st.floats(allow_nan=False, allow_infinity=False)
+    scalars = {"integer": st.integers(), "number": numbers, "boolean": st.booleans()}
+    return scalars.get(schema["type"], st.none())
+
+
+def test_references_are_followed():
+    schema = {
+        "$defs": {"point": {"type": "array", "items": {"type": "integer"}, "maxItems": 2}},
+        "type": "object",
+        "properties": {"from": {"$ref": "#/$defs/point"}, "to": {"$ref": "#/$defs/point"}},
+        "required": ["from"],
+        "additionalProperties": False,
+    }
+    regex = regex_of(schema, "")
+    assert re.fullmatch(regex, '{"from":[1,2],"to":[]}') and re.fullmatch(regex, '{"from":[]}')
+    assert not re.fullmatch(regex, '{"to":[]}') and not re.fullmatch(regex, '{"from":[1,2,3]}')
+
+
+NODE = {"$defs": {"node": {"type": "array", "items": {"$ref": "#/$defs/node"}}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {},
+        {"type": "object"},
+        {"type": "object", "properties": {"a": {"type": "null"}}},
+        {"type": "object", "properties": {"a": {}}, "additionalProperties": False},
+        {"type": "integer", "minimum": 0},
+        {"type": "string", "pattern": "a+"},
+        {"type": "string", "format": "date"},
+        {"type": "array"},
+        {"type": "array", "items": {"type": "null"}, "uniqueItems": True},
+        {"enum": [[1]]},
+        {"allOf": [{"type": "null"}]},
+        {"type": "string", "maxLength": 1, "minLength": 2},
+        NODE | {"$ref": "#/$defs/node"},
+        {"$ref": "https://example.com/schema"},
+        {"enum": [f"{i:0100d}" for i in range(1000)]},
+    ],
+)
+def test_what_has_no_short_regex_has_none(schema):
+    assert regex_of(schema, BLANK) is None
