@@ -6,7 +6,7 @@ a plain form only if every text of that form is converted to a value that the sc
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxspec.grammar.rules import Rules, either, json_value, literal
@@ -22,7 +22,7 @@ ANNOTATIONS = frozenset(
 _LENGTHS = {"minLength", "maxLength"}
 _DEFINITIONS = ("$defs", "definitions")
 _REFERENCE = re.compile(r"#/(?:\$defs|definitions)/([^/~%]+)")
-_SCALARS = {"string", "number", "integer", "boolean", "null"}
+_SCALARS = ("string", "number", "integer", "boolean", "null")
 _MOST_STEPS = 32  # references and choices inside each other
 # Markup that would end an argument, or begin another one, inside of its text.
 _MARKUP = r"(<\/parameter|\n<\/param|<parameter=|<\/function>)"
@@ -30,18 +30,28 @@ _IS_MARKUP = re.compile(_MARKUP)
 _FREE = rf"~/(?s:.*){_MARKUP}(?s:.*)/"
 
 
-def definitions(root: Schema) -> dict[str, Any]:
-    """Return the parts of a schema that references inside of it name."""
-    return {name: root[name] for name in _DEFINITIONS if name in root}
+def with_definitions(schema: Schema, root: Schema) -> dict[str, Any]:
+    """Return a part of the schema `root` with the definitions that its references name."""
+    if not any(True for _ in _references(schema)):
+        return {**schema}
+    return {**{name: root[name] for name in _DEFINITIONS if name in root}, **schema}
 
 
 def refers_elsewhere(schema: Any) -> bool:
-    """Return whether a schema has references that `definitions` do not resolve."""
+    """Return whether a schema has references that `with_definitions` does not resolve."""
+    return any(not re.match(r"#/(\$defs|definitions)/", each) for each in _references(schema))
+
+
+def _references(schema: Any) -> Iterator[str]:
+    """Yield the references in a schema."""
     if isinstance(schema, Mapping):
-        target = schema.get("$ref")
-        is_elsewhere = isinstance(target, str) and not re.match(r"#/(\$defs|definitions)/", target)
-        return is_elsewhere or any(map(refers_elsewhere, schema.values()))
-    return isinstance(schema, list) and any(map(refers_elsewhere, schema))
+        if isinstance(target := schema.get("$ref"), str):
+            yield target
+        for each in schema.values():
+            yield from _references(each)
+    elif isinstance(schema, list):
+        for each in schema:
+            yield from _references(each)
 
 
 def argument(rules: Rules, root: Schema, key: str, end: str) -> str | None:
@@ -62,7 +72,7 @@ def argument(rules: Rules, root: Schema, key: str, end: str) -> str | None:
     if "string" not in kinds:
         if refers_elsewhere(schema):
             return None
-        return f"{json_value({**definitions(root), **schema})} {literal(end)}"
+        return f"{json_value(with_definitions(schema, root))} {literal(end)}"
     branches = _branches(schema, root)
     if branches is None:
         return None
@@ -78,18 +88,26 @@ def _branches(schema: Schema, root: Schema, steps: int = 0) -> list[Schema] | No
         return None
     if given == {"$ref"}:
         match = _REFERENCE.fullmatch(str(schema["$ref"]))
-        places = (root.get(name, {}).get(match.group(1)) for name in _DEFINITIONS) if match else ()
-        target = next((place for place in places if isinstance(place, Mapping)), None)
+        target = _defined(match.group(1), root) if match else None
         return None if target is None else _branches(target, root, steps + 1)
     if given in ({"anyOf"}, {"oneOf"}):
-        found: list[Schema] = []
-        for part in schema[given.pop()]:
+        found, parts = list[Schema](), schema[given.pop()]
+        for part in parts if isinstance(parts, list) else ():
             more = _branches(part, root, steps + 1) if isinstance(part, Mapping) else None
             if more is None:
                 return None
             found += more
         return found
     return [schema]
+
+
+def _defined(name: str, root: Schema) -> Schema | None:
+    """Return a definition of the schema `root`."""
+    for place in map(root.get, _DEFINITIONS):
+        found = place.get(name) if isinstance(place, Mapping) else None
+        if isinstance(found, Mapping):
+            return found
+    return None
 
 
 def _text(rules: Rules, schema: Schema, kinds: frozenset[str], end: str) -> str | None:
@@ -107,7 +125,9 @@ def _text(rules: Rules, schema: Schema, kinds: frozenset[str], end: str) -> str 
             return _free(rules, schema, end)
         return None
     names = [types] if isinstance(types, str) else types
-    if given != {"type"} or not isinstance(names, list) or not set(names) <= _SCALARS:
+    if given != {"type"} or not isinstance(names, list):
+        return None
+    if any(name not in _SCALARS for name in names):
         return None
     if "string" in names:
         return _free(rules, {}, end)  # the parser gives a text the type that it looks like

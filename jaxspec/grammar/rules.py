@@ -5,6 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _NOTES = frozenset({"title", "description", "examples", "default", "$comment"})
+_FORMATS = (
+    *("date-time", "time", "date", "duration", "email", "hostname"),
+    *("ipv4", "ipv6", "uuid", "uri"),
+)
+"""Formats that llguidance checks; others restrict nothing, as JSON Schema has it by default."""
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -37,7 +42,7 @@ def _without_notes(schema: Any) -> Any:
             found[key] = {name: _without_notes(each) for name, each in value.items()}
         elif key in ("const", "enum"):
             found[key] = value
-        elif key not in _NOTES:
+        elif key not in _NOTES and (key != "format" or value in _FORMATS):
             found[key] = _without_notes(value)
     return found
 

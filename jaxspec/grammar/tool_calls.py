@@ -4,13 +4,15 @@ A grammar is a text for `StructuredOutputsParams(grammar=...)`. `OutputParser` r
 it into calls of the tools, with arguments of their schemas.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxspec.checks import shown
-from jaxspec.grammar.raw_arguments import argument, definitions, refers_elsewhere
+from jaxspec.grammar.raw_arguments import argument, refers_elsewhere, with_definitions
 from jaxspec.grammar.rules import Rules, either, json_value, literal
+from jaxspec.requests.structured_outputs import MAX_DEPTH, MAX_TEXT, parts_of
 from jaxspec.text.parsers.output_parser import Dialect
 
 Json = Mapping[str, Any]
@@ -41,11 +43,11 @@ class Tool(NamedTuple):
         properties, required = self.schema.get("properties", {}), self.schema.get("required", [])
         if not isinstance(properties, Mapping) or not isinstance(required, list):
             return None
+        if any(key not in [*properties] for key in required):
+            return None
         is_open = self.schema.get("additionalProperties", True)
         if self.schema.keys() - _OWN_KEYS or (not properties and is_open is not False):
             return None if self.schema.keys() - {"type", "title", "description"} else {}
-        if not {*required} <= properties.keys():
-            return None
         return {key: key in required for key in properties}
 
 
@@ -55,7 +57,7 @@ def tools_of(tools: Sequence[Json]) -> list[Tool]:
     Raises:
         ValueError: a name or schema is invalid; the message begins with its path.
     """
-    found: list[Tool] = []
+    found, size = list[Tool](), 0
     for number, tool in enumerate(tools):
         place, function = f"tools.{number}.function", tool.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -66,7 +68,14 @@ def tools_of(tools: Sequence[Json]) -> list[Tool]:
                 f"{place}.name must be letters, digits and _.:/- to be called by force, got "
                 f"{shown(name)}. Rename it, or let the model choose."
             )
-        found.append(Tool(name, _schema(function.get("parameters"), f"{place}.parameters")))
+        schema = _schema(function.get("parameters"), f"{place}.parameters")
+        size += len(json.dumps(schema))
+        if size > MAX_TEXT:
+            raise ValueError(
+                f"tools must have schemas of at most {MAX_TEXT:,} characters together to be "
+                f"called by force, got {size:,} with tool {number}. Offer fewer."
+            )
+        found.append(Tool(name, schema))
     return found
 
 
@@ -79,6 +88,11 @@ def _schema(given: Any, place: str) -> Json:
         raise ValueError(
             f"{place}.type must be 'object', got {shown(given['type'])}. Arguments are named."
         )
+    try:
+        for _ in parts_of(given, MAX_DEPTH):
+            pass
+    except ValueError as error:
+        raise ValueError(f"{place} is not a valid schema: {error}") from error
     schema = {"type": "object", **given}
     # Models invent arguments if they may.
     if schema.keys() <= _OWN_KEYS and isinstance(schema.get("properties"), Mapping):
@@ -259,11 +273,11 @@ class _PythonCalls(_ListCalls):
         if not self._is_python:
             return super().one(tool)
         tail, head = literal(")"), literal(")")
-        shared = definitions(tool.schema)
         # `head` is what may follow if no argument was written yet, and `tail` otherwise.
         for key, is_required in reversed((tool.keys or {}).items()):
             schema = tool.schema["properties"][key]
-            value = json_value({**shared, **(schema if isinstance(schema, Mapping) else {})})
+            schema = schema if isinstance(schema, Mapping) else {}
+            value = json_value(with_definitions(schema, tool.schema))
             written = self.rules.add(f"{literal(f'{key}=')} {value}")
             first, next_ = f"{written} {tail}", f'", " {written} {tail}'
             head = self.rules.add(first if is_required else either([first, head]))

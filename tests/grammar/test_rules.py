@@ -28,5 +28,8 @@ def test_json_has_the_blanks_of_templates_and_notes_are_dropped():
     assert accepts(grammar, tokenizer, json.dumps({"title": 5}))
     for text in ('{"title":5}', '{ "title": 5}', '{"title": "5"}', "{}"):
         assert not accepts(grammar, tokenizer, text)
+    for name, is_in in (("date", False), ("int64", True), (["x"], True)):
+        written = json_value({"type": "string", "format": name})
+        assert accepts(Rules().grammar(written), tokenizer, '"abc"') == is_in
     values = {"enum": [{"title": 1, "default": 2}]}
     assert accepts(Rules().grammar(json_value(values)), tokenizer, json.dumps(values["enum"][0]))

@@ -6,6 +6,8 @@ import random
 import jsonschema
 import pytest
 from grammar_walks import accepts, tokenizer_with, walk
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxspec.grammar.tool_calls import automatic, required, tools_of
 from jaxspec.text.parsers import PLAIN, TOOL_PARSERS, assemble
@@ -215,3 +217,44 @@ def test_tools_without_a_form_are_refused_by_their_path():
         assert str(caught.value).startswith(f"{place} must be ")
     with pytest.raises(ValueError):
         required(PLAIN, tools_of([good]), str.isdigit)
+
+
+WORDS = st.sampled_from(
+    ["type", "properties", "required", "anyOf", "enum", "const", "$ref", "$defs", "a", "string"]
+    + ["object", "#/$defs/a", "minLength", "format", "additionalProperties", "null", "description"]
+)
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ANY_JSON, ANY_JSON, st.sampled_from(DIALECTS))
+def test_any_schema_has_a_grammar_or_is_refused(properties, definitions, dialect):
+    for parameters in (
+        properties,
+        {"properties": {"a": properties}, "required": ["a"], "$defs": definitions},
+        {"properties": properties, "required": definitions, "$defs": {"a": definitions}},
+    ):
+        try:
+            tools = tools_of([{"function": {"name": "f", "parameters": parameters}}])
+        except ValueError as error:
+            assert str(error).startswith("tools")
+            continue
+        for grammar in (
+            required(TOOL_PARSERS[dialect], tools, str.isdigit),
+            automatic(TOOL_PARSERS[dialect], tools, str.isdigit),
+        ):
+            assert grammar.startswith("start: ")
+
+
+def test_schemas_too_deep_or_large_are_refused():
+    deep = {}
+    for _ in range(5000):
+        deep = {"properties": {"a": deep}}
+    large = {"properties": {"a": {"enum": ["x" * 1000] * 300}}}
+    for parameters in (deep, large):
+        with pytest.raises(ValueError, match="^tools"):
+            tools_of([{"function": {"name": "f", "parameters": parameters}}])

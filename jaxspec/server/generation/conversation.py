@@ -139,8 +139,15 @@ def chat_params(service: Service, body: ChatCompletionRequest) -> SamplingParams
     with service.refusing(body):
         grammar = body.choice.grammar(service.dialect, body.tools or (), is_token, form)
         if grammar is not None:
-            params.structured_outputs = StructuredOutputsParams(grammar=grammar)
+            params.structured_outputs = _form_of(grammar)
     return params
+
+
+def _form_of(grammar: str) -> StructuredOutputsParams:
+    try:
+        return StructuredOutputsParams(grammar=grammar)
+    except ValueError as error:
+        raise ApiError(400, f"tools can't be forced: their {error}", param="tools") from error
 
 
 async def chat_prompt(service: Service, body: ChatCompletionRequest) -> ChatPrompt:
