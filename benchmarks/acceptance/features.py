@@ -1,6 +1,7 @@
 """Requests as users send them, a line each, and whether an output has what its request asks for."""
 
 import dataclasses
+import re
 from typing import Any
 
 from benchmarks.measure.words import word
@@ -11,6 +12,8 @@ BAD = 60, 61, 62
 STOPS = tuple(range(100, 400, 3))  # ids, of which a random model draws one now and then
 ALLOWED = tuple(range(40, 72))
 SAMPLED = {"temperature": 0.8}
+NESTED = 'start: " a" | " b" start " c"'  # no automaton has its language
+ENDS = {"ignore_eos": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,8 @@ FEATURES = (
     Feature("stop strings", SAMPLED | {"stop": [word(id) for id in BAD]}),
     Feature("seed", SAMPLED | {"seed": 7}),
     Feature("n=2", SAMPLED | {"n": 2}),
+    Feature("regex", SAMPLED | {"structured_outputs": {"regex": "( [a-e]{1,2}){4,8}"}} | ENDS),
+    Feature("grammar", SAMPLED | {"structured_outputs": {"grammar": NESTED}} | ENDS),
     Feature("logprobs=5", {"temperature": 0.0, "logprobs": 5}),
     Feature("prompt_logprobs=1", {"temperature": 0.0, "prompt_logprobs": 1}),
 )
@@ -116,9 +121,21 @@ def _broken(params: SamplingParams, sample: CompletionOutput, vocab: int) -> str
         or set(ids) <= set(params.allowed_token_ids),
         "a bad word": not params.bad_words or not set(ids) & set(BAD),
         f"{len(ids)} tokens, fewer than min_tokens": len(ids) >= params.min_tokens,
+        "text of another form": sample.finish_reason != "stop" or _has_form(params, sample.text),
         "tokens after a stop id": not stops & set(ids[:-1]),
         "text after a stop string": not any(stop in sample.text for stop in params.stop or ()),
         "logprobs are missing": params.logprobs is None
         or [len(entry) >= params.logprobs for entry in sample.logprobs or ()] == [True] * len(ids),
     }
     return next((why for why, is_kept in promises.items() if not is_kept), None)
+
+
+def _has_form(params: SamplingParams, text: str) -> bool:
+    """Return whether a whole text has the form that its request asks for."""
+    form = params.structured_outputs
+    if form is None:
+        return True
+    if form.regex is not None:
+        return re.fullmatch(form.regex, text) is not None
+    depth = text.count(" b")
+    return text == " b" * depth + " a" + " c" * depth

@@ -28,6 +28,8 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.5},
     {"temperature": 0, "logit_bias": {"50": 2.0}, "logprobs": 5},
     {"temperature": 0.8, "seed": 7, "repetition_penalty": 1.1},
+    # Its end is not forced before the length.
+    {"structured_outputs": {"regex": "( [a-e]{1,2}){4000}"}, "ignore_eos": False},
 )
 
 

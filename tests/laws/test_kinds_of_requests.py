@@ -19,6 +19,8 @@ MAX_GAP = 6.0  # seconds between two tokens of a stream, on two busy cores
 MAX_GROWTH = 1.5 * 2**30  # bytes
 COMPILED = "/jax/core/compile/backend_compile_duration"
 IN_BACKGROUND = ("jaxspec-compile", "jaxspec-background")  # names of threads
+FORMS = {"regex": r"\d{2,30}"}, {"choice": ["yes", "no"]}, {"json_object": True}
+NOT_WITH_FORMS = "ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"
 FIELDS = {
     "temperature": lambda rng: float(rng.choice([0.0, 0.3, 1.0, 1.7])),
     "top_k": lambda rng: int(rng.choice([1, 5, 128, 129, 200])),
@@ -40,6 +42,7 @@ FIELDS = {
     "n": lambda rng: int(rng.integers(2, 5)),
     "seed": lambda rng: int(rng.integers(0, 2**31)),
     "skip_special_tokens": lambda rng: False,
+    "structured_outputs": lambda rng: FORMS[rng.integers(len(FORMS))],
 }
 
 
@@ -50,6 +53,8 @@ def combinations():
         alone = list(FIELDS)[number : number + 1]
         names = alone or [name for name in FIELDS if rng.random() < 0.3]
         length = int(rng.integers(1, 40))
+        if "structured_outputs" in names:
+            names = [name for name in names if name not in NOT_WITH_FORMS]
         params = SamplingParams(max_tokens=8, **{name: FIELDS[name](rng) for name in names})
         yield "def f(x): # "[:length] + "y" * max(0, length - 12), params
 

@@ -16,6 +16,8 @@ BODIES = {
     "greedy": {},
     "top_p": {"temperature": 0.9, "top_p": 0.8},
     "top_k": {"temperature": 0.9, "top_k": 20},
+    "regex": {"temperature": 0.9, "structured_outputs": {"regex": "[a-c]{2,3}x"}},
+    "grammar": {"structured_outputs": {"grammar": 'start: "a" | "b" start "c"'}},
     "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
 }
 

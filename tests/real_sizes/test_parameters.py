@@ -49,6 +49,11 @@ FIELDS = {
     "seed": (17, True, is_sampled),
     "max_tokens": (2, False, lambda output: tokens(output) == [LAST] * 2),
     "min_tokens": (3, False, is_greedy),
+    "structured_outputs": (
+        {"choice": ["ab", "a" * 9]},
+        False,
+        lambda o: o.outputs[0].text in ("ab", "a" * TOKENS),
+    ),
     "stop": ("ee", False, lambda o: (o.outputs[0].text, o.outputs[0].stop_reason) == ("", "ee")),
     "stop_token_ids": ([LAST], False, lambda output: tokens(output) == [LAST]),
     "include_stop_str_in_output": (True, False, is_greedy),
@@ -70,6 +75,7 @@ TOGETHER = {
     name: value
     for name, (value, _, _) in FIELDS.items()
     if name not in ("detokenize", "allowed_token_ids", "logit_bias", "stop_token_ids", "max_tokens")
+    and name != "structured_outputs"  # which goes without min_tokens and ignore_eos
 } | {"allowed_token_ids": list(range(0, VOCAB, 3)), "logit_bias": {9: 1.0}, "max_tokens": TOKENS}
 
 
@@ -103,7 +109,7 @@ def all_ids(output):
 
 def test_every_field_has_a_value():
     names = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert FIELDS.keys() == names - {"structured_outputs", "thinking_token_budget"}  # tests/grammar
+    assert FIELDS.keys() == names - {"thinking_token_budget"}  # tests/grammar
 
 
 def test_each_field_alone(alone):
