@@ -53,10 +53,9 @@ class AnyTokens:
 class Thoughts:
     """Reasoning that its own token `</think>` ends: text without special tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, excluded: Collection[int]):
-        """Make the masks; `excluded` are the EOS ids."""
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end: int, excluded: Collection[int]):
+        """Make the masks; `end` is the token, and `excluded` are the EOS ids."""
         vocabulary = tokenizer.get_vocab()
-        end = vocabulary[THINK_ENDS]
         special = {*tokenizer.special_tokens.values(), *excluded}
         ids = {token for token in vocabulary.values() if token < vocab_size} - special - {end}
         last = THINK_ENDS[-1]
@@ -65,10 +64,10 @@ class Thoughts:
             for text, token in vocabulary.items()
             if last in text and token in ids
         }
-        self._masks = []
+        text, self._masks = mask_of(ids | {end}, vocab_size), []
         for length in range(len(_ENDS)):
             spelled = {token for token, own in closing.items() if _ENDS in _ENDS[:length] + own}
-            self._masks.append(mask_of(ids - spelled | {end}, vocab_size))
+            self._masks.append(text & ~mask_of(spelled, vocab_size))
 
     def mask(self, reasoning: Reasoning) -> np.ndarray:
         lengths = range(len(_ENDS) - 1, -1, -1)

@@ -13,6 +13,7 @@ from jaxspec.grammar.free_text import AnyTokens, Thoughts
 from jaxspec.grammar.grammar import Grammar
 from jaxspec.grammar.library import is_installed, library, limits, refused
 from jaxspec.grammar.matching import Matcher, Vocabulary
+from jaxspec.grammar.thinking import tag_ids
 from jaxspec.text.parsers.output_parser import THINK_ENDS
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -126,10 +127,10 @@ class Matchers:
                 "structured_outputs need a tokenizer whose tokens are bytes, such as byte-level "
                 f"BPE or SentencePiece with byte fallback, got an error: {error!s:.200}."
             ) from error
-        thoughts = None
-        if tokenizer.has_token(THINK_ENDS):
-            thoughts = Thoughts(tokenizer, self._vocab_size, self._eos_ids)
-        return _Read(tokens, thoughts)
+        end, *others = tag_ids(THINK_ENDS, tokenizer)
+        return _Read(
+            tokens, None if others else Thoughts(tokenizer, self._vocab_size, end, self._eos_ids)
+        )
 
 
 class _Read(NamedTuple):

@@ -31,7 +31,7 @@ class Thinking(NamedTuple):
         is_open = starts_in_reasoning(prompt)
         if not is_open and prompt.rstrip().endswith(THINK_ENDS):
             return None
-        opens, ends = (_tag_ids(tag, tokenizer) for tag in (THINK, THINK_ENDS))
+        opens, ends = (tag_ids(tag, tokenizer) for tag in (THINK, THINK_ENDS))
         return Thinking(is_open, opens, ends, budget)
 
     @property
@@ -54,7 +54,7 @@ class Thinking(NamedTuple):
         return f"start: {first} @answer\n{thought}\n{_BLANK}"
 
 
-def _tag_ids(tag: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+def tag_ids(tag: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     token_id = tokenizer.convert_tokens_to_ids(tag)
     if token_id is not None:
         return (token_id,)

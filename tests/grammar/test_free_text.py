@@ -30,9 +30,9 @@ def tokenizer(tmp_path_factory):
     "text", ["", "a", "<", "a</", "<</t", "</thin", "</think", "</think ", "k"]
 )
 def test_reasoning_is_text_that_does_not_spell_its_end(text, tokenizer):
-    thoughts = Thoughts(tokenizer, VOCAB, EOS)
-    ids = {*allowed(thoughts.mask(Reasoning("inside", text.encode()[-7:])))}
     end, special = tokenizer.convert_tokens_to_ids("</think>"), tokenizer.special_tokens.values()
+    thoughts = Thoughts(tokenizer, VOCAB, end, EOS)
+    ids = {*allowed(thoughts.mask(Reasoning("inside", text.encode()[-7:])))}
     for token in range(VOCAB):
         own = tokenizer.bytes_of(token) if token < len(tokenizer) else b""
         is_text = own and token not in special and token not in EOS
