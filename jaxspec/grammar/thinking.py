@@ -9,6 +9,7 @@ from jaxspec.text.parsers.output_parser import THINK, THINK_ENDS
 from jaxspec.text.tokenizer import Tokenizer
 
 _BLANK = "BLANK: /\\n{0,4}/\n"
+_CHAT_MARK = "<|"  # of roles and turns
 _OPENS, _ENDS = THINK.encode(), THINK_ENDS.encode()
 
 
@@ -27,9 +28,12 @@ class Thinking(NamedTuple):
 
     @staticmethod
     def of(tokenizer: Tokenizer, prompt: str, budget: int | None) -> "Thinking | None":
-        """Return the reasoning after a prompt of a model that thinks; None if it is over."""
+        """Return the reasoning after a prompt of a model that thinks; None if there is none.
+
+        That is so if the prompt has closed it, or is no chat.
+        """
         is_open = starts_in_reasoning(prompt)
-        if not is_open and prompt.rstrip().endswith(THINK_ENDS):
+        if not is_open and (_CHAT_MARK not in prompt or prompt.rstrip().endswith(THINK_ENDS)):
             return None
         opens, ends = (tag_ids(tag, tokenizer) for tag in (THINK, THINK_ENDS))
         return Thinking(is_open, opens, ends, budget)
