@@ -112,7 +112,8 @@ def run(model, requests, states, decode):
         state = draft(config, model, state, plan, inputs, output, acceptance, active)
         # The host reads tokens and counts only now: to print them, and to plan the next step.
         counts = inputs.num_draft_tokens, acceptance.num_accepted, finish, jnp.zeros_like(finish)
-        result = StepOutput(*(np.asarray(x)[None] for x in (acceptance.tokens, *counts)))
+        columns = acceptance.tokens, *counts, state.rows.take(inputs.index).drafts
+        result = StepOutput(*(np.asarray(column)[None] for column in columns))
         print(f"\nprev_positions {plan.prev_positions.tolist()}")
         for row, entry in step.rows:
             name, what = "abc"[requests.index(entry.request)], "enters with its prompt"

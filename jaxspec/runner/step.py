@@ -301,17 +301,16 @@ def _one_step(
         stop_ids(sampling, inputs.active),
     )
     active = update(inputs.active, acceptance, finish, plan.prefill_lens, config.states)
-    active = active.with_fields(**grammar_state_after(inputs, sampling, acceptance))
-
+    changed = grammar_state_after(inputs, sampling, acceptance)
     draft_logits = state.draft_logits
     if config.proposer is not None:
         proposer_inputs = draft_inputs(output, inputs, acceptance, active, plan, features)
         drafts, pools = propose(config.proposer, model, proposer_inputs, pools, tables)
-        active = active.with_fields(
-            drafts=_widened(drafts.tokens, config.shapes.num_drafts), num_drafts=drafts.num_drafts
-        )
+        changed["drafts"] = _widened(drafts.tokens, config.shapes.num_drafts)
+        changed["num_drafts"] = drafts.num_drafts
         draft_logits = _with_distributions(draft_logits, drafts, active.slot)
 
+    active = active.with_fields(**changed)
     packed = pack_output(
         output_layout(config.shapes.num_drafts),
         tokens=_widened(acceptance.tokens, config.shapes.width),

@@ -84,12 +84,15 @@ class Automata:
 
 def _halves(words: Int[Array, "... n"]) -> Int[Array, "... 2*n"]:
     """Return the int16 halves of int32 words, the lower ones first."""
-    return lax.bitcast_convert_type(words, jnp.int16).reshape(*words.shape[:-1], -1)
+    *lead, count = words.shape
+    return lax.bitcast_convert_type(words, jnp.int16).reshape(*lead, 2 * count)
 
 
 def _words(bits: Bool[Array, "n vocab"]) -> Int[Array, "n words"]:
     rows, vocab_size = bits.shape
-    padded = jnp.pad(bits, ((0, 0), (0, -vocab_size % 32))).reshape(rows, -1, 32)
+    num_words = -(-vocab_size // 32)
+    padded = jnp.pad(bits, ((0, 0), (0, 32 * num_words - vocab_size)))
+    padded = padded.reshape(rows, num_words, 32)
     place = jnp.arange(32, dtype=jnp.int32)[None, None, :]
     # Each bit is set at most once, so the sum is their union.
     return jnp.sum(padded.astype(jnp.int32) << place, axis=2, dtype=jnp.int32)
