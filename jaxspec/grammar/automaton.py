@@ -10,11 +10,13 @@ import numpy as np
 from jaxspec.checks import shown
 from jaxspec.grammar import regex as regexes
 from jaxspec.grammar.byte_dfa import ByteDfa
+from jaxspec.text.parsers.output_parser import THINK_ENDS
 
 MAX_STATES = 4096
 MAX_CLASSES = 1024
 _MAX_CELLS = 2**25  # of the columns of one depth, 64 MiB
 _REFUSED, _EOS = 0, 1  # classes
+_NUM_OWN = 2
 _BLANKS = regexes.parse(r"\n{0,4}")  # as in `thinking.Thinking.rules`
 
 
@@ -106,17 +108,15 @@ class AutomatonCompiler:
         ends = set(self._eos_ids.tolist())
         texts = [b"" if i in ends else text or b"" for i, text in enumerate(token_bytes)]
         self._depths = _trie(texts)
-        # Tokens of a text before the grammar: special ones, too, but none without a meaning.
-        is_thought = [text != b"" for text in token_bytes]
-        self._thoughts = np.flatnonzero(is_thought)
 
     def compile(self, regex: str, *, thinking_end: int | None = None) -> Automaton:
         """Compile a regex in Rust's syntax that the whole output must match.
 
         Args:
             regex: The regex; `.` excludes newlines, and `\\w`, `\\d` and `\\s` are Unicode's.
-            thinking_end: Id of the token after which the grammar begins, with up to four newlines;
-                before it any token may occur but end-of-sequence ones. None begins at once.
+            thinking_end: Id of the token `</think>`, after which the grammar begins, with up to
+                four newlines. Before it is any text that does not spell the tag. None begins at
+                once.
 
         Raises:
             ValueError: the regex is invalid, has a part that no automaton has, allows no text of
@@ -127,8 +127,14 @@ class AutomatonCompiler:
             self._check_end(thinking_end)
             node = regexes.Sequence((_BLANKS, node))
         dfa = ByteDfa.of(node)
-        columns = _trimmed(self._columns(dfa), dfa.is_final)
-        return self._automaton(*columns, thinking_end)
+        columns, is_final = _trimmed(self._columns(dfa), dfa.is_final)
+        if thinking_end is None:
+            return self._automaton(columns, is_final)
+        thoughts = self._columns(_texts_without(THINK_ENDS.encode()))
+        num_thoughts = thoughts.rows.shape[1]
+        is_final = np.concatenate([np.zeros(num_thoughts, bool), is_final])
+        automaton = self._automaton(_side_by_side(thoughts, columns), is_final)
+        return _entered_by(thinking_end, automaton, num_thoughts)
 
     def _check_end(self, thinking_end: int) -> None:
         if not 0 <= thinking_end < self._vocab_size or thinking_end in self._eos_ids:
@@ -157,33 +163,57 @@ class AutomatonCompiler:
             num_found += len(used)
         return _merged(np.concatenate(found), groups)
 
-    def _automaton(
-        self, columns: _Columns, is_final: np.ndarray, thinking_end: int | None
-    ) -> Automaton:
-        """Add the end, the end-of-sequence class, and the state before `thinking_end`."""
+    def _automaton(self, columns: _Columns, is_final: np.ndarray) -> Automaton:
+        """Add the end, and the class of end-of-sequence tokens."""
         num_groups, num_states = columns.rows.shape
-        first = 0 if thinking_end is None else 1
-        end, num_special = first + num_states, 2 + 2 * first
-        if end + 1 > MAX_STATES:
+        if num_states + 1 > MAX_STATES:
             raise _too_many("states", MAX_STATES)
-        if num_special + num_groups > MAX_CLASSES:
+        # One more class remains for the end of reasoning.
+        if _NUM_OWN + num_groups >= MAX_CLASSES:
             raise _too_many("classes of tokens", MAX_CLASSES)
-        table = np.full((end + 1, num_special + num_groups), -1, np.int16)
-        rows = np.where(columns.rows < num_states, columns.rows + first, -1)
-        table[first:end, num_special:] = rows.T
-        table[first:end, _EOS][is_final] = end
-        classes = np.where(columns.groups < 0, _REFUSED, columns.groups + num_special)
-        if thinking_end is not None:
-            thought, last = 2, 3
-            classes[self._thoughts] = np.where(
-                classes[self._thoughts] == _REFUSED, thought, classes[self._thoughts]
-            )
-            table[0, [thought, *range(num_special, table.shape[1])]] = 0
-            table[1:end, last] = table[1:end, classes[thinking_end]]
-            table[0, last] = 1
-            classes[thinking_end] = last
+        table = np.full((num_states + 1, _NUM_OWN + num_groups), -1, np.int16)
+        table[:-1, _NUM_OWN:] = np.where(columns.rows < num_states, columns.rows, -1).T
+        table[:-1, _EOS][is_final] = num_states
+        classes = np.where(columns.groups < 0, _REFUSED, columns.groups + _NUM_OWN)
         classes[self._eos_ids] = _EOS
         return Automaton(classes.astype(np.int16), table)
+
+
+def _texts_without(tag: bytes) -> ByteDfa:
+    """Return the DFA of texts without `tag`; state i has its longest beginning of i bytes."""
+    letters = sorted(set(tag))
+    byte_classes = np.zeros(256, np.int32)
+    byte_classes[letters] = np.arange(1, 1 + len(letters))
+    table = np.zeros((len(tag), 1 + len(letters)), np.int32)
+    for state, number in np.ndindex(len(tag), len(letters)):
+        text = tag[:state] + bytes([letters[number]])
+        longest = next(n for n in range(len(tag), -1, -1) if text.endswith(tag[:n]))
+        table[state, 1 + number] = -1 if longest == len(tag) else longest
+    return ByteDfa(byte_classes, table, np.ones(len(tag), bool))
+
+
+def _side_by_side(first: _Columns, second: _Columns) -> _Columns:
+    """Return the columns of the states of both, those of the second behind."""
+    sizes = first.rows.shape[1], second.rows.shape[1]
+    parts = []
+    for columns, size, start in zip((first, second), sizes, (0, sizes[0]), strict=True):
+        rows = np.where(columns.rows < size, columns.rows + start, sum(sizes))
+        refused = np.full((1, size), sum(sizes), rows.dtype)
+        parts.append(np.concatenate([refused, rows]))
+    pairs = (first.groups + 1).astype(np.int64) * len(parts[1]) + second.groups + 1
+    found, inverse = np.unique(pairs, return_inverse=True)
+    rows = np.hstack([parts[0][found // len(parts[1])], parts[1][found % len(parts[1])]])
+    is_live = (rows < sum(sizes)).any(1)
+    numbers = np.where(is_live, np.cumsum(is_live) - 1, -1).astype(np.int32)
+    return _Columns(rows[is_live].astype(np.int16), numbers[inverse.ravel()])
+
+
+def _entered_by(token: int, automaton: Automaton, first: int) -> Automaton:
+    """Return an automaton in which `token` leads from the states before `first` to that state."""
+    classes, column = automaton.classes.copy(), automaton.next[:, automaton.classes[token]].copy()
+    column[:first] = first
+    classes[token] = automaton.next.shape[1]
+    return Automaton(classes, np.concatenate([automaton.next, column[:, None]], axis=1))
 
 
 def _too_many(what: str, most: int) -> ValueError:
