@@ -13,7 +13,7 @@ from jaxspec.grammar.byte_dfa import ByteDfa
 from jaxspec.text.parsers.output_parser import THINK_ENDS
 
 MAX_STATES = 4096
-MAX_CLASSES = 1024
+MAX_CLASSES = 512
 _MAX_CELLS = 2**25  # of the columns of one depth, 64 MiB
 _REFUSED, _EOS = 0, 1  # classes
 _NUM_OWN = 2

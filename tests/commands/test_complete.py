@@ -55,9 +55,9 @@ def test_speculation_can_be_turned_off(capsys, short_model):
     printed = capsys.readouterr()
     assert "4 tokens" in (last := printed.out.splitlines()[-1])
     assert last.endswith("no speculation")
-    head, weights, *_, total, compiling = printed.err.splitlines()  # --verbose
+    head, *parts, total, compiling = printed.err.splitlines()  # --verbose
     assert compiling.startswith("jaxspec: compiling ")
-    assert head == "Device memory" and weights.split()[0] == "weights"
+    assert head == "Device memory" and "weights" in {part.split()[0] for part in parts}
     assert re.fullmatch(r"  total +[\d.]+ MiB", total)
 
 
