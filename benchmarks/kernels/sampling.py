@@ -107,6 +107,7 @@ def inputs_of(draw: Draw, rows: int, vocab: int) -> SamplingInputs:
     slots = jnp.arange(1, count + 1, dtype=jnp.int32)
     columns |= {"seed": slots, "slot": slots, "table_slot": slots}
     columns["stop_ids"] = jnp.zeros((count, 0), jnp.int32)
+    columns["grammar_states"] = jnp.zeros((count, PLACES), jnp.int32)
     tables = SamplingTables.empty(count + 1, vocab, 8192, PLACES).of(draw.features)
     tokens = jax.random.randint(jax.random.key(0), (count, PLACES), 0, vocab, jnp.int32)
     return SamplingInputs(columns, tables, tokens).repeat(PLACES)

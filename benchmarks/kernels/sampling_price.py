@@ -74,6 +74,7 @@ def inputs_of(columns: dict[str, float], rows: int, vocab: int, tables: Any) -> 
     slots = jnp.arange(1, count + 1, dtype=jnp.int32)
     named |= {"seed": slots, "slot": slots, "table_slot": jnp.zeros_like(slots)}
     named["stop_ids"] = jnp.full((count, 4), 7, jnp.int32)
+    named["grammar_states"] = jnp.zeros((count, PLACES), jnp.int32)
     tokens = jax.random.randint(jax.random.key(0), (count, PLACES), 0, vocab, jnp.int32)
     return SamplingInputs(named, tables, tokens)
 

@@ -53,7 +53,7 @@ def sampling_inputs(rows, vocab, tokens=EMITS):
         field.name: jax.ShapeDtypeStruct((rows, *field.shape), field.dtype)
         for field in SAMPLING_FIELDS
     }
-    columns |= {"slot": ints(rows), "num_computed": ints(rows)}
+    columns |= {"slot": ints(rows), "num_computed": ints(rows), "grammar_states": ints(rows, EMITS)}
     tables = jax.eval_shape(lambda: SamplingTables.empty(3, vocab, 512, 4))
     return SamplingInputs(columns, tables, ints(rows, tokens))
 
