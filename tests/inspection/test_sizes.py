@@ -83,7 +83,7 @@ def test_tokens_and_requests_take_what_was_said(options):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_as_many_requests_as_are_said_fit_with_all_their_pages(options):
     config, said = config_of(**options), settled(**options)
-    for bytes_free in (3 * 10**6, 10**7):
+    for bytes_free in (15 * 10**6, 3 * 10**7):
         budget = MemoryBudget(bytes_free, 1.0, fixed_pages=True)
         for row in fits(config, model("qwen3_5"), said, budget):
             asked = {"max_model_len": row.max_model_len, "decode_buckets": None}
