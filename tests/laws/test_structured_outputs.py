@@ -23,7 +23,6 @@ from jaxspec.runner import tables as runner_tables
 from jaxspec.runner import verify as verify_module
 from jaxspec.sampling.automata import Automata
 from jaxspec.sampling.bias_tables import BiasTables
-from jaxspec.scheduler.scheduler import Scheduler
 
 SIZES = {"max_num_seqs": 4, "decode_buckets": [4], "prefill_buckets": [16], "max_model_len": 128}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
@@ -210,7 +209,7 @@ def test_a_flight_with_grammars_is_replayed(short_model, tmp_path):
 
 real_states, real_after = runner_tables.grammar_states, runner_tables.grammar_state_after
 real_allowed, real_masks = Automata.is_allowed, BiasTables.is_allowed
-real_fill, real_enter = mask_plan.fill_masks, Scheduler._enter
+real_fill = mask_plan.fill_masks
 
 
 def one_place_late(inputs, tables):
@@ -249,11 +248,6 @@ def masks_of_the_neighbour(matchers, drafts, masks):
     masks[...] = masks[::-1].copy()
 
 
-def drafts_of_the_old_row(self, request, step, num_computed):
-    real_enter(self, request, step, num_computed)
-    request.next_drafts = (1, 2, 3)
-
-
 def never_advanced(self, tokens):
     pass
 
@@ -273,7 +267,6 @@ DEVICE_BUGS = [
 HOST_BUGS = [
     (BiasTables, "is_allowed", masks_of_the_first_place),
     (mask_plan, "fill_masks", masks_of_the_neighbour),
-    (Scheduler, "_enter", drafts_of_the_old_row),
     (Matcher, "advance", never_advanced),
     (json_schema, "blanks", unbounded),
 ]

@@ -5,9 +5,8 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from sm90 import H200, nothing_kept_on_disk
 
 from benchmarks.measure.model_shapes import SHAPES
@@ -36,9 +35,8 @@ def group(h200, monkeypatch):
     there = topologies.get_topology_desc(
         platform="cuda", topology_name="", topology="1x1x2", target_config=H200
     ).devices
-    mesh = Mesh(np.array(there), (parallel.AXIS,))
     monkeypatch.setattr(device, "default_device", lambda: there[0])
-    monkeypatch.setattr(Group, "mesh", mesh)
+    monkeypatch.setattr(Group, "devices", tuple(there))
     return Group(2)
 
 
