@@ -193,7 +193,7 @@ def _texts_without(tag: bytes) -> ByteDfa:
 
 
 def _side_by_side(first: _Columns, second: _Columns) -> _Columns:
-    """Return the columns of the states of both, those of the second behind."""
+    """Return the columns of the states of both, the first ones first."""
     sizes = first.rows.shape[1], second.rows.shape[1]
     parts = []
     for columns, size, start in zip((first, second), sizes, (0, sizes[0]), strict=True):

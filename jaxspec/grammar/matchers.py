@@ -134,7 +134,7 @@ class Matchers:
 
 
 class _Read(NamedTuple):
-    """What grammars need of a tokenizer, which takes seconds to make if it is large."""
+    """Forms of a tokenizer that grammars use; a large one takes seconds to convert."""
 
     tokens: Any  # llguidance's form of it
     thoughts: Thoughts | None  # None if `</think>` is no token

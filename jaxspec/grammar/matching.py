@@ -20,7 +20,7 @@ class Vocabulary(NamedTuple):
 
     size: int
     bytes_of: Callable[[int], bytes]
-    end: int | None = None  # the EOS token that llguidance knows
+    end: int | None = None  # the EOS token in llguidance's tokenizer
     other_ends: tuple[int, ...] = ()  # EOS ids that are text otherwise, or no token
 
 

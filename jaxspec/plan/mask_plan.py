@@ -38,7 +38,7 @@ def pack_masks(requests: Sequence[Request], shapes: StepShapes) -> np.ndarray:
     fields = layout.unpack(packed)
     fields["slots"][: len(requests)] = [request.slot for request in requests]
     masks = fields["masks"][: len(requests)]
-    masks[...] = -1  # also behind a draft that the grammar refuses, which no token can reach
+    masks[...] = -1  # places after a refused draft stay so, and are never read
     matchers = [request.matcher for request in requests]
     fill_masks(matchers, [request.next_drafts for request in requests], masks)
     for mask, request in zip(masks, requests, strict=True):

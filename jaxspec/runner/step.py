@@ -109,12 +109,8 @@ def make_step(
             return _make_step(config, program)
         case MoveRows():
             return _make_moves(config, program)
-        case WriteTables():
-            return _make_tables(config)
-        case WriteMasks():
-            return _make_masks(config)
-        case WriteAutomaton():
-            return _make_automaton(config)
+        case WriteTables() | WriteMasks() | WriteAutomaton():
+            return _make_write(config, program)
         case ExportState():
             return _make_export(config)
         case CopyBlock():
@@ -178,48 +174,30 @@ def _make_moves(
     return moves
 
 
-def _make_tables(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceOutput]]:
-    """Return the program that writes the sampling tables of a slot."""
+def _make_write(
+    config: StepConfig, program: WriteTables | WriteMasks | WriteAutomaton
+) -> Callable[..., tuple[EngineState, DeviceOutput]]:
+    """Return the program that writes parts of the sampling tables."""
 
-    def tables(
+    def write(
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
     ) -> tuple[EngineState, DeviceOutput]:
-        assert state.tables.bias is not None  # programs with BIAS have bias tables
-        bias = state.tables.bias.with_slot(packed)
-        state = dataclasses.replace(state, tables=dataclasses.replace(state.tables, bias=bias))
-        return state, _no_output(config)
+        bias, automata = state.tables.bias, state.tables.automata
+        match program:
+            case WriteTables():
+                assert bias is not None  # programs with BIAS have bias tables
+                written = {"bias": bias.with_slot(packed)}
+            case WriteMasks():
+                assert bias is not None
+                fields = plan_layout(MASKS, config.shapes).unpack(packed)
+                written = {"bias": bias.with_masks(**fields)}
+            case WriteAutomaton():
+                assert automata is not None  # an argument of this program
+                written = {"automata": automata.written(packed)}
+        sampling = dataclasses.replace(state.tables, **written)
+        return dataclasses.replace(state, tables=sampling), _no_output(config)
 
-    return tables
-
-
-def _make_masks(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceOutput]]:
-    """Return the program that writes the masks of some slots."""
-
-    def masks(
-        weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
-    ) -> tuple[EngineState, DeviceOutput]:
-        assert state.tables.bias is not None  # programs with BIAS have bias tables
-        bias = state.tables.bias.with_masks(**plan_layout(MASKS, config.shapes).unpack(packed))
-        state = dataclasses.replace(state, tables=dataclasses.replace(state.tables, bias=bias))
-        return state, _no_output(config)
-
-    return masks
-
-
-def _make_automaton(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceOutput]]:
-    """Return the program that writes states of an automaton."""
-
-    def automaton(
-        weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
-    ) -> tuple[EngineState, DeviceOutput]:
-        assert state.tables.automata is not None  # an argument of this program
-        written = state.tables.automata.written(packed)
-        state = dataclasses.replace(
-            state, tables=dataclasses.replace(state.tables, automata=written)
-        )
-        return state, _no_output(config)
-
-    return automaton
+    return write
 
 
 def _make_export(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceOutput]]:

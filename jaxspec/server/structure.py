@@ -45,7 +45,7 @@ def response_format(given: Mapping[str, Any]) -> Json | None:
 
 
 def structured_outputs(fields: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    """Return the form of the text that a request's fields ask for.
+    """Return the form of the text by a request's fields.
 
     Args:
         fields: `response_format`, `structured_outputs`, the fields of `GUIDED` and
