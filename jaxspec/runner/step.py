@@ -197,6 +197,7 @@ def _make_write(
         sampling = dataclasses.replace(state.tables, **written)
         return dataclasses.replace(state, tables=sampling), _no_output(config)
 
+    write.__name__ = type(program).__name__  # in profiles and compilation logs
     return write
 
 
