@@ -127,10 +127,10 @@ class Matchers:
                 "structured_outputs need a tokenizer whose tokens are bytes, such as byte-level "
                 f"BPE or SentencePiece with byte fallback, got an error: {error!s:.200}."
             ) from error
-        end, *others = tag_ids(THINK_ENDS, tokenizer)
-        return _Read(
-            tokens, None if others else Thoughts(tokenizer, self._vocab_size, end, self._eos_ids)
-        )
+        ends, thoughts = tag_ids(THINK_ENDS, tokenizer), None
+        if len(ends) == 1:
+            thoughts = Thoughts(tokenizer, self._vocab_size, ends[0], self._eos_ids)
+        return _Read(tokens, thoughts)
 
 
 class _Read(NamedTuple):

@@ -10,6 +10,7 @@ from constrained import EOS, VOCAB, allowed, embedded, grammar_of, masks_of
 from gguf_tokenizers import write_byte_level
 from tokenizer_folders import BYTES, FIXTURES
 
+from benchmarks.measure.words import write_words
 from jaxspec.api.loading import EMBEDDED_MODEL
 from jaxspec.grammar import Grammar, Matchers, fill_masks
 from jaxspec.grammar import matchers as module
@@ -115,3 +116,12 @@ def test_tokens_of_all_kinds_are_their_bytes(kind, is_greedy, tmp_path):
             break
         text += tokenizer.bytes_of(token)
     assert text.replace(b" ", b"").decode() in [each.replace(" ", "") for each in texts]
+
+
+def test_a_tokenizer_that_cannot_spell_the_tags_of_reasoning_has_grammars(tmp_path):
+    write_words(tmp_path, VOCAB)  # words of letters
+    tokenizer = Tokenizer(tmp_path)
+    assert not tokenizer.encode("</think>", add_special_tokens=False)
+    matchers = Matchers(tokenizer, VOCAB, [5])
+    grammar = grammar_of({"regex": "( [ab]){2}"}, tokenizer=tokenizer)
+    assert matchers.automaton(grammar).after([0, 1, 5]) > 0

@@ -195,6 +195,17 @@ def test_samples_of_one_prompt_and_preempted_requests_follow_their_grammars(shor
     assert all(re.match("(?:ab|cd)*[ac]?$", x.text) for x in crowded[0].outputs)
 
 
+def test_requests_with_masks_of_the_host_decode_in_each_step(short_model):
+    """Also those whose prompts end in different steps."""
+    llm = LLM(short_model, **SIZES, enable_prefix_caching=False)
+    params = SamplingParams(max_tokens=40, structured_outputs={"grammar": 'start: "a"~400'})
+    outputs = llm.generate(["def f(x):\n" * 3] * 4, params)
+    lengths = [len(each.outputs[0].token_ids) for each in outputs]
+    num_steps = llm.metrics()["num_steps"]
+    llm.close()
+    assert lengths == [40] * 4 and num_steps < 60
+
+
 def test_a_flight_with_grammars_is_replayed(short_model, tmp_path):
     llm = LLM(short_model, **SIZES, flight_recorder="full", speculative_config=NGRAM)
     forms = {"choice": ["red", "blue"]}, {"json_object": True}
