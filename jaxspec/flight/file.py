@@ -41,7 +41,7 @@ from jaxspec.plan.row import row_layout
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.sampling.processors import PROCESSORS
 
-FORMAT = 5  # file format; `read` refuses others
+FORMAT = 6  # file format; `read` refuses others
 MAX_BYTES = 2**36  # limit for an unpacked file; a copy of the state is most of it
 _MAX_HEADER_BYTES = 2**20
 _MAX_UNPACKED_BYTES = 2**30  # limit for compressed members: plans and outputs, which are small
@@ -235,6 +235,7 @@ def _check_plan(
         _check_bounds("an automaton", fields, {"automaton": (0, NUM_AUTOMATA - 1)})
         states, masks = (0, NUM_STATES - 1), (0, NUM_MASKS - 1)
         bounds = {"states": states, "state_masks": masks, "masks": masks}
+        bounds["forced"] = (-1, vocab_size - 1)
         _check_bounds("an automaton", fields, bounds)
         halves = {name: fields[name].view(np.int16) for name in ("classes", "next")}
         bounds = {"classes": (0, MAX_CLASSES - 1), "next": (-1, NUM_STATES - 1)}

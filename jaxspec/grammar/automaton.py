@@ -15,6 +15,7 @@ from jaxspec.text.parsers.output_parser import THINK_ENDS
 MAX_STATES = 4096
 MAX_CLASSES = 512
 _MAX_CELLS = 2**25  # of the columns of one depth, 64 MiB
+_MOST_OF_ONE_TEXT = 64  # tokens that begin one text; more are no single text
 _REFUSED, _EOS = 0, 1  # classes
 _NUM_OWN = 2
 _BLANKS = regexes.parse(r"\n{0,4}")  # as in `thinking.Thinking.rules`
@@ -37,6 +38,7 @@ class Automaton:
 
     classes: np.ndarray  # int16 [vocab_size]
     next: np.ndarray  # int16 [states, classes], -1 where a token is refused
+    forced: np.ndarray  # int32 [states], a token of the text that must follow, or -1
 
     def after(self, tokens: Iterable[int]) -> int:
         """Return the state after `tokens` from the start; -1 if one is refused."""
@@ -107,7 +109,8 @@ class AutomatonCompiler:
             )
         ends = set(self._eos_ids.tolist())
         texts = [b"" if i in ends else text or b"" for i, text in enumerate(token_bytes)]
-        self._depths = _trie(texts)
+        self._texts = texts + [b""] * (vocab_size - len(texts))
+        self._depths = _trie(self._texts)
 
     def compile(self, regex: str, *, thinking_end: int | None = None) -> Automaton:
         """Compile a regex in Rust's syntax that the whole output must match.
@@ -129,12 +132,38 @@ class AutomatonCompiler:
         dfa = ByteDfa.of(node)
         columns, is_final = _trimmed(self._columns(dfa), dfa.is_final)
         if thinking_end is None:
-            return self._automaton(columns, is_final)
+            return self._with_forced(self._automaton(columns, is_final))
         thoughts = self._columns(_texts_without(THINK_ENDS.encode()))
         num_thoughts = thoughts.rows.shape[1]
         is_final = np.concatenate([np.zeros(num_thoughts, bool), is_final])
         automaton = self._automaton(_side_by_side(thoughts, columns), is_final)
-        return _entered_by(thinking_end, automaton, num_thoughts)
+        return self._with_forced(_entered_by(thinking_end, automaton, num_thoughts))
+
+    def _with_forced(self, automaton: Automaton) -> Automaton:
+        """Add the longest token of the text that must follow each state, if any must."""
+        order, (allowed, of_state) = np.argsort(automaton.classes, kind="stable"), automaton.masks
+        sizes = np.bincount(automaton.classes, minlength=allowed.shape[1])
+        members = np.split(order, np.cumsum(sizes)[:-1])
+        found = np.full(len(allowed), -1, np.int32)
+        for mask in np.flatnonzero(allowed @ sizes <= _MOST_OF_ONE_TEXT):
+            tokens = [members[each] for each in np.flatnonzero(allowed[mask])]
+            if tokens:
+                found[mask] = self._forced(np.concatenate(tokens).tolist())
+        return dataclasses.replace(automaton, forced=found[of_state])
+
+    def _forced(self, tokens: list[int]) -> int:
+        """Return the longest of the tokens that all others begin or continue; -1 if none is."""
+        if len(tokens) == 1:
+            return tokens[0]
+        texts = sorted(
+            ((self._texts[each], each) for each in tokens), key=lambda pair: len(pair[0])
+        )
+        longest = -1
+        for number, (text, token) in enumerate(texts):
+            if not text or not all(other.startswith(text) for other, _ in texts[number + 1 :]):
+                break
+            longest = token
+        return longest
 
     def _check_end(self, thinking_end: int) -> None:
         if not 0 <= thinking_end < self._vocab_size or thinking_end in self._eos_ids:
@@ -176,7 +205,7 @@ class AutomatonCompiler:
         table[:-1, _EOS][is_final] = num_states
         classes = np.where(columns.groups < 0, _REFUSED, columns.groups + _NUM_OWN)
         classes[self._eos_ids] = _EOS
-        return Automaton(classes.astype(np.int16), table)
+        return Automaton(classes.astype(np.int16), table, np.full(len(table), -1, np.int32))
 
 
 def _texts_without(tag: bytes) -> ByteDfa:
@@ -213,7 +242,8 @@ def _entered_by(token: int, automaton: Automaton, first: int) -> Automaton:
     classes, column = automaton.classes.copy(), automaton.next[:, automaton.classes[token]].copy()
     column[:first] = first
     classes[token] = automaton.next.shape[1]
-    return Automaton(classes, np.concatenate([automaton.next, column[:, None]], axis=1))
+    following = np.concatenate([automaton.next, column[:, None]], axis=1)
+    return Automaton(classes, following, automaton.forced)
 
 
 def _too_many(what: str, most: int) -> ValueError:

@@ -43,6 +43,7 @@ def automaton_layout(vocab_size: int) -> PackedLayout:
             Field("classes", "Class of each token.", shape=(-(-vocab_size // 2),)),
             Field("states", "Indices of the states, then 0.", shape=many),
             Field("state_masks", "Index of each state's mask.", shape=many),
+            Field("forced", "Token of the text that must follow each state, or -1.", shape=many),
             Field("next", "State after each class, or -1.", shape=(*many, MAX_CLASSES // 2)),
             Field("masks", "Indices of the masks, then 0.", shape=many),
             Field("allowed", "One bit per class.", shape=(*many, MAX_CLASSES // 32)),
@@ -67,6 +68,7 @@ def pack_automaton(automaton: Automaton, place: Place) -> Iterator[np.ndarray]:
         count = len(part)
         fields["states"][:count] = place.state + start + np.arange(count)
         fields["state_masks"][:count] = place.mask + state_masks[start : start + count]
+        fields["forced"][:count] = automaton.forced[start : start + count]
         following = fields["next"].view(np.int16)
         following[...] = -1
         following[:count, :num_classes] = np.where(part < 0, -1, part + place.state)

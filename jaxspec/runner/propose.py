@@ -19,6 +19,7 @@ from jaxspec.models.base import Model
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
 from jaxspec.runner.prepare import StepInputs
 from jaxspec.sampling import NO_TOKEN
+from jaxspec.sampling.automata import Automata
 
 DROPPED = -2  # replaces drafts outside the vocabulary
 
@@ -42,6 +43,27 @@ def propose(
         num_drafts=jnp.clip(drafts.num_drafts, 0, inputs.num_drafts),
     )
     return drafts, after
+
+
+def allowed_drafts(
+    drafts: Drafts, inputs: DraftInputs, automata: Automata, states: Int[Array, " rows"]
+) -> Drafts:
+    """Return drafts that the automata of the rows allow, and forced tokens where there are none.
+
+    The target would reject the others. `states` (int32) are those after each row's newest token.
+    """
+    place = jnp.arange(drafts.tokens.shape[1], dtype=jnp.int32)[None, :]
+    has_automaton = (states > 0)[:, None]
+    is_draft = ~has_automaton | (place < drafts.num_drafts[:, None])
+    tokens = automata.allowed_drafts(states, jnp.where(is_draft, drafts.tokens, NO_TOKEN))
+    lengths = jnp.sum(jnp.cumprod(tokens >= 0, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+    counts = jnp.where(inputs.should_draft, lengths, 0)
+    logits = drafts.logits
+    if logits is not None:
+        ids = jnp.arange(logits.shape[2], dtype=jnp.int32)[None, None, :]
+        only = jnp.where(ids == tokens[:, :, None], 0.0, -jnp.inf)
+        logits = jnp.where((tokens == drafts.tokens)[:, :, None], logits, only)
+    return Drafts(tokens, jnp.where(has_automaton[:, 0], counts, drafts.num_drafts), logits)
 
 
 def num_dropped(inputs: StepInputs) -> Int[Array, " active"]:

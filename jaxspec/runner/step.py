@@ -43,7 +43,7 @@ from jaxspec.runner.logprobs import emitted_logprobs, prompt_logprobs
 from jaxspec.runner.output import DeviceOutput, pack_output
 from jaxspec.runner.prepare import prepare
 from jaxspec.runner.programs import XLA_OPTIONS
-from jaxspec.runner.propose import num_dropped, propose
+from jaxspec.runner.propose import allowed_drafts, num_dropped, propose
 from jaxspec.runner.remap import (
     remap,
     scatter_new_rows,
@@ -285,6 +285,9 @@ def _one_step(
     if config.proposer is not None:
         proposer_inputs = draft_inputs(output, inputs, acceptance, active, plan, features)
         drafts, pools = propose(config.proposer, model, proposer_inputs, pools, tables)
+        if sampling.automata is not None:
+            states = changed["grammar_state"]
+            drafts = allowed_drafts(drafts, proposer_inputs, sampling.automata, states)
         changed["drafts"] = _widened(drafts.tokens, config.shapes.num_drafts)
         changed["num_drafts"] = drafts.num_drafts
         draft_logits = _with_distributions(draft_logits, drafts, active.slot)

@@ -25,6 +25,7 @@ class Automata:
 
     masks: Int[Array, "masks words"]  # one bit per token, the lowest first
     state_masks: Int[Array, " states"]  # index of the mask of the tokens that a state allows
+    forced: Int[Array, " states"]  # a token of the text that must follow; -1 if several may
     next: Int[Array, "states classes"]  # int16; state after a token of a class, -1 if refused
     automaton: Int[Array, " states"]  # automaton of each state
     classes: Int[Array, "automata vocab"]  # int16; class of each token
@@ -36,6 +37,7 @@ class Automata:
         return Automata(
             masks=jnp.full((NUM_MASKS, -(-vocab_size // 32)), -1, jnp.int32),
             state_masks=jnp.zeros(NUM_STATES, jnp.int32),
+            forced=jnp.full(NUM_STATES, NO_TOKEN, jnp.int32),
             next=jnp.zeros((NUM_STATES, num_classes), jnp.int16),
             automaton=jnp.zeros(NUM_STATES, jnp.int32),
             classes=jnp.zeros((NUM_AUTOMATA, vocab_size), jnp.int16),
@@ -55,6 +57,7 @@ class Automata:
         return Automata(
             masks=self.masks.at[at_masks].set(_words(allowed), mode="drop"),
             state_masks=self.state_masks.at[at].set(plan["state_masks"], mode="drop"),
+            forced=self.forced.at[at].set(plan["forced"], mode="drop"),
             next=self.next.at[at].set(following, mode="drop"),
             automaton=self.automaton.at[at].set(index, mode="drop"),
             classes=self.classes.at[jnp.where(index > 0, index, NUM_AUTOMATA)].set(
@@ -68,9 +71,14 @@ class Automata:
 
     def after(self, states: Int[Array, " n"], tokens: Int[Array, " n"]) -> Int[Array, " n"]:
         """Return the states (int32) after `tokens`; -1 is no token, and a refused one stays."""
+        following = self._following(states, tokens)
+        return jnp.where(following < 0, states, following)
+
+    def _following(self, states: Int[Array, " n"], tokens: Int[Array, " n"]) -> Int[Array, " n"]:
+        """Return the states (int32) after `tokens`; -1 where one is refused, or is no token."""
         classes = self.classes[self.automaton[states], jnp.maximum(tokens, 0)]
         following = self.next[states, classes.astype(jnp.int32)].astype(jnp.int32)
-        return jnp.where((tokens == NO_TOKEN) | (following < 0), states, following)
+        return jnp.where(tokens < 0, -1, following)
 
     def along(
         self, states: Int[Array, " rows"], tokens: Int[Array, "rows n"]
@@ -80,6 +88,23 @@ class Automata:
         for place in range(tokens.shape[1]):
             found.append(self.after(found[-1], tokens[:, place]))
         return jnp.stack(found, axis=1)
+
+    def allowed_drafts(
+        self, states: Int[Array, " rows"], tokens: Int[Array, "rows n"]
+    ) -> Int[Array, "rows n"]:
+        """Return `tokens` (int32) as drafts from `states`: forced ones in place of refused ones.
+
+        Forced ones also take the place of none (-1). A refused draft becomes none where no token is
+        forced. State 0 refuses no draft.
+        """
+        found = [tokens[:, :0]]
+        for place in range(tokens.shape[1]):
+            token = tokens[:, place]
+            is_refused = (states > 0) & (self._following(states, token) < 0)
+            token = jnp.where(is_refused, self.forced[states], token)
+            states = self.after(states, token)
+            found.append(token[:, None])
+        return jnp.concatenate(found, axis=1)
 
 
 def _halves(words: Int[Array, "... n"]) -> Int[Array, "... 2*n"]:

@@ -229,3 +229,23 @@ def test_tables_are_within_the_limits():
     assert automaton.next.shape[0] == MAX_STATES and automaton.next.shape[1] <= MAX_CLASSES
     with pytest.raises(ValueError):
         compiler().compile(f"{thousands}[a-z]{{1,{MAX_STATES - 4001}}}")
+
+
+def test_a_forced_token_is_the_longest_of_the_text_that_must_follow():
+    texts = [b"a", b"b", b"c", b"ab", b"abc", b"abd", b"bc", b"d", None, b"aba"]
+    compiler = AutomatonCompiler(texts, [8], len(texts) + 2)
+    forced = {
+        "abc": 4,  # a, ab and abc are its beginnings
+        "ab[cd]": 3,  # abc and abd are two texts
+        "abe?": 3,
+        "[ab]c": -1,
+        "(ab)*c": -1,
+        "d": 7,
+    }
+    for regex, token in forced.items():
+        automaton = compiler.compile(regex)
+        assert automaton.forced[0] == token, regex
+    automaton = compiler.compile("abc")
+    assert automaton.forced[automaton.after([0])] == 6  # bc
+    assert automaton.forced[automaton.after([4])] == 8  # the end
+    assert automaton.forced[-1] == -1

@@ -206,6 +206,21 @@ def test_requests_with_masks_of_the_host_decode_in_each_step(short_model):
     assert lengths == [40] * 4 and num_steps < 60
 
 
+def test_text_that_must_follow_is_drafted(short_model):
+    """Whatever the proposer drafts; where one token alone is allowed, all are accepted."""
+    text = "".join(map(chr, range(0x410, 0x426)))  # 44 bytes, each a token
+    params = SamplingParams(temperature=0.0, structured_outputs={"regex": text})
+    found, steps = [], []
+    for drafts in (None, NGRAM):
+        llm = LLM(short_model, **SIZES, speculative_config=drafts)
+        found += llm.generate("def f(x):", params)
+        steps.append(llm.metrics()["num_steps"])
+        llm.close()
+    plain, drafted = (tuple(each.outputs[0].token_ids) for each in found)
+    assert found[1].outputs[0].text == text and plain == drafted and len(plain) == 45
+    assert steps[0] >= 45 and steps[1] <= 2 + 45 / 4 + 2  # two more may be in flight
+
+
 def test_a_flight_with_grammars_is_replayed(short_model, tmp_path):
     llm = LLM(short_model, **SIZES, flight_recorder="full", speculative_config=NGRAM)
     forms = {"choice": ["red", "blue"]}, {"json_object": True}

@@ -79,3 +79,21 @@ def test_states_along_tokens_stay_where_there_is_no_token():
             after = state if token < 0 else automaton.next[state, automaton.classes[token]]
             state = state if after < 0 else after
             assert row[place] == 1 + state
+
+
+def test_drafts_that_are_refused_become_forced_ones_or_none():
+    random = np.random.default_rng(5)
+    automaton = random_automaton(random, VOCAB, states=8, classes=4)
+    pool = written(Automata.empty(VOCAB), automaton, Place(1, 1, 1))
+    tokens = random.integers(-2, VOCAB, (60, 4)).astype(np.int32)
+    starts = random.integers(-1, 8, 60).astype(np.int32)  # -1: a row without an automaton
+    got = np.asarray(pool.allowed_drafts(jnp.asarray(starts + 1), jnp.asarray(tokens)))
+    for drafts, state, found in zip(tokens, starts, got, strict=True):
+        if state < 0:
+            assert found.tolist() == drafts.tolist()
+            continue
+        for draft, token in zip(drafts, found, strict=True):
+            is_allowed = draft >= 0 and automaton.next[state, automaton.classes[draft]] >= 0
+            assert token == (draft if is_allowed else automaton.forced[state])
+            after = automaton.next[state, automaton.classes[token]] if token >= 0 else -1
+            state = state if after < 0 else after

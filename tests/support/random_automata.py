@@ -9,4 +9,6 @@ def random_automaton(random, vocab, states=None, classes=None):
     states = states or int(random.integers(1, 9))
     classes = classes or int(random.integers(1, 6))
     following = random.integers(-1, states, (states, classes)).astype(np.int16)
-    return Automaton(random.integers(0, classes, vocab).astype(np.int16), following)
+    of_token = random.integers(0, classes, vocab).astype(np.int16)
+    forced = random.integers(-1, vocab, states).astype(np.int32)  # refused ones, too
+    return Automaton(of_token, following, forced)
