@@ -65,9 +65,9 @@ class Automata:
             ),
         )
 
-    def is_allowed(self, states: Int[Array, " n"]) -> Bool[Array, "n vocab"]:
-        """Return the tokens that each state allows."""
-        return is_set(self.masks[self.state_masks[states]], self.classes.shape[1])
+    def masks_of(self, states: Int[Array, " n"]) -> Int[Array, "n words"]:
+        """Return the masks (int32) of the tokens that each state allows."""
+        return self.masks[self.state_masks[states]]
 
     def after(self, states: Int[Array, " n"], tokens: Int[Array, " n"]) -> Int[Array, " n"]:
         """Return the states (int32) after `tokens`; -1 is no token, and a refused one stays."""

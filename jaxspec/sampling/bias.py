@@ -5,6 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.sampling.automata import Automata
 from jaxspec.sampling.bias_tables import BiasTables
+from jaxspec.sampling.bits import is_set
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 
 
@@ -22,9 +23,8 @@ def add_bias(
     tables = _tables_of(inputs)
     place = positions - inputs.num_computed - 1
     state = jnp.take_along_axis(inputs.grammar_states, place[:, None], axis=1)[:, 0]
-    is_allowed = tables.is_allowed(inputs.table_slot, place) & _automata_of(inputs).is_allowed(
-        state
-    )
+    masks = tables.masks_at(inputs.table_slot, place) & _automata_of(inputs).masks_of(state)
+    is_allowed = is_set(masks, logits.shape[1])
     return jnp.where(is_allowed, logits + tables.bias[inputs.table_slot], -jnp.inf)
 
 

@@ -4,11 +4,10 @@ import dataclasses
 
 import flax.struct
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.matmul.scores import NO_TOKEN
 from jaxspec.plan.table_plan import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MORE_STOP_IDS, table_layout
-from jaxspec.sampling.bits import is_set
 
 
 @flax.struct.dataclass
@@ -60,11 +59,9 @@ class BiasTables:
         where = jnp.where(slots > 0, slots, self.allowed.shape[0])
         return dataclasses.replace(self, allowed=self.allowed.at[where].set(masks, mode="drop"))
 
-    def is_allowed(
-        self, slots: Int[Array, " n"], places: Int[Array, " n"]
-    ) -> Bool[Array, "n vocab"]:
-        """Return the allowed ids at position `places` of a verify, the first being 0."""
-        return is_set(self.allowed[slots, places], self.bias.shape[1])
+    def masks_at(self, slots: Int[Array, " n"], places: Int[Array, " n"]) -> Int[Array, "n words"]:
+        """Return the masks (int32) of allowed ids at `places` of a verify, the first being 0."""
+        return self.allowed[slots, places]
 
     def with_tokens(
         self, slots: Int[Array, " n"], tokens: Int[Array, " n"], indices: Int[Array, " n"]

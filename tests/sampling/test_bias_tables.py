@@ -8,6 +8,7 @@ from jaxspec.plan.table_plan import MAX_BAD_WORD_TOKENS, pack_tables
 from jaxspec.requests.request import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.sampling.bias_tables import BiasTables
+from jaxspec.sampling.bits import is_set
 
 SLOTS, VOCAB = 4, 70
 write = jax.jit(BiasTables.with_slot)
@@ -35,9 +36,9 @@ def test_a_plan_writes_its_slot_whole_and_no_other(empty):
     assert (np.asarray(tables.bad_words) == -1).all()
     tables = write(tables, first)
     every = np.arange(4, dtype=np.int32)
-    allowed = tables.is_allowed(np.full_like(every, 2), every)
+    allowed = is_set(tables.masks_at(np.full_like(every, 2), every), VOCAB)
     assert [np.flatnonzero(row).tolist() for row in allowed] == [[0, 69]] * 4
-    assert tables.is_allowed(every % 2, every).all()
+    assert is_set(tables.masks_at(every % 2, every), VOCAB).all()
     assert tables.bad_words[2, 0, -3:].tolist() == [-1, 1, 2]
     jax.tree.map(np.testing.assert_array_equal, tables, write(tables, np.zeros_like(first)))
 
@@ -51,7 +52,7 @@ def test_masks_replace_the_allowed_ids_of_their_slots_at_each_position(empty):
     places = np.arange(4, dtype=np.int32)
     every = np.ones_like(bits[0])
     for slot, want in enumerate((every, bits[0], every, bits[1])):
-        got = tables.is_allowed(np.full_like(places, slot), places)
+        got = is_set(tables.masks_at(np.full_like(places, slot), places), VOCAB)
         np.testing.assert_array_equal(got, want)
 
 
