@@ -86,8 +86,8 @@ class Engine:
     The oldest dispatch is collected once at least `max_in_flight` steps follow it in flight. With 1
     host and device overlap as drawn; 0 collects each step before planning the next (the synchronous
     engine). A dispatch of four steps counts as four, because a new prompt waits for all of them; a
-    plan that only copies counts as one. While requests wait for their results, because the host
-    masks their next tokens, 1 is the most, and 0 if at least half of the requests have such masks.
+    plan that only copies counts as one. While a request waits for its result, because a grammar
+    masks its next token, 1 is the most.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, *, max_in_flight: int = 2):
@@ -195,13 +195,11 @@ class Engine:
             self.runner.dispatch(self.scheduler.packer.pack_copies(self.scheduler.running))
 
     def _most_following(self) -> int:
-        running = self.scheduler.running
-        if not any(request.awaits_result for request in running):
-            return self.max_in_flight
-        # With 1, those that wait are in every second step, and with 0 in each, but the device
-        # is idle between steps.
-        num_masked = sum(request.matcher is not None for request in running)
-        return 0 if 2 * num_masked >= len(running) else min(1, self.max_in_flight)
+        # A request that waits for its result is in every second step, not in every third. If all
+        # wait, two halves of them alternate, and the masks of one are computed during the step of
+        # the other: in one step with all of them, the device would wait for the masks.
+        awaited = any(request.awaits_result for request in self.scheduler.running)
+        return min(1, self.max_in_flight) if awaited else self.max_in_flight
 
     def _num_following(self) -> int:
         """Return the number of steps in flight after the oldest dispatch."""

@@ -1,6 +1,7 @@
 """Logit bias, allowed token ids, bad words and additional stop ids, read from the bias tables."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.sampling.automata import Automata
@@ -24,7 +25,8 @@ def add_bias(
     place = positions - inputs.num_computed - 1
     state = jnp.take_along_axis(inputs.grammar_states, place[:, None], axis=1)[:, 0]
     masks = tables.masks_at(inputs.table_slot, place) & _automata_of(inputs).masks_of(state)
-    is_allowed = is_set(masks, logits.shape[1])
+    # XLA would fuse the gathers into the pass over all logits, and index them for each id.
+    is_allowed = is_set(lax.optimization_barrier(masks), logits.shape[1])
     return jnp.where(is_allowed, logits + tables.bias[inputs.table_slot], -jnp.inf)
 
 

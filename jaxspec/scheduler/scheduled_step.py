@@ -13,7 +13,6 @@ class StepBuilder:
 
     budget: int  # prompt tokens that may still be added
     num_steps: int  # decode steps of the dispatch
-    holds_masked: bool = False  # rows with a matcher wait for those in flight
     decodes: list[Request] = dataclasses.field(default_factory=list)
     prefills: list[tuple[Request, int]] = dataclasses.field(default_factory=list)
     grown: list[Request] = dataclasses.field(default_factory=list)  # requests with new pages

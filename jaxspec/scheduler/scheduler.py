@@ -142,10 +142,7 @@ class Scheduler:
         num_steps = num_decode_steps(
             self.shapes, self.programs, self.running, budget, self.pages.num_free
         )
-        # Rows whose masks the host computes decode together: apart, each half of them would be in
-        # every second step only, even without other rows.
-        awaited = any(r.awaits_result and r.num_output for r in self.running)
-        step = StepBuilder(budget, num_steps, holds_masked=awaited)
+        step = StepBuilder(budget, num_steps)
         index = 0
         while index < len(self.running):  # preemptions remove requests from the end
             self._advance(self.running[index], step)
@@ -196,8 +193,6 @@ class Scheduler:
     # Choice of rows
 
     def _advance(self, request: Request, step: StepBuilder) -> None:
-        if step.holds_masked and request.matcher is not None and request.num_output:
-            return
         if request.takes_decode_row:
             upto = self.shapes.reach(request.tokens_bound, step.num_steps)
             if self._reserve(request, upto, step):

@@ -195,17 +195,6 @@ def test_samples_of_one_prompt_and_preempted_requests_follow_their_grammars(shor
     assert all(re.match("(?:ab|cd)*[ac]?$", x.text) for x in crowded[0].outputs)
 
 
-def test_requests_with_masks_of_the_host_decode_in_each_step(short_model):
-    """Also those whose prompts end in different steps."""
-    llm = LLM(short_model, **SIZES, enable_prefix_caching=False)
-    params = SamplingParams(max_tokens=40, structured_outputs={"grammar": 'start: "a"~400'})
-    outputs = llm.generate(["def f(x):\n" * 3] * 4, params)
-    lengths = [len(each.outputs[0].token_ids) for each in outputs]
-    num_steps = llm.metrics()["num_steps"]
-    llm.close()
-    assert lengths == [40] * 4 and num_steps < 60
-
-
 def test_text_that_must_follow_is_drafted(short_model):
     """Whatever the proposer drafts; where one token alone is allowed, all are accepted."""
     text = "".join(map(chr, range(0x410, 0x426)))  # 44 bytes, each a token
@@ -234,7 +223,7 @@ def test_a_flight_with_grammars_is_replayed(short_model, tmp_path):
 # Bugs that have shipped elsewhere, planted here.
 
 real_states, real_after = runner_tables.grammar_states, runner_tables.grammar_state_after
-real_allowed, real_masks = Automata.is_allowed, BiasTables.is_allowed
+real_allowed, real_masks = Automata.masks_of, BiasTables.masks_at
 real_fill = mask_plan.fill_masks
 
 
@@ -258,11 +247,11 @@ def not_rolled_back(inputs, tables, acceptance):
 
 
 def bonus_unmasked(self, states):
-    return real_allowed(self, states).at[3::4].set(True)
+    return real_allowed(self, states).at[3::4].set(-1)
 
 
 def end_always_allowed(self, states):
-    return real_allowed(self, states).at[:, 0].set(True)
+    return real_allowed(self, states).at[:, 0].set(real_allowed(self, states)[:, 0] | 1)
 
 
 def masks_of_the_first_place(self, slots, places):
@@ -286,12 +275,12 @@ DEVICE_BUGS = [
     (verify_module, "grammar_states", one_place_late),
     (verify_module, "grammar_states", of_the_neighbour),
     (step_module, "grammar_state_after", not_rolled_back),
-    (Automata, "is_allowed", bonus_unmasked),
-    (Automata, "is_allowed", end_always_allowed),
+    (Automata, "masks_of", bonus_unmasked),
+    (Automata, "masks_of", end_always_allowed),
     (regular, "blanks", unbounded),
 ]
 HOST_BUGS = [
-    (BiasTables, "is_allowed", masks_of_the_first_place),
+    (BiasTables, "masks_at", masks_of_the_first_place),
     (mask_plan, "fill_masks", masks_of_the_neighbour),
     (Matcher, "advance", never_advanced),
     (json_schema, "blanks", unbounded),
