@@ -191,6 +191,10 @@ def tensor_parallel(figures: Figures) -> Rows:
         yield case | gain
 
 
+def layers(figures: Figures) -> Rows:
+    return iter(figures["layers"])
+
+
 def _decode_columns(drafts: int) -> list[Column]:
     return [
         (f"{drafts} drafts: ms", f"{{at[{drafts}][ms_per_token]:.2f}}"),
@@ -237,6 +241,25 @@ TABLES = {
         ("beside one GPU", "{gain}"),
         ("prompt tokens a second", "{prefill_tokens_per_second:,.0f}"),
         COMMIT,
+    ),
+    "sums over devices": Table(
+        "tensor_parallel_h200.json",
+        tensor_parallel,
+        ("model, rows", "{size}, {rows}"),
+        ("GPUs", "{tensor_parallel_size}"),
+        ("sums", "{sums}"),
+        ("ms per token", "{ms_per_token:.2f}"),
+        ("ms per step", "{ms_per_step:.2f}"),
+        ("beside one GPU", "{gain}"),
+        COMMIT,
+    ),
+    "layers of two devices": Table(
+        "tensor_parallel_h200.json",
+        layers,
+        ("rows", "{rows}"),
+        ("all-reduce, then norm: us", "{psum_us:.1f}"),
+        ("one kernel", "{fused_us:.1f}"),
+        ("without sums", "{none_us:.1f}"),
     ),
     "decode": Table(
         "decode_h200.json",
