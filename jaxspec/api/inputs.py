@@ -156,6 +156,7 @@ class InputProcessor:
         seed: int,
         default_params: SamplingParams | None = None,
         finds_boundaries: bool = False,
+        reasoning_parser: str | None = None,
     ):
         """Create a processor for one model.
 
@@ -168,12 +169,14 @@ class InputProcessor:
             seed: Seed for prompts without one.
             default_params: Parameters of calls without any; None means `SamplingParams()`.
             finds_boundaries: Find the prefix lengths of chats at which later turns will diverge.
+            reasoning_parser: A name of `REASONING_PARSERS`; None means that the chat template tells
+                whether the model reasons before a structured output.
         """
         self.tokenizer, self._vocab_size = tokenizer, vocab_size
         self._max_model_len = max_model_len
         self.eos_ids = end_ids(eos_ids, tokenizer, vocab_size)
         self._seed, self.default_params = seed, default_params or SamplingParams()
-        self._finds_boundaries = finds_boundaries
+        self._finds_boundaries, self._reasoning_parser = finds_boundaries, reasoning_parser
         self._num_prompts = 0  # numbers the prompts, so that each without a seed has other noise
         self._lock = threading.Lock()
 
@@ -288,6 +291,7 @@ class InputProcessor:
             seed=int(seed),
             default_params=self.default_params,
             finds_boundaries=self._finds_boundaries,
+            reasoning_parser=self._reasoning_parser,
         )
 
     def chats(self, messages: Any, options: TemplateOptions) -> list[TokenizedPrompt]:
@@ -397,7 +401,7 @@ class InputProcessor:
         text = prompt.text
         if text is None:
             text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
-        return Grammar.of(params, tokenizer, text)
+        return Grammar.of(params, tokenizer, text, self._reasoning_parser)
 
     def _samples(
         self,

@@ -90,6 +90,7 @@ class LLMEngine(Diagnostics):
             seed=config.seed,
             default_params=loaded.default_params,
             finds_boundaries=loaded.limits.prefix_caching == "all",
+            reasoning_parser=config.reasoning_parser,
         )
         flight, on_failure = None, None
         if config.flight_recorder != "off":

@@ -17,7 +17,7 @@ _HEAD = 2**20  # bytes of each file that are hashed: its header, and some weight
 
 OWN = (
     *("compilation_cache", "show_progress", "flight_recorder", "flight_folder", "profiler_folder"),
-    *("tokenizer", "skip_tokenizer_init", "generation_config"),
+    *("tokenizer", "skip_tokenizer_init", "generation_config", "reasoning_parser"),
     *("kv_offloading_folder", "kv_offloading_folder_size"),
     *("nnodes", "node_rank", "master_addr", "master_port", "nodes_key_file"),
 )

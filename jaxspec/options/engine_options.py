@@ -67,6 +67,12 @@ class EngineConfig:
         "generation_config.json, vllm for the defaults of SamplingParams, or a folder with a "
         "generation_config.json",
     )
+    reasoning_parser: Literal["deepseek_r1", "mimo", "nemotron_v3", "qwen3"] | None = option(
+        None,
+        "form of the reasoning that may precede a structured output, for chat templates that do "
+        "not show it: deepseek_r1, mimo, nemotron_v3 or qwen3",
+        none="the chat template's",
+    )
     speculative_config: SpeculativeConfig | dict[str, Any] | str | None = option(
         "auto",
         "draft method: its name, a dict of the method and its options, or a SpeculativeConfig "

@@ -29,9 +29,10 @@ exit status: 0 ended by a signal; 1 the engine failed; 2 invalid arguments or in
 _OF_ENGINE = {
     name: field
     for name, field in engine.OPTIONS.items()
-    if name not in ("model", "speculative_config", "show_progress")
+    if name not in ("model", "speculative_config", "show_progress", *OPTIONS)
 }
 _OF_ASYNC_LLM = (
+    "reasoning_parser",
     "max_num_queued_reqs",
     "max_num_queued_tokens",
     "queue_timeout",
