@@ -17,6 +17,7 @@ from jaxspec.options.draft_methods import ExtractHiddenStatesOptions
 from jaxspec.options.option_values import read
 from jaxspec.options.vllm_options import RENAMED, UNDERSTOOD, translated
 from jaxspec.plan.step_shapes import TOKENS_PER_STEP, ModelSizes, SchedulerLimits, StepShapes
+from jaxspec.requests.logits_processors import AnyProcessor
 
 
 def option(
@@ -78,6 +79,13 @@ class EngineConfig:
         "draft method: its name, a dict of the method and its options, or a SpeculativeConfig "
         "(docs/speculation.md); auto uses the checkpoint's draft head if it has one; None disables "
         "speculative decoding",
+    )
+    logits_processors: tuple[AnyProcessor, ...] | None = option(
+        None,
+        "functions that change the logits of requests with extra_args: LogitsProcessor or "
+        "HostLogitsProcessor objects, their classes, or places module:name "
+        "(docs/sampling.md#logits-processors)",
+        none="no processors",
     )
     load_format: Literal["auto", "dummy"] = option(
         "auto",

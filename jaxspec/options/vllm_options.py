@@ -128,7 +128,6 @@ UNDERSTOOD: dict[str, Given] = {
     "kv_transfer_config": Given("pages are not transferred", (None,)),
     "language_model_only": Given("only the language model is loaded", (False, True)),
     "limit_mm_per_prompt": Given("prompts are text only"),
-    "logits_processors": Given("SamplingParams selects them", (None, [])),
     "lora_modules": Given("there are no adapters", (None,), _NOT_LOADED),
     "mamba_cache_dtype": Given(
         "convolution states have the model's dtype", ("auto",), "See state_dtype"

@@ -131,6 +131,7 @@ def _add(group: Any, field: dataclasses.Field) -> None:
         how = {"metavar": "N,N,...", "type": _sizes}
     elif int in kinds or float in kinds:
         how = {"metavar": "N", "type": _number}
+    how |= _AS_IN_VLLM.get(field.name, {})
     help = f"{field.metadata['help']} (default: {shown})".replace("%", "%%")
     name = f"--{field.name.replace('_', '-')}"
     names = [name, *_SHORT.get(field.name, ())]
@@ -139,6 +140,7 @@ def _add(group: Any, field: dataclasses.Field) -> None:
 
 
 _SHORT = {"tensor_parallel_size": ["-tp"], "data_parallel_size": ["-dp"]}  # as in vLLM
+_AS_IN_VLLM = {"logits_processors": {"metavar": "PLACE", "action": "extend", "nargs": "+"}}
 _METAVARS = {"host": "ADDRESS", "api_key_file": "FILE"}
 
 
