@@ -17,6 +17,7 @@ from jaxspec.engine.errors import (
 from jaxspec.flight.about import VERSION as __version__
 from jaxspec.inspection import Inspection, inspect
 from jaxspec.options import SpeculativeConfig
+from jaxspec.requests.logits_processors import HostLogitsProcessor, LogitsProcessor, Prefix
 from jaxspec.requests.logprobs import Logprob
 from jaxspec.requests.outputs import CompletionOutput, RequestOutput, Stream, TextDelta
 from jaxspec.requests.prompts import TextPrompt, TokensPrompt
@@ -38,9 +39,12 @@ __all__ = [
     "DrainingError",
     "EngineArgs",
     "EngineDeadError",
+    "HostLogitsProcessor",
     "Inspection",
     "LLMEngine",
+    "LogitsProcessor",
     "Logprob",
+    "Prefix",
     "QueueFullError",
     "QueueTimeoutError",
     "RequestMetrics",

@@ -12,7 +12,8 @@ class EngineArgs(EngineConfig):
     """Options of an `LLM`, under jaxspec's or vLLM's names, validated without the model.
 
     Fields have jaxspec's names. `LLM(**dataclasses.asdict(args))` and
-    `LLMEngine.from_engine_args(args)` create an engine with them.
+    `LLMEngine.from_engine_args(args)` create an engine with them; the first only without objects
+    that are dataclasses themselves, such as logits processors.
 
     Args:
         model: A folder, a GGUF file or a hub id; None means the embedded model.

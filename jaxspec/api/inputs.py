@@ -13,6 +13,7 @@ import numpy as np
 from jaxspec.checks import INT64_MAX, PromptTooLongError, integer, shown
 from jaxspec.grammar import Grammar
 from jaxspec.plan.table_plan import MAX_BAD_WORD_TOKENS, MAX_BIASES, MAX_STOP_IDS
+from jaxspec.requests.logits_processors import ProcessorParams
 from jaxspec.requests.outputs import Sample
 from jaxspec.requests.prompts import (
     Prompt,
@@ -156,6 +157,8 @@ class InputProcessor:
         seed: int,
         default_params: SamplingParams | None = None,
         finds_boundaries: bool = False,
+        reasoning_parser: str | None = None,
+        processor_params: ProcessorParams = ProcessorParams(),  # noqa: B008  immutable
     ):
         """Create a processor for one model.
 
@@ -168,12 +171,16 @@ class InputProcessor:
             seed: Seed for prompts without one.
             default_params: Parameters of calls without any; None means `SamplingParams()`.
             finds_boundaries: Find the prefix lengths of chats at which later turns will diverge.
+            reasoning_parser: A name of `REASONING_PARSERS`; None means that the chat template tells
+                whether the model reasons before a structured output.
+            processor_params: Parameters of the engine's logits processors.
         """
         self.tokenizer, self._vocab_size = tokenizer, vocab_size
         self._max_model_len = max_model_len
         self.eos_ids = end_ids(eos_ids, tokenizer, vocab_size)
         self._seed, self.default_params = seed, default_params or SamplingParams()
-        self._finds_boundaries = finds_boundaries
+        self._finds_boundaries, self._reasoning_parser = finds_boundaries, reasoning_parser
+        self._processor_params = processor_params
         self._num_prompts = 0  # numbers the prompts, so that each without a seed has other noise
         self._lock = threading.Lock()
 
@@ -198,7 +205,8 @@ class InputProcessor:
         Raises:
             ValueError: a prompt is empty or leaves no room for a token, an id is not in the
                 vocabulary, there is text but no tokenizer, there are too many stop ids, biases,
-                samples or prompt tokens, the number of request ids or priorities is wrong, or as
+                samples or prompt tokens, no logits processor reads an entry of `extra_args`, the
+                number of request ids or priorities is wrong, or as
                 in `Grammar.of`.
         """
         params = params_of(sampling_params, len(prompts), self.default_params)
@@ -206,6 +214,8 @@ class InputProcessor:
         given = None if request_ids is None else names_of(request_ids, len(prompts))
         priorities = priorities_of(priority, len(prompts))
         stop_ids = [self._stop_ids(param) for param in params]
+        for param in params:
+            self._processor_params.read(param.extra_args)  # before any request is made
         bad_words = [self._bad_words(*each) for each in zip(params, stop_ids, strict=True)]
         tokenized, grammars, held = list[TokenizedPrompt](), list[Grammar | None](), 0
         for number, (prompt, param) in enumerate(zip(prompts, params, strict=True), 1):
@@ -288,6 +298,8 @@ class InputProcessor:
             seed=int(seed),
             default_params=self.default_params,
             finds_boundaries=self._finds_boundaries,
+            reasoning_parser=self._reasoning_parser,
+            processor_params=self._processor_params,
         )
 
     def chats(self, messages: Any, options: TemplateOptions) -> list[TokenizedPrompt]:
@@ -397,7 +409,7 @@ class InputProcessor:
         text = prompt.text
         if text is None:
             text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
-        return Grammar.of(params, tokenizer, text)
+        return Grammar.of(params, tokenizer, text, self._reasoning_parser)
 
     def _samples(
         self,
@@ -429,6 +441,7 @@ class InputProcessor:
                 request_id=request_id,
                 index=index,
                 own_eos=() if params.ignore_eos else self.eos_ids,
+                processor_args=self._processor_params.read(params.extra_args),
                 room=self._max_model_len,
                 priority=priority,
                 cache_salt=prompt.cache_salt,

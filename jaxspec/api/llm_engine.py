@@ -10,7 +10,7 @@ from typing import Any, Self
 from jaxspec.api.diagnostics import Diagnostics
 from jaxspec.api.engine_args import EngineArgs
 from jaxspec.api.inputs import InputProcessor
-from jaxspec.api.loading import load
+from jaxspec.api.loading import Loaded, load
 from jaxspec.checks import integer, shown
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request_histograms import RequestHistograms
@@ -81,16 +81,9 @@ class LLMEngine(Diagnostics):
         self.tokenizer, self.vocab_size = loaded.tokenizer, model_config.vocab_size
         self._show_progress = progress
         runner, self._matchers = loaded.runner, loaded.matchers
+        self._processors = loaded.processors
         self._request_key = proposer.request_key if proposer else lambda prompt, seed: 0
-        self.inputs = InputProcessor(
-            self.tokenizer,
-            vocab_size=self.vocab_size,
-            max_model_len=runner.shapes.max_model_len,
-            eos_ids=model_config.eos_token_ids,
-            seed=config.seed,
-            default_params=loaded.default_params,
-            finds_boundaries=loaded.limits.prefix_caching == "all",
-        )
+        self.inputs = _inputs_of(loaded)
         flight, on_failure = None, None
         if config.flight_recorder != "off":
             flight = FlightRecorder(
@@ -218,7 +211,7 @@ class LLMEngine(Diagnostics):
     def admit(self, samples: Sequence[Sample]) -> None:
         """Check samples against the engine's limits, and compile the programs they need.
 
-        Sets the `proposer_key` and the `matcher` of their requests.
+        Sets the `proposer_key` of their requests, and what masks their tokens.
 
         Args:
             samples: Samples from `inputs`, or from a twin of it in another process.
@@ -230,6 +223,7 @@ class LLMEngine(Diagnostics):
         for request in (sample.request for sample in samples):
             key = self._request_key(request.prompt, request.seed)
             request.proposer_key = integer("request_key", key, 0, INT32_MAX)
+            self._processors.admit(request, self.vocab_size)
             if request.grammar is not None:
                 request.automaton = self._matchers.automaton(request.grammar)
                 if request.automaton is None:
@@ -383,6 +377,20 @@ class LLMEngine(Diagnostics):
                 "and their internals are vLLM's own. Call a method of the LLM."
             )
         return [getattr(self, method)(*args, **(kwargs or {}))]
+
+
+def _inputs_of(loaded: Loaded) -> InputProcessor:
+    return InputProcessor(
+        loaded.tokenizer,
+        vocab_size=loaded.model.vocab_size,
+        max_model_len=loaded.runner.shapes.max_model_len,
+        eos_ids=loaded.model.eos_token_ids,
+        seed=loaded.config.seed,
+        default_params=loaded.default_params,
+        finds_boundaries=loaded.limits.prefix_caching == "all",
+        reasoning_parser=loaded.config.reasoning_parser,
+        processor_params=loaded.processors.params,
+    )
 
 
 def _in_usable_turn(session: Session, act: Callable[[], object]) -> object:

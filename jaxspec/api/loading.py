@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxspec.api.inputs import end_ids
+from jaxspec.api.logits_processors import LogitsProcessors
 from jaxspec.api.nodes import Node, join
 from jaxspec.cache import CacheSpec, by_slot, kv_dtype_of, unknown
 from jaxspec.cache.copies import uncopied
@@ -164,6 +165,7 @@ class Loaded(NamedTuple):
         matchers: Creates the matchers of requests with a grammar.
         default_params: Parameters of calls without any.
         config: Options of the engine, with resolved "auto" and None.
+        processors: Logits processors.
     """
 
     folder: Path
@@ -178,6 +180,7 @@ class Loaded(NamedTuple):
     matchers: Matchers
     default_params: SamplingParams
     config: EngineConfig
+    processors: LogitsProcessors
     observers: tuple[RequestObserver, ...] = ()
 
 
@@ -261,6 +264,7 @@ class ResolvedOptions(NamedTuple):
         limits: Limits of the scheduler.
         memory_usage: Bytes of each device's memory by use.
         group: Devices that share the model.
+        processors: Logits processors.
     """
 
     speculation: SpeculativeConfig | None
@@ -271,6 +275,7 @@ class ResolvedOptions(NamedTuple):
     limits: SchedulerLimits
     memory_usage: MemoryUsage
     group: Group
+    processors: LogitsProcessors = LogitsProcessors()
 
     def fitting(self, budget: MemoryBudget | None) -> StepShapes:
         """Return the shapes with as many pages as fit.
@@ -334,13 +339,21 @@ def settle(
     counts = speculation.draft_buckets if speculation else (0,)
     shapes, limits = sizes_of(config, model, counts)
     ahead = path_length(speculation, config.max_in_flight, shapes.steps_per_dispatch)
+    processors = LogitsProcessors.of(config.logits_processors, model.vocab_size)
     memory_usage = MemoryUsage.of(
-        model, proposer, drafter, dtype=dtype, kv_dtype=kv_dtype, states=states, group=group
+        model,
+        proposer,
+        drafter,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        states=states,
+        group=group,
+        processors=processors.device,
     )
     limits = dataclasses.replace(limits, **prefix_sizes(config, memory_usage.specs))
-    shapes = dataclasses.replace(shapes, path_length=ahead)
+    shapes = dataclasses.replace(shapes, path_length=ahead, **processors.sizes(shapes.width))
     return ResolvedOptions(
-        speculation, proposer, states, kv_dtype, shapes, limits, memory_usage, group
+        speculation, proposer, states, kv_dtype, shapes, limits, memory_usage, group, processors
     )
 
 
@@ -404,8 +417,7 @@ def _loaded(config: EngineConfig, folder: Path, node: Node, *, progress: bool) -
     is_background = config.background_compilation
     # Measured before anything is loaded: the budget is the memory that other engines leave free.
     group = Group.of(config.tensor_parallel_size, config.nnodes)
-    budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages, group)
-    budget = node.agreed(budget)
+    budget = node.agreed(MemoryBudget.of(config.gpu_memory_utilization, config.num_pages, group))
     with contextlib.ExitStack() as failed:
         with (
             unread(
@@ -432,6 +444,7 @@ def _loaded(config: EngineConfig, folder: Path, node: Node, *, progress: bool) -
                 kv_dtype=settled.kv_dtype,
                 drafter=head,
                 group=group,
+                processors=settled.processors.device,
             )
             early = blueprint.trace_early(
                 first_programs(shapes, settled.limits) if is_background else ()
@@ -455,6 +468,7 @@ def _loaded(config: EngineConfig, folder: Path, node: Node, *, progress: bool) -
         matchers=matchers,
         default_params=defaults,
         config=_resolved(config, settled, runner.shapes, dtype),
+        processors=settled.processors,
     )
 
 

@@ -12,12 +12,13 @@ from jaxspec.checks import shown
 from jaxspec.gguf import is_gguf
 from jaxspec.options import SpeculativeConfig
 from jaxspec.options.engine_options import EngineConfig
+from jaxspec.requests.logits_processors import place_of
 
 _HEAD = 2**20  # bytes of each file that are hashed: its header, and some weights
 
 OWN = (
     *("compilation_cache", "show_progress", "flight_recorder", "flight_folder", "profiler_folder"),
-    *("tokenizer", "skip_tokenizer_init", "generation_config"),
+    *("tokenizer", "skip_tokenizer_init", "generation_config", "reasoning_parser"),
     *("kv_offloading_folder", "kv_offloading_folder_size"),
     *("nnodes", "node_rank", "master_addr", "master_port", "nodes_key_file"),
 )
@@ -44,8 +45,10 @@ def about(config: EngineConfig, folder: Path, vocab_size: int) -> dict[str, Any]
 
 def options_of_steps(config: EngineConfig) -> dict[str, Any]:
     """Return the options that steps depend on, in JSON's types."""
-    options = dataclasses.asdict(dataclasses.replace(config, speculative_config=None))
+    plain = dataclasses.replace(config, speculative_config=None, logits_processors=None)
+    options = dataclasses.asdict(plain)
     options["speculative_config"] = _recorded(config.speculative_config)
+    options["logits_processors"] = [place_of(each) for each in config.logits_processors or ()]
     return {name: value for name, value in options.items() if name not in OWN}
 
 
@@ -100,6 +103,19 @@ def check_speculation(recorded: Any) -> None:
         raise ValueError(
             "A flight must be replayed with a drafter's checkpoint that lies here, and it was "
             f"recorded with {shown(drafter)}. Put its folder or file there."
+        )
+
+
+def check_processors(recorded: Any) -> None:
+    """Refuse to replay logits processors of the user.
+
+    Raises:
+        ValueError: the engine had some.
+    """
+    if recorded:
+        raise ValueError(
+            f"A flight must be replayed without logits processors, and this one was recorded with "
+            f"{shown(recorded)}: a file brings no code in. Record one without them."
         )
 
 

@@ -31,6 +31,7 @@ from jaxspec.plan.plan import (
     Program,
     WriteAutomaton,
     WriteMasks,
+    WriteProcessorArgs,
     WriteTables,
     entry_of,
     output_layout,
@@ -230,6 +231,10 @@ def _check_plan(
         return
     if isinstance(program, WriteMasks):
         _check_bounds("masks", fields, {"slots": (0, shapes.num_slots - 1)})
+        return
+    if isinstance(program, WriteProcessorArgs):
+        bounds = {"slot": (0, shapes.num_slots - 1), "recent": (-1, vocab_size - 1)}
+        _check_bounds("arguments of processors", fields, bounds)
         return
     if isinstance(program, WriteAutomaton):
         _check_bounds("an automaton", fields, {"automaton": (0, NUM_AUTOMATA - 1)})

@@ -3,5 +3,6 @@
 from jaxspec.grammar.grammar import Grammar
 from jaxspec.grammar.matchers import Matchers
 from jaxspec.grammar.matching import Matcher, fill_masks
+from jaxspec.grammar.token_filter import TokenFilter
 
-__all__ = ["Grammar", "Matcher", "Matchers", "fill_masks"]
+__all__ = ["Grammar", "Matcher", "Matchers", "TokenFilter", "fill_masks"]

@@ -21,7 +21,7 @@ _ENDS = THINK_ENDS.encode()
 def mask_of(ids: Iterable[int], vocab_size: int) -> np.ndarray:
     """Return the mask of some ids: a bit of int32 words for each, lowest first."""
     bits = np.zeros(-(-vocab_size // BITS) * BITS, bool)
-    bits[list(ids)] = True
+    bits[ids if isinstance(ids, np.ndarray) else list(ids)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 

@@ -27,13 +27,19 @@ class Grammar:
     regular: Regular | None = None  # None if the device alone cannot follow it
 
     @staticmethod
-    def of(params: SamplingParams, tokenizer: Tokenizer, prompt: str) -> "Grammar | None":
+    def of(
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        prompt: str,
+        reasoning_parser: str | None = None,
+    ) -> "Grammar | None":
         """Return the grammar of the output after a prompt; None if any token may follow.
 
         Args:
             params: The request's parameters.
             tokenizer: The model's tokenizer.
             prompt: The prompt's text, of which the end tells whether the model is reasoning.
+            reasoning_parser: A name of `REASONING_PARSERS`, for chat templates without `</think>`.
 
         Raises:
             ValueError: llguidance is not installed, or does not support the form or a part of it;
@@ -42,11 +48,11 @@ class Grammar:
         form, budget = params.structured_outputs, params.thinking_token_budget
         if form is None and budget is None:
             return None
-        can_think = thinks(tokenizer)
+        can_think = thinks(tokenizer, reasoning_parser)
         if budget is not None and not can_think:
             raise ValueError(
                 f"thinking_token_budget must be None with this model, got {budget}: its chat "
-                "template has no </think>. Leave it out."
+                "template has no </think>. Leave it out, or set the option reasoning_parser."
             )
         thinking = Thinking.of(tokenizer, prompt, budget) if can_think else None
         limited = None if budget is None else thinking

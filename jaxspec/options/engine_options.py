@@ -17,6 +17,7 @@ from jaxspec.options.draft_methods import ExtractHiddenStatesOptions
 from jaxspec.options.option_values import read
 from jaxspec.options.vllm_options import RENAMED, UNDERSTOOD, translated
 from jaxspec.plan.step_shapes import TOKENS_PER_STEP, ModelSizes, SchedulerLimits, StepShapes
+from jaxspec.requests.logits_processors import AnyProcessor
 
 
 def option(
@@ -67,11 +68,24 @@ class EngineConfig:
         "generation_config.json, vllm for the defaults of SamplingParams, or a folder with a "
         "generation_config.json",
     )
+    reasoning_parser: Literal["deepseek_r1", "mimo", "nemotron_v3", "qwen3"] | None = option(
+        None,
+        "form of the reasoning that may precede a structured output, for chat templates that do "
+        "not show it: deepseek_r1, mimo, nemotron_v3 or qwen3",
+        none="the chat template's",
+    )
     speculative_config: SpeculativeConfig | dict[str, Any] | str | None = option(
         "auto",
         "draft method: its name, a dict of the method and its options, or a SpeculativeConfig "
         "(docs/speculation.md); auto uses the checkpoint's draft head if it has one; None disables "
         "speculative decoding",
+    )
+    logits_processors: tuple[AnyProcessor, ...] | None = option(
+        None,
+        "functions that change the logits of requests with extra_args: LogitsProcessor or "
+        "HostLogitsProcessor objects, their classes, or places module:name "
+        "(docs/sampling.md#logits-processors)",
+        none="no processors",
     )
     load_format: Literal["auto", "dummy"] = option(
         "auto",

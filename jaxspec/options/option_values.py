@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from jaxspec import checks
 from jaxspec.checks import shown
 from jaxspec.options import SpeculativeConfig
+from jaxspec.requests.logits_processors import MAX_PROCESSORS, AnyProcessor, check_entry
 
 _MAX = 2**24  # numbers of rows, tokens or pages are array sizes
 _MAX_BUCKETS = 1024
@@ -37,7 +38,7 @@ def read(field: dataclasses.Field, value: Any) -> Any:
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
     """Return the members of a union type, or `(kind,)` for another type."""
-    is_whole = not get_args(kind) or get_origin(kind) in (Literal, Sequence, Mapping)
+    is_whole = not get_args(kind) or get_origin(kind) in (Literal, Sequence, Mapping, tuple)
     return (kind,) if is_whole else get_args(kind)
 
 
@@ -86,6 +87,16 @@ def _number(field: dataclasses.Field, value: Any) -> float:
     return number
 
 
+def _processors(field: dataclasses.Field, value: Any) -> tuple[AnyProcessor, ...] | None:
+    found = [value] if isinstance(value, str) else checks.items(value, MAX_PROCESSORS)
+    if found is None or len(found) > MAX_PROCESSORS:
+        raise ValueError(
+            f"{field.name} must be a list of at most {MAX_PROCESSORS} processors, got "
+            f"{shown(value)}."
+        )
+    return tuple(map(check_entry, found)) or None
+
+
 def _sizes(field: dataclasses.Field, value: Any) -> tuple[int, ...]:
     sizes = checks.items(value, _MAX_BUCKETS)
     if sizes is None or len(sizes) > _MAX_BUCKETS:
@@ -101,6 +112,7 @@ _READERS: dict[Any, Callable[[dataclasses.Field, Any], Any]] = {
     Mapping: _entries,
     Path: lambda field, value: checks.path(field.name, value),
     str: lambda field, value: checks.text(field.name, value),
+    tuple: _processors,
     bool: lambda field, value: checks.boolean(field.name, value),
     int: _integer,
     float: _number,

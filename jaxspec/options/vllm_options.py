@@ -128,7 +128,6 @@ UNDERSTOOD: dict[str, Given] = {
     "kv_transfer_config": Given("pages are not transferred", (None,)),
     "language_model_only": Given("only the language model is loaded", (False, True)),
     "limit_mm_per_prompt": Given("prompts are text only"),
-    "logits_processors": Given("SamplingParams selects them", (None, [])),
     "lora_modules": Given("there are no adapters", (None,), _NOT_LOADED),
     "mamba_cache_dtype": Given(
         "convolution states have the model's dtype", ("auto",), "See state_dtype"
@@ -219,9 +218,29 @@ def translated(options: Mapping[str, Any]) -> dict[str, Any]:
                 )
         if value is not None or own == name:  # None of vLLM means the default
             found[own] = value
+    if isinstance(config := options.get("structured_outputs_config"), dict):
+        found |= _reasoning_parser(config, options)
     if noted:
         _LOG.warning("Options of vLLM without an effect here: %s.", "; ".join(noted))
     return found
+
+
+def _reasoning_parser(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the option that a `structured_outputs_config` sets, too.
+
+    Raises:
+        ValueError: the options themselves name another parser.
+    """
+    name = "reasoning_parser"
+    given, other = config.get(name) or None, options.get(name)
+    if given is None:
+        return {}
+    if other not in (None, given):
+        raise ValueError(
+            f"{name} must be given once, got {shown(other)} and, in structured_outputs_config, "
+            f"{shown(given)}. Drop one of the two."
+        )
+    return {name: given}
 
 
 def without_neutral(given: Mapping[str, Any]) -> dict[str, Any]:

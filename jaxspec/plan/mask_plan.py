@@ -1,4 +1,4 @@
-"""Masks of grammars: the ids that a request's grammar allows at each position of a verify.
+"""Masks of the host: the ids that a request's grammar and processors allow at each position.
 
 They change with each token. So a separate plan (`plan.MASKS`) writes the masks of the rows that
 decode before their step, over those of `plan.TABLES`. Imports no JAX.
@@ -39,9 +39,22 @@ def pack_masks(requests: Sequence[Request], shapes: StepShapes) -> np.ndarray:
     fields["slots"][: len(requests)] = [request.slot for request in requests]
     masks = fields["masks"][: len(requests)]
     masks[...] = -1  # places after a refused draft stay so, and are never read
-    matchers = [request.matcher for request in requests]
-    fill_masks(matchers, [request.next_drafts for request in requests], masks)
+    _fill_by_grammars(requests, masks)
     for mask, request in zip(masks, requests, strict=True):
+        if request.token_filter is not None:
+            request.token_filter.limit(mask, request.prompt, request.output, request.next_drafts)
         if request.params.allowed_token_ids is not None:
             mask &= bits_of(request.params.allowed_token_ids, mask.shape[1])
     return packed
+
+
+def _fill_by_grammars(requests: Sequence[Request], masks: np.ndarray) -> None:
+    places = [place for place, request in enumerate(requests) if request.matcher is not None]
+    if len(places) == len(requests):
+        matchers = [request.matcher for request in requests]
+        fill_masks(matchers, [request.next_drafts for request in requests], masks)
+    elif places:
+        own = masks[places]
+        matchers = [requests[place].matcher for place in places]
+        fill_masks(matchers, [requests[place].next_drafts for place in places], own)
+        masks[places] = own

@@ -14,6 +14,7 @@ from jaxspec.layout import Field, PackedLayout
 from jaxspec.plan.automaton_plan import automaton_layout
 from jaxspec.plan.block_plan import Block, Read, Write, block_layout, pack_block
 from jaxspec.plan.mask_plan import mask_layout
+from jaxspec.plan.processor_plan import processor_layout
 from jaxspec.plan.row import row_layout
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.plan.table_plan import table_layout
@@ -71,6 +72,11 @@ class WriteAutomaton:
 
 
 @dataclasses.dataclass(frozen=True)
+class WriteProcessorArgs:
+    """Program that writes the arguments of logits processors of one state slot."""
+
+
+@dataclasses.dataclass(frozen=True)
 class ExportState:
     """Program that copies the state of one row to a cached state."""
 
@@ -83,17 +89,19 @@ class CopyBlock:
     of_state: bool  # the block holds a cached state and one page; else pages alone
 
 
-AnyProgram = (
-    Program | MoveRows | WriteTables | WriteMasks | WriteAutomaton | ExportState | CopyBlock
-)
+WriteSampling = WriteTables | WriteMasks | WriteAutomaton | WriteProcessorArgs
+"""Programs that write parts of the sampling tables."""
+AnyProgram = Program | MoveRows | WriteSampling | ExportState | CopyBlock
 """A step, or work between two steps."""
 
 MOVES, RESTORE = MoveRows(), MoveRows(restores=True)
 TABLES, MASKS, AUTOMATON, EXPORT = WriteTables(), WriteMasks(), WriteAutomaton(), ExportState()
+PROCESSOR_ARGS = WriteProcessorArgs()
 READ, READ_STATE = CopyBlock("read", of_state=False), CopyBlock("read", of_state=True)
 WRITE, WRITE_STATE = CopyBlock("write", of_state=False), CopyBlock("write", of_state=True)
 BLOCK_COPIES = READ, WRITE, READ_STATE, WRITE_STATE
-WITHOUT_STEPS = MOVES, TABLES, MASKS, AUTOMATON, EXPORT, RESTORE, *BLOCK_COPIES
+WRITES = TABLES, MASKS, AUTOMATON, PROCESSOR_ARGS
+WITHOUT_STEPS = MOVES, *WRITES, EXPORT, RESTORE, *BLOCK_COPIES
 
 
 def entry_of(program: AnyProgram) -> dict[str, Any]:
@@ -136,6 +144,8 @@ def plan_layout(program: AnyProgram, shapes: StepShapes) -> PackedLayout:
             return mask_layout(shapes)
         case WriteAutomaton():
             return automaton_layout(shapes.vocab_size)
+        case WriteProcessorArgs():
+            return processor_layout(shapes)
         case ExportState():
             return _EXPORT_LAYOUT
         case CopyBlock():

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Literal, NamedTuple, get_args
 
 from jaxspec.checks import INT32_MAX, integer, shown
+from jaxspec.requests.logits_processors import MAX_PARAMS, MAX_PROCESSORS, MAX_WINDOW
 
 MAX_DRAFTS = 15
 """Most drafts per verify step, which is then 16 tokens wide."""
@@ -56,6 +57,8 @@ class StepShapes:
     path_length: int = 0  # tokens of each row's path in a plan; 0 means no paths
     num_checkpoints: int = 0  # state slots of cached states, without the null slot
     block_pages: int = 0  # pages per block; 0 means `BLOCK_TOKENS` tokens
+    processor_params: int = 0  # numbers that logits processors read per request
+    processor_tokens: int = 0  # newest tokens of a request stored for them; 0 without processors
 
     def __post_init__(self) -> None:
         if not self.draft_buckets:
@@ -72,6 +75,8 @@ class StepShapes:
         check_sizes(block_pages=self.block_pages)
         integer("num_checkpoints", self.num_checkpoints, 0, INT32_MAX)
         integer("path_length", self.path_length, 0, MAX_PATH)
+        integer("processor_params", self.processor_params, 0, MAX_PROCESSORS * MAX_PARAMS)
+        integer("processor_tokens", self.processor_tokens, 0, MAX_WINDOW)
         integer("vocab_size", self.vocab_size, 0, INT32_MAX)
         if not 0 <= self.num_drafts <= MAX_DRAFTS:
             raise ValueError(

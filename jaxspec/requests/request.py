@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jaxspec.requests.logits_processors import ProcessorArgs
 from jaxspec.requests.sampling_features import BIAS, SamplingFeatures
 from jaxspec.requests.sampling_params import SamplingParams
 
@@ -197,10 +198,12 @@ class Request:
     cache_salt: str | None = None  # only requests with equal salts share cached prefixes
     cache_boundaries: tuple[int, ...] = ()  # prefix lengths at which later prompts will diverge
     is_prefill_only: bool = False  # another engine computes the last prompt token and decodes
+    processor_args: ProcessorArgs | None = None  # None if it uses no logits processor
     grammar: Any = None  # the `grammar.Grammar` of its output; None if any token may follow
-    # In the engine's process, one of them for a request with a grammar:
+    # In the engine's process, one of the first two for a request with a grammar:
     matcher: Any = None  # a `grammar.Matcher`, which masks on the host
     automaton: Any = None  # a `grammar.Automaton`, which the device follows
+    token_filter: Any = None  # a `grammar.TokenFilter` of logits processors on the host
     tokens: list[int] = dataclasses.field(init=False)  # prompt, then output
     # One per output token; a stop string or an interrupt may leave more. Logprobs, if requested,
     # are rows of `logprobs.LAYOUT`.
@@ -224,7 +227,7 @@ class Request:
     num_computed: int = 0  # number of these dispatched; exact, because prefill has no drafts
     in_flight: int = 0  # uncollected steps that emit for it: at least 1 token each, until it ends
     in_flight_bound: int = 0  # most tokens that these steps can emit
-    next_drafts: tuple[int, ...] = ()  # drafts to verify next; recorded for requests with a matcher
+    next_drafts: tuple[int, ...] = ()  # drafts to verify next; recorded if the host masks it
     grammar_state: int = 0  # its automaton's state on the device at entry; 0 without an automaton
 
     def __post_init__(self) -> None:
@@ -234,7 +237,7 @@ class Request:
         wanted = self.room if asked is None else len(self.prompt) + asked
         self.max_len = min(wanted, self.room)
         self.features = self.params.features
-        if len(self.stop_ids) > ROW_STOP_IDS:
+        if len(self.stop_ids) > ROW_STOP_IDS or self.processor_args is not None:
             self.features |= SamplingFeatures.of(BIAS)
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(self.prompt)
@@ -242,18 +245,23 @@ class Request:
         self.max_drafts = INT32_MAX if most is None else min(most, INT32_MAX)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields to pickle; another process makes matcher and automaton anew."""
-        return self.__dict__ | {"matcher": None, "automaton": None}
+        """Return the fields to pickle; another process makes what masks it anew."""
+        return self.__dict__ | {"matcher": None, "automaton": None, "token_filter": None}
 
     @property
     def has_tables(self) -> bool:
-        """True if its biases and stop ids exceed a row, so that its slot has sampling tables."""
+        """True if its biases, stop ids or arguments are in the sampling tables of its slot."""
         return BIAS in self.features
 
     @property
     def awaits_result(self) -> bool:
         """True if the next step needs the results in flight: its masks depend on all tokens."""
-        return self.matcher is not None and self.in_flight > 0
+        return self.in_flight > 0 and self.is_masked_by_host
+
+    @property
+    def is_masked_by_host(self) -> bool:
+        """True if the host computes the ids that may follow, at each position of a verify."""
+        return self.matcher is not None or self.token_filter is not None
 
     def cut(self, num_tokens: int) -> None:
         """Remove all output after the first `num_tokens` output tokens."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checks import are_integers, boolean, integer, is_integer, real, seed_bits, shown
+from jaxspec.requests.logits_processors import extra_args
 from jaxspec.requests.sampling_features import (
     BIAS,
     LOGPROBS,
@@ -191,6 +192,8 @@ class SamplingParams:
             reasoning of a model that thinks. None means free text.
         thinking_token_budget: Most tokens of the model's reasoning, after which only those of
             `</think>` are allowed. None means unlimited.
+        extra_args: Arguments of the engine's logits processors, by name: numbers, texts, bools, or
+            lists of them. None uses no processor.
 
     Raises:
         ValueError: a value is outside its range; the message states the rule.
@@ -224,15 +227,21 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
     thinking_token_budget: int | None = None
+    extra_args: dict[str, Any] | None = None
     guided_decoding: InitVar[Any] = None
     response_format: InitVar[Any] = None
+    logits_processors: InitVar[Any] = None
 
-    def __post_init__(self, guided_decoding: Any, response_format: Any) -> None:
+    def __post_init__(
+        self, guided_decoding: Any, response_format: Any, logits_processors: Any
+    ) -> None:
         """Validate every value and store it as a Python type."""
         _refuse_response_format(response_format)
+        _refuse_logits_processors(logits_processors)
         self._keep(
             structured_outputs=_structured_outputs(self.structured_outputs, guided_decoding),
             thinking_token_budget=_thinking_token_budget(self.thinking_token_budget),
+            extra_args=extra_args(self.extra_args),
             n=integer("n", self.n, 1, MAX_N),
             temperature=_temperature(self.temperature),
             top_p=_top_p(self.top_p),
@@ -334,6 +343,15 @@ def _refuse_response_format(value: Any) -> None:
         raise ValueError(
             f"response_format is a field of the HTTP API, got {shown(value)}. Use "
             "structured_outputs={'json': schema}, or {'json_object': True}."
+        )
+
+
+def _refuse_logits_processors(value: Any) -> None:
+    if value:
+        raise ValueError(
+            "logits_processors are an option of the engine, because they are compiled into its "
+            f"steps, got {shown(value)}. Use LLM(logits_processors=[...]), and extra_args for "
+            "the arguments of a request."
         )
 
 

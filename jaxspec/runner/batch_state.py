@@ -8,9 +8,19 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import CacheSpec, Pools, PoolSizes, allocate, allocate_checkpoints
 from jaxspec.layout import PackedLayout
-from jaxspec.plan.plan import AnyProgram, MoveRows, Program, WriteAutomaton, WriteMasks, WriteTables
+from jaxspec.plan.plan import (
+    AnyProgram,
+    MoveRows,
+    Program,
+    WriteAutomaton,
+    WriteMasks,
+    WriteProcessorArgs,
+    WriteTables,
+)
 from jaxspec.plan.row import row_layout
 from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.requests.logits_processors import LogitsProcessor
+from jaxspec.sampling.processor_tables import ProcessorTables
 from jaxspec.sampling.tables import SamplingTables
 
 
@@ -95,6 +105,8 @@ class EngineState:
                 return self._with(SamplingTables(bias=self.tables.bias), None)
             case WriteAutomaton():
                 return self._with(SamplingTables(automata=self.tables.automata), None)
+            case WriteProcessorArgs():
+                return self._with(SamplingTables(custom=self.tables.custom), None)
             case _:
                 return self._with(SamplingTables(), self.checkpoints)
 
@@ -114,7 +126,11 @@ def empty_rows(num_rows: int, num_drafts: int) -> BatchState:
 
 
 def empty_state(
-    shapes: StepShapes, specs: Sequence[CacheSpec], drawn_ids: int, vocab_size: int
+    shapes: StepShapes,
+    specs: Sequence[CacheSpec],
+    drawn_ids: int,
+    vocab_size: int,
+    processors: tuple[LogitsProcessor, ...] = (),
 ) -> EngineState:
     """Return the state of an engine without requests; `jax.eval_shape` of it gives its size.
 
@@ -123,7 +139,9 @@ def empty_state(
         specs: Specs of the pools.
         drawn_ids: Size of the distributions that drafts are sampled from; 0 for greedy drafts.
         vocab_size: Size of the model's logits.
+        processors: Logits processors of the engine.
     """
+    custom = ProcessorTables.empty(shapes, processors)
     num_slots, num_drafts = shapes.num_slots, shapes.num_drafts
     sizes = PoolSizes(shapes.num_pages, shapes.page_size, num_slots, shapes.width)
     distributions = (num_slots, num_drafts, drawn_ids)
@@ -132,6 +150,8 @@ def empty_state(
         page_tables=jnp.zeros((num_slots, shapes.pages_per_seq), jnp.int32),
         pools=allocate(specs, sizes),
         draft_logits=jnp.zeros(distributions, jnp.float32) if drawn_ids else None,
-        tables=SamplingTables.empty(num_slots, vocab_size, shapes.max_model_len, shapes.width),
+        tables=SamplingTables.empty(
+            num_slots, vocab_size, shapes.max_model_len, shapes.width, custom
+        ),
         checkpoints=allocate_checkpoints(specs, sizes, shapes.num_checkpoints),
     )

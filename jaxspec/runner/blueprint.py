@@ -20,6 +20,7 @@ from jaxspec.parallel import ALONE, Group
 from jaxspec.plan.plan import AnyProgram, Program, plan_layout
 from jaxspec.plan.step_shapes import StateConfig, StepShapes
 from jaxspec.proposers.base import Proposer
+from jaxspec.requests.logits_processors import LogitsProcessor
 from jaxspec.runner.batch_state import EngineState
 from jaxspec.runner.memory import MemoryUsage, specs_of
 from jaxspec.runner.programs import program_cache, program_key, trace_processes
@@ -57,6 +58,7 @@ class Blueprint:
         kv_dtype: jnp.dtype | None = None,
         drafter: CheckpointModule | None = None,
         group: Group = ALONE,
+        processors: tuple[LogitsProcessor, ...] = (),
     ) -> "Blueprint":
         """Return the blueprint of an engine.
 
@@ -70,6 +72,7 @@ class Blueprint:
             kv_dtype: Dtype of the KV cache; None means `dtype`.
             drafter: Model or head that the proposer drafts with; its parameters may be abstract.
             group: Devices that share the model; both models have the sizes of one of them.
+            processors: Logits processors of the engine.
         """
         graph, weights = nnx.split(model)
         leaves, tree = jax.tree.flatten(weights)
@@ -81,6 +84,7 @@ class Blueprint:
             kv_dtype=kv_dtype or dtype,
             states=states,
             group=group,
+            processors=processors,
         )
         config = StepConfig(
             shapes=shapes,

@@ -13,6 +13,7 @@ from jaxspec.models.base import CheckpointModule, Model
 from jaxspec.parallel import ALONE, Group
 from jaxspec.plan.step_shapes import StateConfig, StepShapes
 from jaxspec.proposers.base import Proposer
+from jaxspec.requests.logits_processors import LogitsProcessor
 from jaxspec.runner.batch_state import EngineState, empty_state
 
 HOLDER_WORDS = {
@@ -26,6 +27,7 @@ HOLDER_WORDS = {
     "seen_tokens": "tokens that were seen\n(slots)",
     "bias_tables": "biases of tokens\n(slots)",
     "automata": "automata of grammars",
+    "logits_processors": "arguments of logits processors\n(slots)",
 }
 """Labels in plots for the keys of `MemoryUsage.bytes`."""
 
@@ -91,6 +93,7 @@ class MemoryUsage:
     specs: tuple[CacheSpec, ...]  # of the pools with these options
     drawn_ids: int  # size of the distributions that drafts are sampled from; 0 if greedy
     vocab_size: int
+    processors: tuple[LogitsProcessor, ...] = ()
 
     @staticmethod
     def of(
@@ -102,6 +105,7 @@ class MemoryUsage:
         kv_dtype: jnp.dtype,
         states: StateConfig,
         group: Group = ALONE,
+        processors: tuple[LogitsProcessor, ...] = (),
     ) -> "MemoryUsage":
         """Return the memory use for a model and its drafter; their parameters may be abstract.
 
@@ -113,10 +117,11 @@ class MemoryUsage:
         if proposer is not None:
             tables = _tables(model, proposer, drafter, group)
             drawn_ids = model.vocab_size if proposer.is_probabilistic else 0
-        return MemoryUsage(weights, tables, options, specs, drawn_ids, model.vocab_size)
+        return MemoryUsage(weights, tables, options, specs, drawn_ids, model.vocab_size, processors)
 
     def empty_state(self, shapes: StepShapes) -> EngineState:
-        return empty_state(shapes, self.specs, self.drawn_ids, self.vocab_size)
+        sizes = self.drawn_ids, self.vocab_size
+        return empty_state(shapes, self.specs, *sizes, self.processors)
 
     def bytes(self, shapes: StepShapes) -> dict[str, int]:
         """Return the bytes of each part of a runner with these shapes."""
@@ -127,6 +132,7 @@ class MemoryUsage:
         held |= {"checkpoints": state.checkpoints} if state.checkpoints else {}
         held |= {"seen_tokens": state.tables.seen, "bias_tables": state.tables.bias}
         held |= {"automata": state.tables.automata}
+        held |= {"logits_processors": state.tables.custom} if self.processors else {}
         return {
             name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
             for name, pool in held.items()
@@ -229,6 +235,7 @@ def memory_map(held: dict[str, int], shapes: StepShapes) -> str:
     counts = {name: units[holder.per[0]] for name, holder in MEMORY_LABELS.items()}
     counts |= {"checkpoints": f"{shapes.num_checkpoints} states of prefixes"}
     counts |= dict.fromkeys(("seen_tokens", "bias_tables", "draft_logits"), units["slots"])
+    counts |= {"logits_processors": units["slots"]}
     sizes = sorted((item for item in held.items() if item[1]), key=lambda item: -item[1])
     width = max(12, *(len(name) + 1 for name in held))
     lines = [

@@ -22,9 +22,7 @@ from jaxspec.plan.plan import (
     ExportState,
     Program,
     StepPlan,
-    WriteAutomaton,
-    WriteMasks,
-    WriteTables,
+    WriteSampling,
     output_layout,
     plan_layout,
 )
@@ -301,7 +299,7 @@ class ModelRunner:
         layout = plan_layout(program, self.shapes)
         packed = np.zeros(layout.size, np.int32)
         fields = layout.unpack(packed)
-        if isinstance(program, WriteTables | WriteMasks | WriteAutomaton | ExportState):
+        if isinstance(program, WriteSampling | ExportState):
             return packed
         fields["prev_positions"][:] = np.arange(self.shapes.max_num_seqs)
         fields["new_row_index"][:] = -1

@@ -29,6 +29,8 @@ from jaxspec.plan.plan import (
     Program,
     WriteAutomaton,
     WriteMasks,
+    WriteProcessorArgs,
+    WriteSampling,
     WriteTables,
     output_layout,
     plan_layout,
@@ -109,7 +111,7 @@ def make_step(
             return _make_step(config, program)
         case MoveRows():
             return _make_moves(config, program)
-        case WriteTables() | WriteMasks() | WriteAutomaton():
+        case WriteTables() | WriteMasks() | WriteAutomaton() | WriteProcessorArgs():
             return _make_write(config, program)
         case ExportState():
             return _make_export(config)
@@ -175,7 +177,7 @@ def _make_moves(
 
 
 def _make_write(
-    config: StepConfig, program: WriteTables | WriteMasks | WriteAutomaton
+    config: StepConfig, program: WriteSampling
 ) -> Callable[..., tuple[EngineState, DeviceOutput]]:
     """Return the program that writes parts of the sampling tables."""
 
@@ -194,6 +196,10 @@ def _make_write(
             case WriteAutomaton():
                 assert automata is not None  # an argument of this program
                 written = {"automata": automata.written(packed)}
+            case WriteProcessorArgs():
+                custom = state.tables.custom
+                assert custom is not None
+                written = {"custom": custom.with_slot(packed, config.shapes)}
         sampling = dataclasses.replace(state.tables, **written)
         return dataclasses.replace(state, tables=sampling), _no_output(config)
 

@@ -15,12 +15,14 @@ from jaxspec.plan.plan import (
     EXPORT,
     MASKS,
     MOVES,
+    PROCESSOR_ARGS,
     READ,
     READ_STATE,
     RESTORE,
     TABLES,
     WRITE,
     WRITE_STATE,
+    WRITES,
     AnyProgram,
     Program,
 )
@@ -45,6 +47,7 @@ _BETWEEN_STEPS = {
     TABLES: "tables of what a request forbids",
     MASKS: "masks of a grammar",
     AUTOMATON: "automaton of a grammar",
+    PROCESSOR_ARGS: "arguments of logits processors",
     EXPORT: "keeping a prefix",
     READ: "pages to the host",
     WRITE: "pages from the host",
@@ -119,7 +122,7 @@ def _shapes_of(shapes: StepShapes, features: SamplingFeatures) -> list[tuple[int
 def _between_steps(shapes: StepShapes, limits: SchedulerLimits) -> list[AnyProgram]:
     """Return the programs between steps; an engine of one row needs no moves."""
     found: list[AnyProgram] = [MOVES] if shapes.max_num_seqs > 1 else []
-    found += [TABLES, MASKS, AUTOMATON]
+    found += [each for each in WRITES if each != PROCESSOR_ARGS or shapes.processor_tokens]
     if limits.caches_prefixes:
         found += [RESTORE, *([EXPORT] if shapes.num_checkpoints else [])]
         found += of_blocks(shapes) if limits.host_bytes else []

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.sampling.automata import Automata
 from jaxspec.sampling.bias_tables import BiasTables
 from jaxspec.sampling.bits import is_set
+from jaxspec.sampling.custom import newest_tokens
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 
 
@@ -55,14 +56,8 @@ def _newest_output(
 
     Entries that would lie in the prompt are -1.
     """
-    length = tables.recent.shape[1]
-    index = positions[:, None] - jnp.arange(length - 1, 0, -1, dtype=jnp.int32)[None, :]
-    newest = jnp.take_along_axis(tables.recent[inputs.table_slot], index % length, axis=1)
-    width = 0 if inputs.tokens is None else inputs.tokens.shape[1]
-    if inputs.tokens is not None and width:
-        place = index - inputs.num_computed[:, None]
-        of_step = jnp.take_along_axis(inputs.tokens, jnp.clip(place, 0, width - 1), axis=1)
-        newest = jnp.where(place >= 0, of_step, newest)
+    count = tables.recent.shape[1] - 1
+    newest, index = newest_tokens(tables.recent, inputs, positions, count)
     return jnp.where(index >= inputs.prompt_len[:, None], newest, NO_TOKEN)
 
 

@@ -16,12 +16,13 @@ from jaxspec.requests.sampling_features import (
     SamplingFeatures,
 )
 from jaxspec.sampling.bias import add_bias, more_forbidden_ids
+from jaxspec.sampling.custom import apply_processors
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 from jaxspec.sampling.penalties import penalize
 from jaxspec.sampling.top_k_top_p import mask_small_top_k, mask_top_k_top_p
 
 
-class LogitsProcessor(Protocol):
+class Processor(Protocol):
     """Pure function of rows of logits; all of them are in `PROCESSORS`.
 
     `SamplingParams.features` names those that a request needs. A program applies a processor to all
@@ -69,14 +70,14 @@ def adjusted_logits(
     *,
     features: SamplingFeatures,
 ) -> Float[Array, "n vocab"]:
-    """Apply biases, penalties and temperature (float32), and mask forbidden ids with -inf.
+    """Apply biases, users' processors, penalties and temperature (float32); mask forbidden ids.
 
     A finite logit that is not forbidden stays finite, so `has_argmax` of the result is
     `has_choice`.
     """
     logits = logits.astype(jnp.float32)
     if BIAS in features:
-        logits = add_bias(logits, inputs, positions)
+        logits = apply_processors(add_bias(logits, inputs, positions), inputs, positions)
     scaled = logits
     for name in (PENALTIES, TEMPERATURE):
         if name in features:
@@ -138,7 +139,7 @@ def mask_min_p(
 
 
 # In the order of vLLM. The keys are names of `SamplingFeatures`.
-PROCESSORS: dict[str, LogitsProcessor] = {
+PROCESSORS: dict[str, Processor] = {
     BIAS: add_bias,
     PENALTIES: penalize,
     TEMPERATURE: scale_by_temperature,

@@ -5,6 +5,7 @@ import flax.struct
 from jaxspec.requests.sampling_features import BIAS, PENALTIES, SamplingFeatures
 from jaxspec.sampling.automata import Automata
 from jaxspec.sampling.bias_tables import BiasTables
+from jaxspec.sampling.processor_tables import ProcessorTables
 from jaxspec.sampling.seen_tokens import SeenTokens
 
 
@@ -15,14 +16,22 @@ class SamplingTables:
     seen: SeenTokens | None = None  # PENALTIES; by slot
     bias: BiasTables | None = None  # BIAS; by slot
     automata: Automata | None = None  # BIAS
+    custom: ProcessorTables | None = None  # BIAS, in engines with logits processors; by slot
 
     @staticmethod
-    def empty(num_slots: int, vocab_size: int, max_model_len: int, width: int) -> "SamplingTables":
+    def empty(
+        num_slots: int,
+        vocab_size: int,
+        max_model_len: int,
+        width: int,
+        custom: ProcessorTables | None = None,
+    ) -> "SamplingTables":
         """Create the tables of an engine that verifies `width` tokens per row."""
         return SamplingTables(
             seen=SeenTokens.empty(num_slots, vocab_size, max_model_len),
             bias=BiasTables.empty(num_slots, vocab_size, width),
             automata=Automata.empty(vocab_size),
+            custom=custom,
         )
 
     @property
@@ -35,6 +44,7 @@ class SamplingTables:
             seen=self.seen if PENALTIES in features else None,
             bias=self.bias if BIAS in features else None,
             automata=self.automata if BIAS in features else None,
+            custom=self.custom if BIAS in features else None,
         )
 
     def replaced_by(self, newer: "SamplingTables") -> "SamplingTables":
@@ -43,4 +53,5 @@ class SamplingTables:
             seen=self.seen if newer.seen is None else newer.seen,
             bias=self.bias if newer.bias is None else newer.bias,
             automata=self.automata if newer.automata is None else newer.automata,
+            custom=self.custom if newer.custom is None else newer.custom,
         )

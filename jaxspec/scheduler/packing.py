@@ -10,6 +10,7 @@ from jaxspec.plan.mask_plan import pack_masks
 from jaxspec.plan.plan import (
     AUTOMATON,
     MASKS,
+    PROCESSOR_ARGS,
     RESTORE,
     TABLES,
     MoveRows,
@@ -22,6 +23,7 @@ from jaxspec.plan.plan import (
     pack_export,
     pack_plan,
 )
+from jaxspec.plan.processor_plan import pack_processor_args
 from jaxspec.plan.row import row_layout, write_row
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.plan.table_plan import pack_tables
@@ -49,7 +51,7 @@ def pack_step(
     The device finds an existing row by its index in the last plan (`Request.row`). The plan has the
     pages of `grown` that the device's page table lacks (`PageTable.unsent`), and the paths of the
     `drafter` for the active rows. Plans before it write the sampling tables and automata of rows
-    that enter, and the masks of rows that produce a token under a grammar.
+    that enter, and the masks of rows that produce a token and are masked by the host.
 
     Raises:
         ValueError: two rows have the same slot or the same row in the last plan, so both would
@@ -82,9 +84,12 @@ def pack_step(
     )
     entering = [rows[row] for row in new_rows if rows[row].has_tables]
     tables = [StepPlan(TABLES, pack_tables(each, shapes.vocab_size)) for each in entering]
+    if shapes.processor_tokens:
+        written = (pack_processor_args(each, shapes) for each in entering)
+        tables += [StepPlan(PROCESSOR_ARGS, packed) for packed in written]
     tables += [StepPlan(AUTOMATON, packed) for packed in automata.take_unwritten(entering)]
     ending = (request for request, n in prefills if request.num_computed + n == request.prefill_len)
-    masked = [each for each in (*rows[:num_decode], *ending) if each.matcher is not None]
+    masked = [each for each in (*rows[:num_decode], *ending) if each.is_masked_by_host]
     return StepPlan(program, packed, (*tables, *_mask_plans(masked, shapes)))
 
 

@@ -68,7 +68,7 @@ def num_decode_steps(
     without a preemption, and a program for that number of steps is compiled.
     """
     several = shapes.num_steps(budget)[-1]
-    if several == 1 or any(r.is_streamed or r.matcher for r in running):
+    if several == 1 or any(r.is_streamed or r.is_masked_by_host for r in running):
         return 1
     bounds = [(request, request.tokens_bound) for request in running]
     left = max((request.max_len - bound for request, bound in bounds), default=0)

@@ -177,6 +177,7 @@ class Scheduler:
             request.tokens.extend(got.tokens)
             if request.matcher is not None:
                 request.matcher.advance(got.tokens)
+            if request.is_masked_by_host:
                 request.next_drafts = tuple(output.next_drafts[-1, row].tolist())
             for observer in self.observers:
                 observer.extend(request, got.tokens)

@@ -29,9 +29,10 @@ exit status: 0 ended by a signal; 1 the engine failed; 2 invalid arguments or in
 _OF_ENGINE = {
     name: field
     for name, field in engine.OPTIONS.items()
-    if name not in ("model", "speculative_config", "show_progress")
+    if name not in ("model", "speculative_config", "show_progress", *OPTIONS)
 }
 _OF_ASYNC_LLM = (
+    "reasoning_parser",
     "max_num_queued_reqs",
     "max_num_queued_tokens",
     "queue_timeout",
@@ -130,6 +131,7 @@ def _add(group: Any, field: dataclasses.Field) -> None:
         how = {"metavar": "N,N,...", "type": _sizes}
     elif int in kinds or float in kinds:
         how = {"metavar": "N", "type": _number}
+    how |= _AS_IN_VLLM.get(field.name, {})
     help = f"{field.metadata['help']} (default: {shown})".replace("%", "%%")
     name = f"--{field.name.replace('_', '-')}"
     names = [name, *_SHORT.get(field.name, ())]
@@ -138,6 +140,7 @@ def _add(group: Any, field: dataclasses.Field) -> None:
 
 
 _SHORT = {"tensor_parallel_size": ["-tp"], "data_parallel_size": ["-dp"]}  # as in vLLM
+_AS_IN_VLLM = {"logits_processors": {"metavar": "PLACE", "action": "extend", "nargs": "+"}}
 _METAVARS = {"host": "ADDRESS", "api_key_file": "FILE"}
 
 

@@ -51,7 +51,6 @@ OF_SAMPLING = {
         Refusal("the caches stay in this process. Leave it out."),
     ),
     **_each(("mm_processor_kwargs", "media_io_kwargs"), _TEXT_ALONE),
-    "vllm_xargs": Refusal("there are no extensions that read it. Leave it out."),
     "watermarking": Refusal("tokens are drawn without a watermark. Leave it out."),
     "routed_experts_prompt_start": Refusal(
         "answers have no experts of tokens. Leave it out.", (None, 0)

@@ -139,6 +139,7 @@ class Sampling(Body):
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: Literal["auto", "guidance"] | None = None
     thinking_token_budget: int | None = None
+    vllm_xargs: Json | None = None
 
     @property
     def form_field(self) -> str | None:
@@ -172,6 +173,8 @@ class Sampling(Body):
         given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
+        if self.vllm_xargs is not None:
+            given["extra_args"] = self.vllm_xargs
         if self.thinking_token_budget == -1:  # unlimited, as in vLLM
             del given["thinking_token_budget"]
         return dataclasses.replace(

@@ -86,8 +86,11 @@ def field_of(fields: Mapping[str, Any]) -> str | None:
 
 
 def named_error(error: ValueError | TypeError, field: str) -> ApiError | None:
-    """Return the 400 for a form that can't be obeyed, by the field of the request that gives it."""
+    """Return the 400 for a form or `extra_args`, by the field of the request that gives it."""
     message = str(error)
+    if message.startswith("extra_args"):
+        message = message.replace("extra_args", "vllm_xargs", 1)
+        return ApiError(400, message, param="vllm_xargs")
     if not message.startswith(_FORM):
         return None
     return ApiError(400, f"{field} {message.partition('}')[2].strip()}", param=field)

@@ -11,6 +11,7 @@ from tokenizer_folders import BYTES
 
 from jaxspec.api import inputs
 from jaxspec.api.inputs import InputProcessor
+from jaxspec.api.loading import EMBEDDED_MODEL
 from jaxspec.requests.prompts import TokenizedPrompt, params_of
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
@@ -313,6 +314,17 @@ def test_the_end_of_a_prompt_given_as_ids_tells_whether_the_model_is_reasoning()
         assert sample.request.grammar.thinking.is_open
     ((sample,),) = processor().process(["Q <think>\n</think>\n"], [params])
     assert sample.request.grammar is None
+
+
+def test_a_reasoning_parser_stands_for_a_template_that_shows_no_reasoning():
+    options = {"tokenizer": Tokenizer(EMBEDDED_MODEL), "vocab_size": 2048, "eos_ids": [0]}
+    params = SamplingParams(thinking_token_budget=3)
+    with pytest.raises(ValueError, match="thinking_token_budget must be None"):
+        processor(**options).process(["Q <think>\n"], [params])
+    named = processor(**options, reasoning_parser="qwen3")
+    for each in (named, named.twin()()):
+        ((sample,),) = each.process(["Q <think>\n"], [params])
+        assert sample.request.grammar.thinking.budget == 3
 
 
 @pytest.mark.parametrize(

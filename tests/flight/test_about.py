@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from gguf_files import write_gguf
 from harness import FIXTURES
+from walks import HostWalk, Walk
 
 from jaxspec.api.loading import EMBEDDED_MODEL
-from jaxspec.flight.about import about, check_speculation, digest_of
+from jaxspec.flight.about import about, check_processors, check_speculation, digest_of
 from jaxspec.options.engine_options import EngineConfig
 
 
@@ -18,6 +19,15 @@ def test_a_hub_id_is_written_as_it_was_given():
     told = about(config, FIXTURES / "qwen3", 264)
     assert told["options"]["model"] == "some/model" and told["options"]["seed"] == 3
     assert "compilation_cache" not in told["options"] and json.loads(json.dumps(told)) == told
+
+
+def test_logits_processors_are_named_and_not_replayed():
+    config = EngineConfig(None, logits_processors=[Walk(), HostWalk, "walks:Late"])
+    told = about(config, FIXTURES / "qwen3", 264)["options"]["logits_processors"]
+    assert told == ["walks:Walk", "walks:HostWalk", "walks:Late"]
+    with pytest.raises(ValueError, match="replayed without logits processors.*walks:Walk"):
+        check_processors(told)
+    check_processors(about(EngineConfig(), FIXTURES / "qwen3", 264)["options"]["logits_processors"])
 
 
 def test_another_config_or_other_weights_are_another_checkpoint(tmp_path):

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from jaxspec.grammar import Grammar, lark
 from jaxspec.grammar.thinking import Reasoning, Thinking
+from jaxspec.requests.sampling_params import SamplingParams
 
 ANSWERS = ["yes", "no", "maybe"]
 OPEN, CLOSED, NONE = "Q <think>\n", "Q <think>\n\n</think>\n\n", "Q"
@@ -53,6 +54,18 @@ def test_the_answer_follows_the_reasoning(tokenizer, prompt, num_drafts):
         assert run.text.startswith("<think>") == (has_thought and prompt == NONE)
         assert not (prompt == CLOSED and has_thought) and not (prompt == OPEN and not has_thought)
     assert bool(thought) == (prompt != CLOSED) or prompt == NONE
+
+
+def test_a_reasoning_parser_decides_in_place_of_the_template():
+    """The embedded model's template has no `</think>`."""
+    params = SamplingParams(structured_outputs={"choice": ANSWERS})
+    plain, named = (Grammar.of(params, embedded(), OPEN, name) for name in (None, "qwen3"))
+    assert plain is not None and plain.thinking is None
+    assert "</think>" not in plain.source and "</think>" in named.source
+    limited = SamplingParams(thinking_token_budget=3)
+    with pytest.raises(ValueError, match="thinking_token_budget"):
+        Grammar.of(limited, embedded(), OPEN)
+    assert Grammar.of(limited, embedded(), OPEN, "qwen3").thinking.budget == 3
 
 
 @pytest.mark.parametrize("budget", [0, 1, 5])

@@ -7,9 +7,11 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from walks import SOFT
 
 from jaxspec.options.engine_options import option
 from jaxspec.options.option_values import read
+from jaxspec.requests.logits_processors import AnyProcessor
 
 
 @dataclasses.dataclass
@@ -23,6 +25,7 @@ class Options:
     sizes: Sequence[int] | None = option(None, "sizes", none="many")
     place: str | Path | None = option(None, "a path", none="here")
     entries: Mapping[str, Any] | None = option(None, "a dict", none="nothing", is_hashed=False)
+    processors: tuple[AnyProcessor, ...] | None = option(None, "processors", none="none")
     unread: bytes = option(b"", "of a type that nothing reads")
 
 
@@ -46,6 +49,9 @@ FIELDS = {field.name: field for field in dataclasses.fields(Options)}
         ("place", None, None),
         ("entries", {"a": {"b": [1, None]}}, {"a": {"b": [1, None]}}),
         ("entries", '{"a": 1.5}', {"a": 1.5}),
+        ("processors", [SOFT, "walks:Walk"], (SOFT, "walks:Walk")),
+        ("processors", "walks:Walk", ("walks:Walk",)),
+        ("processors", [], None),
     ],
 )
 def test_a_value_comes_out_as_the_type_says(name, value, want):

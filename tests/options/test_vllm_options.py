@@ -1,5 +1,7 @@
 """vLLM's options: what they are here, and which of their values are refused."""
 
+import typing
+
 import pytest
 
 from jaxspec.options.engine_options import OPTIONS, EngineConfig
@@ -11,6 +13,7 @@ from jaxspec.options.vllm_options import (
     translated,
     without_neutral,
 )
+from jaxspec.text.parsers import REASONING_PARSERS
 
 
 def test_the_tables_and_the_options_do_not_overlap():
@@ -41,11 +44,21 @@ def test_entries_of_a_dict_are_taken_one_by_one(name):
     parts = UNDERSTOOD[name].parts
     for key, values in parts.items():
         for value in values:
-            assert EngineConfig.of(None, {name: {key: value}}) == EngineConfig()
+            own = {key: value} if key in OPTIONS and value else {}
+            assert EngineConfig.of(None, {name: {key: value}}) == EngineConfig(**own)
         for wrong in ({key: "something else"}, {key: None}, {key: values[0], "other": 1}):
             with pytest.raises(ValueError, match=f"^{name} must be .*{key}"):
                 EngineConfig.of(None, {name: wrong})
     assert EngineConfig.of(None, {name: {key: v[0] for key, v in parts.items()}}) == EngineConfig()
+
+
+def test_a_reasoning_parser_is_one_option_under_two_names():
+    config, name = {"structured_outputs_config": {"reasoning_parser": "qwen3"}}, "reasoning_parser"
+    assert typing.get_args(typing.get_args(OPTIONS[name].type)[0]) == REASONING_PARSERS
+    for given in (config, {name: "qwen3"}, config | {name: "qwen3"}, config | {name: None}):
+        assert EngineConfig.of(None, given).reasoning_parser == "qwen3"
+    with pytest.raises(ValueError, match="reasoning_parser must be given once"):
+        EngineConfig.of(None, config | {name: "mimo"})
 
 
 def test_one_is_no_true():

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from real_models import make_llm, write_small
+from walks import Walk, walk
 
 from jaxspec import SamplingParams
 from jaxspec.api.beam_search import BeamSearchParams
@@ -54,6 +55,11 @@ FIELDS = {
         False,
         lambda o: o.outputs[0].text in ("ab", "a" * TOKENS),
     ),
+    "extra_args": (
+        {"modulus": 199_999, "offset": 150_000},
+        False,
+        lambda o: tokens(o) == walk(o.prompt_token_ids, TOKENS, 199_999, 150_000),
+    ),
     "stop": ("ee", False, lambda o: (o.outputs[0].text, o.outputs[0].stop_reason) == ("", "ee")),
     "stop_token_ids": ([LAST], False, lambda output: tokens(output) == [LAST]),
     "include_stop_str_in_output": (True, False, is_greedy),
@@ -76,6 +82,7 @@ TOGETHER = {
     for name, (value, _, _) in FIELDS.items()
     if name not in ("detokenize", "allowed_token_ids", "logit_bias", "stop_token_ids", "max_tokens")
     and name != "structured_outputs"  # which goes without min_tokens and ignore_eos
+    and name != "extra_args"  # of which the processor forces ids
 } | {"allowed_token_ids": list(range(0, VOCAB, 3)), "logit_bias": {9: 1.0}, "max_tokens": TOKENS}
 
 
@@ -88,7 +95,7 @@ def params_of(name):
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     folder = write_small(NAME, tmp_path_factory.mktemp("qwen"), has_tokenizer=True)
-    with make_llm(folder, max_model_len=128) as made:
+    with make_llm(folder, max_model_len=128, logits_processors=[Walk()]) as made:
         yield made
 
 

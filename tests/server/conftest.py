@@ -21,7 +21,10 @@ def served(short_model):
     """Its queue is as long as most tests need, and shorter than a storm."""
 
     def make():
-        return AsyncLLM(short_model, max_num_queued_reqs=150, **OPTIONS)
+        processors = ["walks:Walk", "walks:HostWalk"]
+        return AsyncLLM(
+            short_model, max_num_queued_reqs=150, logits_processors=processors, **OPTIONS
+        )
 
     with serving(make) as found:
         yield found

@@ -52,6 +52,19 @@ def test_words_are_read_as_the_options_are_meant(served):
     assert engine.EngineConfig.of(None, config).max_num_seqs == 4
 
 
+def test_a_reasoning_parser_is_of_the_server_and_of_its_engine(served):
+    assert main(["--reasoning-parser", "qwen3"]) == 0
+    assert served["options"].reasoning_parser == served["llm"]["reasoning_parser"] == "qwen3"
+
+
+def test_logits_processors_are_one_list_however_they_are_given(served):
+    for words in ("--logits-processors a:b c:d", "--logits-processors a:b --logits-processors c:d"):
+        assert main(["some/model", *words.split()]) == 0
+        assert served["llm"]["logits_processors"] == ("a:b", "c:d")
+    with pytest.raises(ValueError, match="Each of logits_processors must be.*got 'ab'"):
+        main(["--logits-processors", "ab"])
+
+
 def test_the_help_tells_every_option_with_its_default():
     text = " ".join(parser().format_help().split())
     for name in [*OPTIONS, *engine.OPTIONS]:

@@ -7,14 +7,12 @@ import numpy as np
 
 from jaxspec.plan.block_plan import Write
 from jaxspec.plan.plan import (
-    AUTOMATON,
     BLOCK_COPIES,
     EXPORT,
-    MASKS,
     READ,
     READ_STATE,
     RESTORE,
-    TABLES,
+    WRITES,
     Program,
     StateExport,
     StepOutput,
@@ -153,7 +151,7 @@ class FakeDevice:
                 self._export(values)
             elif each.program in BLOCK_COPIES:
                 self._copy(each, values)
-            elif each.program not in (TABLES, MASKS, AUTOMATON):
+            elif each.program not in WRITES:
                 self._place(values, scheduler, each.program)
         assert not self.begun, "a row with tokens computed that nobody computed for it"
         if plan.program in (EXPORT, *BLOCK_COPIES):

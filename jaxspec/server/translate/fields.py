@@ -85,6 +85,6 @@ SAMPLING = (
     *("stop", "include_stop_str_in_output", "skip_special_tokens"),
     *("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids", "logit_bias"),
     *("chat_template_kwargs", "priority", "cache_salt", "num_speculative_tokens"),
-    *("structured_outputs", "thinking_token_budget"),
+    *("structured_outputs", "thinking_token_budget", "vllm_xargs"),
 )
 """Fields with the same name in a chat request, including vLLM's extra fields."""

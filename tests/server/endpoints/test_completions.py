@@ -4,6 +4,7 @@ import openai
 import pytest
 from scripted_llm import ScriptedLLM, TemplateTokenizer
 from served import serving
+from walks import walk
 
 from jaxspec import SamplingParams
 from jaxspec.api.loading import EMBEDDED_MODEL
@@ -205,6 +206,13 @@ def test_without_max_tokens_the_room_is_used(client, reference):
         ({"extra_body": {"max_token": 3}}, "there is no field 'max_token'; the nearest is"),
         ({"extra_body": {"top_k": "many"}}, "top_k must be a valid integer, got 'many'"),
         ({"extra_body": {"truncate_prompt_tokens": 0}}, "truncate_prompt_tokens must be"),
+        ({"extra_body": {"vllm_xargs": {"a": 1}}}, "vllm_xargs must be of this engine's logits"),
+        ({"extra_body": {"vllm_xargs": {"modulus": 1}}}, "vllm_xargs must have all of modulus"),
+        (
+            {"extra_body": {"vllm_xargs": {"modulus": 0, "offset": 1}}},
+            "vllm_xargs['modulus'] must be at least 1",
+        ),
+        ({"extra_body": {"vllm_xargs": {"a": {}}}}, "vllm_xargs['a'] must be"),
         ({"prompt": "x " * 600}, "max_model_len=512"),
     ],
 )
@@ -219,6 +227,26 @@ def test_bad_input_is_a_400_that_names_the_field(client, served, fields, said):
     if error["message"].startswith(name):
         assert error["param"] == name
     assert served.llm.num_running == served.llm.num_waiting == 0
+
+
+def test_logits_processors_read_their_arguments(lenient, served):
+    """Of token ids too, with and without a stream."""
+    args, hosted = {"modulus": 7, "offset": 3}, {"host_modulus": 7, "host_offset": 3}
+    for xargs in (args, hosted):
+        sizes = {"max_tokens": 12, "ignore_eos": True}
+        body = {"vllm_xargs": xargs, "return_token_ids": True, **sizes}
+        found = served.post("/v1/completions", prompt=[5, 6], **body).json()
+        assert found["choices"][0]["token_ids"] == walk([5, 6], 12, 7, 3)
+        of_vllm = {"token_ids": [5, 6], "sampling_params": {"extra_args": xargs, **sizes}}
+        found = served.post("/inference/v1/generate", **of_vllm).json()
+        assert found["choices"][0]["token_ids"] == walk([5, 6], 12, 7, 3)
+    prompt = served.llm.tokenizer.encode("a b")
+    extra = {"vllm_xargs": args, "ignore_eos": True, "skip_special_tokens": False}
+    stream = lenient.completions.create(
+        model=MODEL, prompt="a b", max_tokens=9, stream=True, extra_body=extra
+    )
+    text = "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
+    assert text == served.llm.tokenizer.decode(walk(prompt, 9, 7, 3), skip_special_tokens=False)
 
 
 def test_another_model_s_name_is_a_404(client):

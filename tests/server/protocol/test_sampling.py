@@ -39,6 +39,7 @@ def test_a_stream_comes_in_pieces_and_a_whole_answer_in_one():
 def test_every_field_of_the_parameters_can_be_asked_for_or_is_the_server_s():
     own = {"max_tokens", "logprobs", "logit_bias", "detokenize", "output_kind"}
     own |= {"structured_outputs"}  # test_structure.py
+    own |= {"extra_args"}  # vLLM's field has another name
     names = {field.name for field in dataclasses.fields(SamplingParams)} - own
     assert names <= set(Sampling.model_fields)
     for name in names:
@@ -50,6 +51,14 @@ def test_every_field_of_the_parameters_can_be_asked_for_or_is_the_server_s():
             given = (not default) if is_flag else 0.5 if is_ratio else 2
         found = Sampling(**{name: given}).sampling_params(DEFAULT, None, None)
         assert getattr(found, name) == given, name
+
+
+def test_xargs_are_extra_args():
+    xargs = {"a": 1, "b": [2.5, "x"]}
+    found = ChatCompletionRequest(messages=[], vllm_xargs=xargs)
+    assert found.sampling_params(DEFAULT, None, None).extra_args == xargs
+    with pytest.raises(ValueError, match=r"extra_args\['a'\] must be"):
+        Sampling(vllm_xargs={"a": {}}).sampling_params(DEFAULT, None, None)
 
 
 @pytest.mark.parametrize(
