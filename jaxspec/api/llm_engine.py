@@ -231,7 +231,7 @@ class LLMEngine(Diagnostics):
             key = self._request_key(request.prompt, request.seed)
             request.proposer_key = integer("request_key", key, 0, INT32_MAX)
             if request.grammar is not None:
-                request.automaton = self._matchers.automaton(request.grammar)
+                request.automaton = self._matchers.automaton(request.grammar, request.output)
                 if request.automaton is None:
                     request.matcher = self._matchers.matcher(request.grammar, request.output)
         self.session.check(samples)

@@ -10,6 +10,7 @@ from jaxspec.plan.automaton_plan import (
     NUM_AUTOMATA,
     NUM_MASKS,
     NUM_STATES,
+    STATE_BITS,
     automaton_layout,
 )
 from jaxspec.sampling.bits import is_set
@@ -20,12 +21,14 @@ class Automata:
     """A pool of states. State 0 allows every token and stays; rows without an automaton have it.
 
     Tokens with the same effect in all states of an automaton are one class, so that a state has
-    some hundred successors instead of one for each token.
+    some hundred successors instead of one for each token. The states of rows have a count in their
+    upper bits (`jaxspec.plan.automaton_plan.STATE_BITS`).
     """
 
     masks: Int[Array, "masks words"]  # one bit per token, the lowest first
     state_masks: Int[Array, " states"]  # index of the mask of the tokens that a state allows
     next: Int[Array, "states classes"]  # int16; state after a token of a class, -1 if refused
+    limited: Int[Array, " states"]  # in place of each state at the limit of the reasoning
     automaton: Int[Array, " states"]  # automaton of each state
     classes: Int[Array, "automata vocab"]  # int16; class of each token
 
@@ -37,6 +40,7 @@ class Automata:
             masks=jnp.full((NUM_MASKS, -(-vocab_size // 32)), -1, jnp.int32),
             state_masks=jnp.zeros(NUM_STATES, jnp.int32),
             next=jnp.zeros((NUM_STATES, num_classes), jnp.int16),
+            limited=jnp.arange(NUM_STATES, dtype=jnp.int32),
             automaton=jnp.zeros(NUM_STATES, jnp.int32),
             classes=jnp.zeros((NUM_AUTOMATA, vocab_size), jnp.int16),
         )
@@ -56,6 +60,7 @@ class Automata:
             masks=self.masks.at[at_masks].set(_words(allowed), mode="drop"),
             state_masks=self.state_masks.at[at].set(plan["state_masks"], mode="drop"),
             next=self.next.at[at].set(following, mode="drop"),
+            limited=self.limited.at[at].set(plan["limited"], mode="drop"),
             automaton=self.automaton.at[at].set(index, mode="drop"),
             classes=self.classes.at[jnp.where(index > 0, index, NUM_AUTOMATA)].set(
                 classes, mode="drop"
@@ -64,13 +69,17 @@ class Automata:
 
     def is_allowed(self, states: Int[Array, " n"]) -> Bool[Array, "n vocab"]:
         """Return the tokens that each state allows."""
-        return is_set(self.masks[self.state_masks[states]], self.classes.shape[1])
+        masks = self.state_masks[states & (NUM_STATES - 1)]
+        return is_set(self.masks[masks], self.classes.shape[1])
 
     def after(self, states: Int[Array, " n"], tokens: Int[Array, " n"]) -> Int[Array, " n"]:
         """Return the states (int32) after `tokens`; -1 is no token, and a refused one stays."""
-        classes = self.classes[self.automaton[states], jnp.maximum(tokens, 0)]
-        following = self.next[states, classes.astype(jnp.int32)].astype(jnp.int32)
-        return jnp.where((tokens == NO_TOKEN) | (following < 0), states, following)
+        at, left = states & (NUM_STATES - 1), states >> STATE_BITS
+        classes = self.classes[self.automaton[at], jnp.maximum(tokens, 0)]
+        following = self.next[at, classes.astype(jnp.int32)].astype(jnp.int32)
+        left -= ((left > 1) & (self.limited[at] != at)).astype(jnp.int32)
+        moved = jnp.where(left == 1, self.limited[following], following) + (left << STATE_BITS)
+        return jnp.where((tokens == NO_TOKEN) | (following < 0), states, moved)
 
     def along(
         self, states: Int[Array, " rows"], tokens: Int[Array, "rows n"]

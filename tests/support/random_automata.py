@@ -9,4 +9,5 @@ def random_automaton(random, vocab, states=None, classes=None):
     states = states or int(random.integers(1, 9))
     classes = classes or int(random.integers(1, 6))
     following = random.integers(-1, states, (states, classes)).astype(np.int16)
-    return Automaton(random.integers(0, classes, vocab).astype(np.int16), following)
+    limited = np.where(random.random(states) < 0.5, np.arange(states), states - 1).astype(np.int16)
+    return Automaton(random.integers(0, classes, vocab).astype(np.int16), following, limited)
