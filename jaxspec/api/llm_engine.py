@@ -225,7 +225,7 @@ class LLMEngine(Diagnostics):
             request.proposer_key = integer("request_key", key, 0, INT32_MAX)
             self._processors.admit(request, self.vocab_size)
             if request.grammar is not None:
-                request.automaton = self._matchers.automaton(request.grammar)
+                request.automaton = self._matchers.automaton(request.grammar, request.output)
                 if request.automaton is None:
                     request.matcher = self._matchers.matcher(request.grammar, request.output)
         self.session.check(samples)

@@ -111,7 +111,7 @@ def _hashed(step: Step, shapes: StepShapes, made_up: _Map) -> Step:
     if "masks" in fields:
         fields["masks"][...] = -1  # a grammar allows few ids at most positions
     if "automaton" in fields:
-        fields["classes"][...] = fields["next"][...] = 0
+        fields["classes"][...] = fields["next"][...] = fields["limited"][...] = 0
         fields["allowed"][...] = -1
     if "new_rows" in fields:
         columns = row_layout(shapes.num_drafts).unpack(fields["new_rows"])

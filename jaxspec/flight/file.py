@@ -239,7 +239,7 @@ def _check_plan(
     if isinstance(program, WriteAutomaton):
         _check_bounds("an automaton", fields, {"automaton": (0, NUM_AUTOMATA - 1)})
         states, masks = (0, NUM_STATES - 1), (0, NUM_MASKS - 1)
-        bounds = {"states": states, "state_masks": masks, "masks": masks}
+        bounds = {"states": states, "state_masks": masks, "limited": states, "masks": masks}
         bounds["forced"] = (-1, vocab_size - 1)
         _check_bounds("an automaton", fields, bounds)
         halves = {name: fields[name].view(np.int16) for name in ("classes", "next")}
@@ -309,7 +309,7 @@ def _row_bounds(shapes: StepShapes, vocab_size: int) -> dict[str, tuple[int, int
         "last_token": (0, vocab_size - 1),
         "drafts": (-1, vocab_size - 1),
         "proposer_key": (0, 2**31 - 1),
-        "grammar_state": (0, NUM_STATES - 1),
+        "grammar_state": (0, 2**31 - 1),
     }
 
 

@@ -15,15 +15,23 @@ _CACHED = 32
 class Automata:
     """Compiles automata for one model. Thread-safe."""
 
-    def __init__(self, read: Callable[[], Any], vocab_size: int, eos_ids: Sequence[int]):
+    def __init__(
+        self,
+        read: Callable[[], Any],
+        bytes_of: Callable[[int], bytes],
+        vocab_size: int,
+        eos_ids: Sequence[int],
+    ):
         """Create a factory; the first regular grammar reads the tokenizer.
 
         Args:
             read: Returns llguidance's form of the tokenizer.
+            bytes_of: Bytes of each token id, also of special ones.
             vocab_size: Number of token ids of the model.
             eos_ids: Ids that may follow a complete output.
         """
         self._read, self._vocab_size, self._eos_ids = read, vocab_size, eos_ids
+        self._bytes_of = bytes_of
         self._compiler: AutomatonCompiler | None = None
         self._found = collections.OrderedDict[Regular, Automaton | None]()
         self._lock = threading.Lock()
@@ -45,7 +53,14 @@ class Automata:
     def _compiled(self, regular: Regular) -> Automaton | None:
         self._compiler = self._compiler or self._make_compiler()
         try:
-            return self._compiler.compile(regular.regex, thinking_end=regular.thinking_end)
+            if regular.regex is None:
+                assert regular.thinking_end is not None
+                return self._compiler.compile_limit(regular.thinking_end, self._bytes_of)
+            return self._compiler.compile(
+                regular.regex,
+                thinking_end=regular.thinking_end,
+                thinking_start=regular.thinking_start,
+            )
         except ValueError:
             return None  # the host masks its tokens instead
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,11 +14,12 @@ from jaxspec.text.parsers.output_parser import THINK_ENDS
 
 MAX_STATES = 4096
 MAX_CLASSES = 512
+MAX_BUDGET = 2**17  # tokens of reasoning
 _MAX_CELLS = 2**25  # of the columns of one depth, 64 MiB
 _MOST_OF_ONE_TEXT = 64  # tokens that begin one text; more are no single text
 _REFUSED, _EOS = 0, 1  # classes
 _NUM_OWN = 2
-_BLANKS = regexes.parse(r"\n{0,4}")  # as in `thinking.Thinking.rules`
+_BLANKS = regexes.Repeat(regexes.Characters(((10, 10),)), 0, 4)  # as in `thinking.Thinking.rules`
 
 
 class Masks(NamedTuple):
@@ -28,26 +29,56 @@ class Masks(NamedTuple):
     of_state: np.ndarray  # [states]; index of the mask of each state
 
 
+class Position(NamedTuple):
+    """Position of an output in its automaton."""
+
+    state: int  # -1 after a refused token
+    left: int | None = None  # tokens of reasoning that the limit still allows; None: no limit
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Automaton:
     """States of a grammar over classes of tokens.
 
     A token t is allowed in state s if `next[s, classes[t]]` is not negative. State 0 is the
     start. The last state is the end, after an end-of-sequence token, and allows no token.
+
+    A limit of the reasoning is a count beside the state: it falls by one at each token from a
+    state of the reasoning, and at 0 the state is replaced by one that allows `</think>` alone.
     """
 
     classes: np.ndarray  # int16 [vocab_size]
     next: np.ndarray  # int16 [states, classes], -1 where a token is refused
+    limited: np.ndarray  # int16 [states]; in place of each state at the limit, or the state itself
     forced: np.ndarray  # int32 [states], a token of the text that must follow, or -1
+
+    @classmethod
+    def without_forced(
+        cls, classes: np.ndarray, following: np.ndarray, limited: np.ndarray
+    ) -> "Automaton":
+        return cls(classes, following, limited, np.full(len(following), -1, np.int32))
 
     def after(self, tokens: Iterable[int]) -> int:
         """Return the state after `tokens` from the start; -1 if one is refused."""
-        state = 0
+        return self.position(tokens).state
+
+    def position(self, tokens: Iterable[int], budget: int | None = None) -> Position:
+        """Return the position after `tokens` from the start, with at most `budget` of reasoning."""
+        found = Position(int(self.limited[0]) if budget == 0 else 0, budget)
         for token in tokens:
-            if state < 0 or not 0 <= token < len(self.classes):
-                return -1
-            state = int(self.next[state, self.classes[token]])
-        return state
+            if found.state >= 0:
+                found = self._after(found, token)
+        return found
+
+    def _after(self, position: Position, token: int) -> Position:
+        state, left = position
+        following = -1
+        if 0 <= token < len(self.classes):
+            following = int(self.next[state, self.classes[token]])
+        if left is None or following < 0:
+            return Position(following, left)
+        left -= int(left > 0 and self.limited[state] != state)
+        return Position(following if left else int(self.limited[following]), left)
 
     @functools.cached_property
     def masks(self) -> Masks:
@@ -112,7 +143,9 @@ class AutomatonCompiler:
         self._texts = texts + [b""] * (vocab_size - len(texts))
         self._depths = _trie(self._texts)
 
-    def compile(self, regex: str, *, thinking_end: int | None = None) -> Automaton:
+    def compile(
+        self, regex: str, *, thinking_end: int | None = None, thinking_start: int | None = None
+    ) -> Automaton:
         """Compile a regex in Rust's syntax that the whole output must match.
 
         Args:
@@ -120,24 +153,58 @@ class AutomatonCompiler:
             thinking_end: Id of the token `</think>`, after which the grammar begins, with up to
                 four newlines. Before it is any text that does not spell the tag. None begins at
                 once.
+            thinking_start: Id of the token `<think>`, with which the output may begin; None if it
+                begins in the reasoning.
 
         Raises:
             ValueError: the regex is invalid, has a part that no automaton has, allows no text of
-                this vocabulary, or exceeds the limits of states or classes.
+                this vocabulary, exceeds the limits of states or classes, or may begin with a
+                newline after reasoning that is optional.
         """
         node = regexes.parse(regex)
-        if thinking_end is not None:
-            self._check_end(thinking_end)
-            node = regexes.Sequence((_BLANKS, node))
-        dfa = ByteDfa.of(node)
-        columns, is_final = _trimmed(self._columns(dfa), dfa.is_final)
         if thinking_end is None:
+            dfa = ByteDfa.of(node)
+            columns, is_final, _ = _trimmed(self._columns(dfa), dfa.is_final, [0])
             return self._with_forced(self._automaton(columns, is_final))
-        thoughts = self._columns(_texts_without(THINK_ENDS.encode()))
+        self._check_end(thinking_end)
+        dfa = ByteDfa.of(regexes.Sequence((_BLANKS, node)))
+        starts = [0] if thinking_start is None else [0, _after_blanks(dfa)]
+        columns, is_final, starts = _trimmed(self._columns(dfa), dfa.is_final, starts)
+        thoughts = _with_limit(self._columns(_texts_without(THINK_ENDS.encode())))
         num_thoughts = thoughts.rows.shape[1]
         is_final = np.concatenate([np.zeros(num_thoughts, bool), is_final])
         automaton = self._automaton(_side_by_side(thoughts, columns), is_final)
-        return self._with_forced(_entered_by(thinking_end, automaton, num_thoughts))
+        automaton.limited[:num_thoughts] = num_thoughts - 1
+        found = _entered_by(thinking_end, automaton, num_thoughts)
+        if thinking_start is not None:
+            found = _opened_by(thinking_start, found, num_thoughts + starts[1])
+        return self._with_forced(found)
+
+    def compile_limit(self, thinking_end: int, bytes_of: Callable[[int], bytes]) -> Automaton:
+        """Compile reasoning that only a limit ends, or the output itself, then any text.
+
+        Args:
+            thinking_end: Id of the token `</think>`, which other tokens may spell, too.
+            bytes_of: Bytes of each token id, also of special ones.
+
+        Raises:
+            ValueError: `thinking_end` is no id of a token.
+        """
+        self._check_end(thinking_end)
+        dfa = _texts_until(THINK_ENDS.encode())
+        rows, groups = self._columns(dfa)
+        others = np.flatnonzero(groups < 0)
+        own = np.zeros((len(others), len(dfa.next)), np.int16)
+        for number, token in enumerate(others.tolist()):
+            own[number] = [dfa.after(state, bytes_of(token)) for state in range(len(dfa.next))]
+        groups[others] = len(rows) + np.arange(len(others))
+        rows, groups = _merged(np.concatenate([rows, own]), groups)
+        limit = len(dfa.next) - 1  # comes before the state after the tag
+        table = np.where(rows == limit, limit + 1, rows).T
+        table = np.insert(table, limit, -1, axis=0).astype(np.int16)
+        limited = np.array([*[limit] * (limit + 1), limit + 1], np.int16)
+        automaton = Automaton.without_forced(groups.astype(np.int16), table, limited)
+        return self._with_forced(_entered_by(thinking_end, automaton, limit + 1))
 
     def _with_forced(self, automaton: Automaton) -> Automaton:
         """Add the longest token of the text that must follow each state, if any must."""
@@ -197,15 +264,35 @@ class AutomatonCompiler:
         num_groups, num_states = columns.rows.shape
         if num_states + 1 > MAX_STATES:
             raise _too_many("states", MAX_STATES)
-        # One more class remains for the end of reasoning.
-        if _NUM_OWN + num_groups >= MAX_CLASSES:
+        # Two more classes remain for the start and the end of reasoning.
+        if _NUM_OWN + num_groups + 2 > MAX_CLASSES:
             raise _too_many("classes of tokens", MAX_CLASSES)
         table = np.full((num_states + 1, _NUM_OWN + num_groups), -1, np.int16)
         table[:-1, _NUM_OWN:] = np.where(columns.rows < num_states, columns.rows, -1).T
         table[:-1, _EOS][is_final] = num_states
         classes = np.where(columns.groups < 0, _REFUSED, columns.groups + _NUM_OWN)
         classes[self._eos_ids] = _EOS
-        return Automaton(classes.astype(np.int16), table, np.full(len(table), -1, np.int32))
+        limited = np.arange(len(table), dtype=np.int16)
+        return Automaton.without_forced(classes.astype(np.int16), table, limited)
+
+
+def _after_blanks(dfa: ByteDfa) -> int:
+    """Return the state of an answer whose blanks, which may precede it, are over."""
+    state = dfa.after(0, b"\n" * (_BLANKS.most or 0))
+    if dfa.after(state, b"\n") >= 0:
+        raise ValueError(
+            "The regex of an automaton after optional reasoning must begin with no newline, got "
+            "one that may. Begin it with another character."
+        )
+    return state
+
+
+def _with_limit(thoughts: _Columns) -> _Columns:
+    """Add a state that refuses all tokens, the last one."""
+    size = thoughts.rows.shape[1]
+    rows = np.where(thoughts.rows < size, thoughts.rows, size + 1).astype(np.int16)
+    refused = np.full((len(rows), 1), size + 1, np.int16)
+    return _Columns(np.hstack([rows, refused]), thoughts.groups)
 
 
 def _texts_without(tag: bytes) -> ByteDfa:
@@ -219,6 +306,14 @@ def _texts_without(tag: bytes) -> ByteDfa:
         longest = next(n for n in range(len(tag), -1, -1) if text.endswith(tag[:n]))
         table[state, 1 + number] = -1 if longest == len(tag) else longest
     return ByteDfa(byte_classes, table, np.ones(len(tag), bool))
+
+
+def _texts_until(tag: bytes) -> ByteDfa:
+    """Return the DFA of all texts; the last state is that after `tag`."""
+    byte_classes, table, _ = _texts_without(tag)
+    table = np.where(table < 0, len(tag), table)
+    table = np.concatenate([table, np.full((1, table.shape[1]), len(tag), np.int32)])
+    return ByteDfa(byte_classes, table, np.ones(len(table), bool))
 
 
 def _side_by_side(first: _Columns, second: _Columns) -> _Columns:
@@ -242,8 +337,20 @@ def _entered_by(token: int, automaton: Automaton, first: int) -> Automaton:
     classes, column = automaton.classes.copy(), automaton.next[:, automaton.classes[token]].copy()
     column[:first] = first
     classes[token] = automaton.next.shape[1]
-    following = np.concatenate([automaton.next, column[:, None]], axis=1)
-    return Automaton(classes, following, automaton.forced)
+    table = np.concatenate([automaton.next, column[:, None]], axis=1)
+    return Automaton.without_forced(classes, table, automaton.limited)
+
+
+def _opened_by(token: int, automaton: Automaton, start: int) -> Automaton:
+    """Return an automaton that begins as in state `start`, or with `token` in state 0."""
+    classes, column = automaton.classes.copy(), automaton.next[:, automaton.classes[token]]
+    classes[token] = automaton.next.shape[1]
+    table = np.concatenate([automaton.next, column[:, None]], axis=1)
+    table = np.concatenate([table[start : start + 1], table])
+    table[table >= 0] += 1
+    table[0, -1] = 1
+    limited = np.concatenate([[0], automaton.limited + 1]).astype(np.int16)
+    return Automaton.without_forced(classes, table, limited)
 
 
 def _too_many(what: str, most: int) -> ValueError:
@@ -319,16 +426,22 @@ def _used(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return used, numbers[groups]
 
 
-def _trimmed(columns: _Columns, is_final: np.ndarray) -> tuple[_Columns, np.ndarray]:
-    """Remove states that no tokens lead to, and those from which none lead to a final one."""
+def _trimmed(
+    columns: _Columns, is_final: np.ndarray, starts: Sequence[int]
+) -> tuple[_Columns, np.ndarray, list[int]]:
+    """Remove states that no tokens lead to, and those from which none lead to a final one.
+
+    Returns:
+        The columns, the final states, and the new indices of `starts`, of which 0 is the first.
+    """
     rows, num_states = columns.rows, len(is_final)
     is_edge = np.zeros((num_states, num_states + 1), bool)
     for row in rows:
         is_edge[np.arange(num_states), row] = True
     is_edge = is_edge[:, :-1]
-    start = np.arange(num_states) == 0
-    is_kept = _reached(is_edge, start) & _reached(is_edge.T, is_final)
-    if not is_kept[0]:
+    is_start = np.isin(np.arange(num_states), starts)
+    is_kept = _reached(is_edge, is_start) & _reached(is_edge.T, is_final)
+    if not is_kept[list(starts)].all():
         raise ValueError(
             "The regex of an automaton must allow a text of the model's tokens, got one that "
             "allows none. Give another."
@@ -339,7 +452,8 @@ def _trimmed(columns: _Columns, is_final: np.ndarray) -> tuple[_Columns, np.ndar
     rows = numbers[rows[:, kept]]
     is_live = (rows < len(kept)).any(1)
     live = np.append(np.where(is_live, np.cumsum(is_live) - 1, -1), -1).astype(np.int32)
-    return _merged(rows[is_live], live[columns.groups]), is_final[kept]
+    found = _merged(rows[is_live], live[columns.groups])
+    return found, is_final[kept], [int(numbers[start]) for start in starts]
 
 
 def _reached(is_edge: np.ndarray, is_start: np.ndarray) -> np.ndarray:

@@ -34,6 +34,13 @@ class ByteDfa(NamedTuple):
         nfa = _Nfa()
         return _minimal(_Subsets(nfa, nfa.build(node, _END)).dfa())
 
+    def after(self, state: int, text: bytes) -> int:
+        """Return the state after a text; -1 if it is refused."""
+        for byte in text:
+            if state >= 0:
+                state = int(self.next[state, self.byte_classes[byte]])
+        return state
+
 
 def _too_large(what: str, most: int) -> ValueError:
     return ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 from jaxspec.grammar import lark
 from jaxspec.grammar.json_schema import schema_of
 from jaxspec.grammar.library import library, limits, refused
-from jaxspec.grammar.regular import Regular
+from jaxspec.grammar.regular import Regular, limit_of
 from jaxspec.grammar.structural_tags import tag_grammars
 from jaxspec.grammar.thinking import Thinking, thinks
 from jaxspec.requests.sampling_params import SamplingParams
@@ -25,6 +25,10 @@ class Grammar:
     source: str | None  # llguidance's grammars as JSON; None allows any text
     thinking: Thinking | None = None  # None if the source has all of the reasoning
     regular: Regular | None = None  # None if the device alone cannot follow it
+
+    @property
+    def thinking_budget(self) -> int | None:
+        return None if self.thinking is None else self.thinking.budget
 
     @staticmethod
     def of(
@@ -57,7 +61,7 @@ class Grammar:
         thinking = Thinking.of(tokenizer, prompt, budget) if can_think else None
         limited = None if budget is None else thinking
         if form is None:
-            return None if limited is None else Grammar(None, limited)
+            return None if limited is None else Grammar(None, limited, limit_of(limited))
         assert isinstance(form, StructuredOutputsParams)
         source = _source(_answer(form, tokenizer), thinking)
         if message := _error(source):

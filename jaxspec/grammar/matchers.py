@@ -13,6 +13,7 @@ from jaxspec.grammar.free_text import AnyTokens, Thoughts
 from jaxspec.grammar.grammar import Grammar
 from jaxspec.grammar.library import is_installed, library, limits, refused
 from jaxspec.grammar.matching import Matcher, Vocabulary
+from jaxspec.grammar.regular import Regular
 from jaxspec.grammar.thinking import tag_ids
 from jaxspec.text.parsers.output_parser import THINK_ENDS
 from jaxspec.text.tokenizer import Tokenizer
@@ -39,7 +40,9 @@ class Matchers:
         self._vocabulary: _Read | None = None
         self._any_tokens = AnyTokens(vocab_size)
         self._ids = _ids(tokenizer, vocab_size, self._eos_ids)
-        self._automata = Automata(lambda: self._read().tokens, vocab_size, self._eos_ids)
+        self._automata = Automata(
+            lambda: self._read().tokens, self._ids.bytes_of, vocab_size, self._eos_ids
+        )
 
     def start(self) -> None:
         """Read the tokenizer in a thread, so that no request waits for it."""
@@ -66,13 +69,28 @@ class Matchers:
         found.advance(output)
         return found
 
-    def automaton(self, grammar: Grammar) -> Automaton | None:
+    def automaton(self, grammar: Grammar, output: Sequence[int] = ()) -> Automaton | None:
         """Return the automaton with which the device follows a grammar; None if it cannot.
+
+        Args:
+            grammar: The request's grammar.
+            output: Output tokens so far; if the automaton refuses one, a matcher has the error.
 
         Raises:
             ValueError: the tokenizer is of a kind without grammars.
         """
-        return None if grammar.regular is None else self._automata.of(grammar.regular)
+        found = None if grammar.regular is None else self._automaton(grammar.regular)
+        if found is None or found.position(output, grammar.thinking_budget).state < 0:
+            return None
+        return found
+
+    def _automaton(self, regular: Regular) -> Automaton | None:
+        try:
+            return self._automata.of(regular)
+        except ValueError:
+            if regular.regex is None:
+                return None  # a limit alone needs no llguidance on the host
+            raise
 
     def _copy(self, source: str) -> Any:
         with self._lock:

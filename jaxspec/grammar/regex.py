@@ -97,10 +97,10 @@ def parse(regex: str) -> Node:
             f"The regex of an automaton must have at most {MAX_LENGTH:,} characters, got "
             f"{len(regex):,}. Shorten it."
         )
-    return _Parser(regex).parse()
+    return Parser(regex).parse()
 
 
-def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Sort ranges, join those that overlap or touch, and remove surrogates."""
     found = list[tuple[int, int]]()
     first, last = _SURROGATES
@@ -118,33 +118,33 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
     return tuple(found)
 
 
-def _others(ranges: Ranges) -> Ranges:
+def others(ranges: Ranges) -> Ranges:
     """Return the characters outside of `ranges`."""
     starts = [0, *(high + 1 for _, high in ranges)]
     ends = [*(low - 1 for low, _ in ranges), _LAST]
-    return _joined((low, high) for low, high in zip(starts, ends, strict=True) if low <= high)
+    return joined((low, high) for low, high in zip(starts, ends, strict=True) if low <= high)
 
 
 @functools.cache
-def _of_categories(*names: str) -> Ranges:
+def of_categories(*names: str) -> Ranges:
     """Return the characters whose general category starts with one of `names`."""
     categories = map(unicodedata.category, map(chr, range(_LAST + 1)))
     is_in = np.fromiter((each.startswith(names) for each in categories), bool, _LAST + 1)
     edges = np.flatnonzero(np.diff(is_in, prepend=False, append=False)).tolist()
-    return _joined((low, end - 1) for low, end in zip(edges[::2], edges[1::2], strict=True))
+    return joined((low, end - 1) for low, end in zip(edges[::2], edges[1::2], strict=True))
 
 
 @functools.cache
-def _named(letter: str) -> Ranges:
+def named(letter: str) -> Ranges:
     """Return the characters of `\\d`, `\\w`, `\\s` and their complements, of Unicode 16."""
     if letter.isupper():
-        return _others(_named(letter.lower()))
+        return others(named(letter.lower()))
     if letter == "d":
-        return _joined((*_of_categories("Nd"), *_NEW_DIGITS))
+        return joined((*of_categories("Nd"), *_NEW_DIGITS))
     if letter == "s":
         return _SPACES
-    letters = _of_categories("L", "M", "Nl", "Nd", "Pc")
-    return _joined((*letters, *_CIRCLED_LETTERS, _JOINERS, *_NEW_LETTERS, *_NEW_DIGITS))
+    letters = of_categories("L", "M", "Nl", "Nd", "Pc")
+    return joined((*letters, *_CIRCLED_LETTERS, _JOINERS, *_NEW_LETTERS, *_NEW_DIGITS))
 
 
 class _Flags(NamedTuple):
@@ -152,7 +152,9 @@ class _Flags(NamedTuple):
     dot_is_any: bool = False
 
 
-class _Parser:
+class Parser:
+    """Reads Rust's syntax; a subclass reads another dialect."""
+
     def __init__(self, text: str):
         self._text, self._at, self._depth, self._flags = text, 0, 0, _Flags()
 
@@ -195,7 +197,7 @@ class _Parser:
         parts = list[Node]()
         while self._peek() not in ("", "|", ")"):
             part = self._repeated(self._atom(is_first=not parts))
-            if part != _EMPTY:
+            if not (isinstance(part, Sequence) and part == _EMPTY):  # tuples of kinds may be equal
                 parts.append(part)
         return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
@@ -231,7 +233,7 @@ class _Parser:
         if char == "[":
             return Characters(self._set())
         if char == ".":
-            return Characters(_others(() if self._flags.dot_is_any else ((10, 10),)))
+            return Characters(others(() if self._flags.dot_is_any else ((10, 10),)))
         if char in "*+?{":
             self._at -= 1
             raise self._error(f"{char} with nothing to repeat")
@@ -292,7 +294,7 @@ class _Parser:
     def _literal(self, low: int, high: int | None = None) -> Ranges:
         high = low if high is None else high
         if not self._flags.ignores_case:
-            return _joined([(low, high)])
+            return joined([(low, high)])
         if high > 127:
             raise self._error("characters beyond ASCII without regard to case")
         found = [(low, high)]
@@ -300,7 +302,7 @@ class _Parser:
             if char.isalpha():
                 others = ord(char.swapcase()), _FOLDED.get(char.lower(), ord(char))
                 found += [(other, other) for other in others]
-        return _joined(found)
+        return joined(found)
 
     def _escape(self) -> Ranges:
         """Return the characters of an escape, of which the backslash is read."""
@@ -310,10 +312,13 @@ class _Parser:
         if char in "bB<>":
             raise self._error("a word boundary, which is an anchor")
         if char in "dDwWsS":
-            return _named(char)
+            return self._class(char)
         if char in "pP":
             raise self._error("a property of characters")
         return self._literal(self._escaped_point(char))
+
+    def _class(self, letter: str) -> Ranges:
+        return named(letter)
 
     def _escaped_point(self, char: str) -> int:
         if char in _CONTROLS:
@@ -336,7 +341,7 @@ class _Parser:
         while not (self._peek() == "]" and self._at > start):
             found += self._set_item()
         self._at += 1
-        return _others(_joined(found)) if is_negated else _joined(found)
+        return others(joined(found)) if is_negated else joined(found)
 
     def _set_item(self) -> Ranges:
         if self._text.startswith(("&&", "--", "~~"), self._at):

@@ -4,6 +4,7 @@ import re
 from typing import NamedTuple
 
 from jaxspec.grammar import lark
+from jaxspec.grammar.automaton import MAX_BUDGET
 from jaxspec.grammar.json_schema import blanks, closed_if_asked
 from jaxspec.grammar.regular_schema import regex_of
 from jaxspec.grammar.thinking import Thinking
@@ -11,10 +12,14 @@ from jaxspec.requests.structured_outputs import StructuredOutputsParams
 
 
 class Regular(NamedTuple):
-    """A regular language of answers, after reasoning that one token ends."""
+    """A regular language of answers, after reasoning that one token ends.
 
-    regex: str
+    It is the same with any limit of the reasoning.
+    """
+
+    regex: str | None  # None allows any text
     thinking_end: int | None = None  # None if the answer begins at once
+    thinking_start: int | None = None  # None if the prompt opens the reasoning
 
     @staticmethod
     def of(form: StructuredOutputsParams, thinking: Thinking | None) -> "Regular | None":
@@ -22,9 +27,23 @@ class Regular(NamedTuple):
         regex = _regex(form)
         if regex is None or thinking is None:
             return None if regex is None else Regular(regex)
-        if not thinking.is_apart or thinking.budget is not None:
+        if len(thinking.ends) != 1 or not _has_moderate_budget(thinking):
             return None
-        return Regular(regex, thinking.ends[0])
+        if thinking.is_open:
+            return Regular(regex, thinking.ends[0])
+        return (
+            Regular(regex, thinking.ends[0], *thinking.opens) if len(thinking.opens) == 1 else None
+        )
+
+
+def limit_of(thinking: Thinking) -> Regular | None:
+    """Return any text after reasoning that is limited; None if the device cannot follow it."""
+    is_known = thinking.is_open and len(thinking.ends) == 1
+    return Regular(None, *thinking.ends) if is_known and _has_moderate_budget(thinking) else None
+
+
+def _has_moderate_budget(thinking: Thinking) -> bool:
+    return (thinking.budget or 0) <= MAX_BUDGET
 
 
 def _regex(form: StructuredOutputsParams) -> str | None:

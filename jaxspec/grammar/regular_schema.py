@@ -7,14 +7,27 @@ tokens bounded.
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from jaxspec.grammar import json_numbers, json_strings
+from jaxspec.grammar.json_numbers import Bounds
 
 _IGNORED = {"title", "description", "default", "examples", "deprecated", "$schema", "$id", "$defs"}
 _IGNORED |= {"definitions", "$comment", "readOnly", "writeOnly"}
-_CHARACTER = r'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))'
 _INTEGER = r"-?(?:0|[1-9][0-9]*)"
 _NUMBER = rf"{_INTEGER}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_OF_KINDS = {
+    "string": {"minLength", "maxLength", "pattern", "format"},
+    "integer": _BOUNDS | {"multipleOf"},
+    "number": _BOUNDS | {"multipleOf"},
+    "boolean": set(),
+    "null": set(),
+    "array": {"items", "minItems", "maxItems"},
+    "object": {"properties", "required", "additionalProperties"},
+}
+_KEYWORDS = set().union(*_OF_KINDS.values())
 _MOST_CHARACTERS = 2**16
 
 
@@ -62,10 +75,10 @@ class _Translation:
         kinds = schema.get("type")
         if isinstance(kinds, list):
             return _any(self.of({**schema, "type": kind}, names) for kind in kinds)
-        kind = self._kinds.get(kinds) if isinstance(kinds, str) else None
-        if kind is None:
+        if not isinstance(kinds, str) or kinds not in self._kinds:
             raise _IrregularError
-        return kind(self, schema, names)
+        own = {key: schema[key] for key in keywords - (_KEYWORDS - _OF_KINDS[kinds])}
+        return self._kinds[kinds](self, own, names)
 
     def _resolved(self, reference: Any, names: tuple[str, ...]) -> Any:
         if not isinstance(reference, str) or reference in names or reference[:2] != "#/":
@@ -83,16 +96,21 @@ class _Translation:
         return _any(re.escape(_text(value)) for value in values)
 
     def _string(self, schema: Mapping[str, Any], names: tuple[str, ...]) -> str:
-        _only(schema, "type", "minLength", "maxLength")
-        return f'"{_CHARACTER}{_count(schema.get("minLength", 0), schema.get("maxLength"))}"'
+        _only(schema, "type", "minLength", "maxLength", "pattern", "format")
+        return _if_regular(lambda: json_strings.string(schema))
 
     def _integer(self, schema: Mapping[str, Any], names: tuple[str, ...]) -> str:
-        _only(schema, "type")
-        return _INTEGER
+        _only(schema, "type", "multipleOf", *_BOUNDS)
+        if schema.keys() == {"type"}:
+            return _INTEGER
+        zeros = _zeros(schema.get("multipleOf", 1))
+        return _if_regular(lambda: json_numbers.integer(Bounds.of(schema), zeros))
 
     def _number(self, schema: Mapping[str, Any], names: tuple[str, ...]) -> str:
-        _only(schema, "type")
-        return _NUMBER
+        _only(schema, "type", *_BOUNDS)
+        if schema.keys() == {"type"}:
+            return _NUMBER
+        return _if_regular(lambda: json_numbers.number(Bounds.of(schema)))
 
     def _boolean(self, schema: Mapping[str, Any], names: tuple[str, ...]) -> str:
         _only(schema, "type")
@@ -169,12 +187,31 @@ def _count(least: Any, most: Any) -> str:
     return f"{{{least},{'' if most is None else most}}}"
 
 
+def _if_regular(translate: Callable[[], str | None]) -> str:
+    """Return a regex that may have no text, or be too large."""
+    try:
+        found = translate()
+    except ValueError as error:
+        raise _IrregularError from error
+    if found is None:
+        raise _IrregularError
+    return found
+
+
+def _zeros(step: Any) -> int:
+    """Return the zeros at the end of the multiples of a power of ten."""
+    digits = str(step)
+    if not isinstance(step, int) or isinstance(step, bool) or digits.rstrip("0") != "1":
+        raise _IrregularError
+    return len(digits) - 1
+
+
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _only(schema: Mapping[str, Any], *names: str) -> None:
-    if schema.keys() - _IGNORED - set(names):
+    if schema.keys() - set(names):
         raise _IrregularError
 
 

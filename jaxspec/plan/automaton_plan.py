@@ -12,10 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxspec.grammar.automaton import MAX_CLASSES, Automaton
+from jaxspec.grammar.automaton import MAX_CLASSES, Automaton, Position
 from jaxspec.layout import Field, PackedLayout
 
-NUM_STATES = 8192
+STATE_BITS = 13
+"""Lower bits of a row's `grammar_state`, with the state. Above them is the number of tokens that
+the limit of the reasoning still allows, plus 1; 0 without a limit."""
+NUM_STATES = 1 << STATE_BITS
 """States of the pool. State 0 allows every token and stays."""
 NUM_MASKS = 2048
 """Masks of the pool. Mask 0 allows every token."""
@@ -45,10 +48,17 @@ def automaton_layout(vocab_size: int) -> PackedLayout:
             Field("state_masks", "Index of each state's mask.", shape=many),
             Field("forced", "Token of the text that must follow each state, or -1.", shape=many),
             Field("next", "State after each class, or -1.", shape=(*many, MAX_CLASSES // 2)),
+            Field("limited", "State in place of each state at the limit.", shape=many),
             Field("masks", "Indices of the masks, then 0.", shape=many),
             Field("allowed", "One bit per class.", shape=(*many, MAX_CLASSES // 32)),
         ]
     )
+
+
+def grammar_state(place: Place, position: Position) -> int:
+    """Return the `grammar_state` of a row at a position of the automaton at `place`."""
+    count = 0 if position.left is None else position.left + 1
+    return place.state + position.state + (count << STATE_BITS)
 
 
 def pack_automaton(automaton: Automaton, place: Place) -> Iterator[np.ndarray]:
@@ -69,6 +79,7 @@ def pack_automaton(automaton: Automaton, place: Place) -> Iterator[np.ndarray]:
         fields["states"][:count] = place.state + start + np.arange(count)
         fields["state_masks"][:count] = place.mask + state_masks[start : start + count]
         fields["forced"][:count] = automaton.forced[start : start + count]
+        fields["limited"][:count] = place.state + automaton.limited[start : start + count]
         following = fields["next"].view(np.int16)
         following[...] = -1
         following[:count, :num_classes] = np.where(part < 0, -1, part + place.state)

@@ -60,7 +60,11 @@ SAMPLING_FIELDS = (
     RowField("min_len", "Length, with the prompt, before which no stop id may end it.", _min_len),
     RowField("prompt_len", "Number of prompt tokens.", lambda r: len(r.prompt)),
     RowField("table_slot", "Slot of its sampling tables; 0 means none.", _table_slot),
-    RowField("grammar_state", "State of its automaton; 0: none.", lambda r: r.grammar_state),
+    RowField(
+        "grammar_state",
+        "State of its automaton, 0 without, and its count (`automaton_plan`).",
+        lambda r: r.grammar_state,
+    ),
     _real("min_p", "Least probability kept, as a fraction of the largest."),
     _real("presence_penalty", "Subtracted from logits of ids in the output."),
     _real("frequency_penalty", "Subtracted per occurrence of the id in the output."),

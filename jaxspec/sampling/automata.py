@@ -10,6 +10,7 @@ from jaxspec.plan.automaton_plan import (
     NUM_AUTOMATA,
     NUM_MASKS,
     NUM_STATES,
+    STATE_BITS,
     automaton_layout,
 )
 from jaxspec.sampling.bits import is_set
@@ -20,13 +21,15 @@ class Automata:
     """A pool of states. State 0 allows every token and stays; rows without an automaton have it.
 
     Tokens with the same effect in all states of an automaton are one class, so that a state has
-    some hundred successors instead of one for each token.
+    some hundred successors instead of one for each token. The states of rows have a count in their
+    upper bits (`jaxspec.plan.automaton_plan.STATE_BITS`).
     """
 
     masks: Int[Array, "masks words"]  # one bit per token, the lowest first
     state_masks: Int[Array, " states"]  # index of the mask of the tokens that a state allows
     forced: Int[Array, " states"]  # a token of the text that must follow; -1 if several may
     next: Int[Array, "states classes"]  # int16; state after a token of a class, -1 if refused
+    limited: Int[Array, " states"]  # in place of each state at the limit of the reasoning
     automaton: Int[Array, " states"]  # automaton of each state
     classes: Int[Array, "automata vocab"]  # int16; class of each token
 
@@ -39,6 +42,7 @@ class Automata:
             state_masks=jnp.zeros(NUM_STATES, jnp.int32),
             forced=jnp.full(NUM_STATES, NO_TOKEN, jnp.int32),
             next=jnp.zeros((NUM_STATES, num_classes), jnp.int16),
+            limited=jnp.arange(NUM_STATES, dtype=jnp.int32),
             automaton=jnp.zeros(NUM_STATES, jnp.int32),
             classes=jnp.zeros((NUM_AUTOMATA, vocab_size), jnp.int16),
         )
@@ -59,6 +63,7 @@ class Automata:
             state_masks=self.state_masks.at[at].set(plan["state_masks"], mode="drop"),
             forced=self.forced.at[at].set(plan["forced"], mode="drop"),
             next=self.next.at[at].set(following, mode="drop"),
+            limited=self.limited.at[at].set(plan["limited"], mode="drop"),
             automaton=self.automaton.at[at].set(index, mode="drop"),
             classes=self.classes.at[jnp.where(index > 0, index, NUM_AUTOMATA)].set(
                 classes, mode="drop"
@@ -67,17 +72,20 @@ class Automata:
 
     def masks_of(self, states: Int[Array, " n"]) -> Int[Array, "n words"]:
         """Return the masks (int32) of the tokens that each state allows."""
-        return self.masks[self.state_masks[states]]
+        return self.masks[self.state_masks[_index_of(states)]]
 
     def after(self, states: Int[Array, " n"], tokens: Int[Array, " n"]) -> Int[Array, " n"]:
         """Return the states (int32) after `tokens`; -1 is no token, and a refused one stays."""
-        following = self._following(states, tokens)
-        return jnp.where(following < 0, states, following)
+        at, left = _index_of(states), states >> STATE_BITS
+        following = self._following(at, tokens)
+        left -= ((left > 1) & (self.limited[at] != at)).astype(jnp.int32)
+        moved = jnp.where(left == 1, self.limited[following], following) + (left << STATE_BITS)
+        return jnp.where(following < 0, states, moved)
 
-    def _following(self, states: Int[Array, " n"], tokens: Int[Array, " n"]) -> Int[Array, " n"]:
-        """Return the states (int32) after `tokens`; -1 where one is refused, or is no token."""
-        classes = self.classes[self.automaton[states], jnp.maximum(tokens, 0)]
-        following = self.next[states, classes.astype(jnp.int32)].astype(jnp.int32)
+    def _following(self, at: Int[Array, " n"], tokens: Int[Array, " n"]) -> Int[Array, " n"]:
+        """Return the indices (int32) of the states after `tokens`; -1 for refused and negative."""
+        classes = self.classes[self.automaton[at], jnp.maximum(tokens, 0)]
+        following = self.next[at, classes.astype(jnp.int32)].astype(jnp.int32)
         return jnp.where(tokens < 0, -1, following)
 
     def along(
@@ -100,11 +108,16 @@ class Automata:
         found = [tokens[:, :0]]
         for place in range(tokens.shape[1]):
             token = tokens[:, place]
-            is_refused = (states > 0) & (self._following(states, token) < 0)
-            token = jnp.where(is_refused, self.forced[states], token)
+            at = _index_of(states)
+            is_refused = (states > 0) & (self._following(at, token) < 0)
+            token = jnp.where(is_refused, self.forced[at], token)
             states = self.after(states, token)
             found.append(token[:, None])
         return jnp.concatenate(found, axis=1)
+
+
+def _index_of(states: Int[Array, " n"]) -> Int[Array, " n"]:
+    return states & (NUM_STATES - 1)
 
 
 def _halves(words: Int[Array, "... n"]) -> Int[Array, "... 2*n"]:

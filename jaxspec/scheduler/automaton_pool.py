@@ -11,6 +11,7 @@ from jaxspec.plan.automaton_plan import (
     NUM_MASKS,
     NUM_STATES,
     Place,
+    grammar_state,
     pack_automaton,
 )
 from jaxspec.requests.request import Request
@@ -47,7 +48,9 @@ class AutomatonPool:
         if request.automaton is not None:
             tenant = self._tenants[request.automaton]
             tenant.num_requests += 1
-            request.grammar_state = tenant.place.state + request.automaton.after(request.output)
+            budget = request.grammar.thinking_budget if request.grammar else None
+            position = request.automaton.position(request.output, budget)
+            request.grammar_state = grammar_state(tenant.place, position)
 
     def leave(self, request: Request) -> None:
         """Count one request less; only plans after those in flight may overwrite its automaton."""

@@ -102,6 +102,42 @@ def test_a_stop_string_is_found_across_the_cut(here, there):
             assert state is None or rest.finish == "stop"
 
 
+FORMS = {
+    "on the device": {"regex": "(?:[a-c]{2}-[0-9]{1,3};){2,9}"},
+    "numbers on the device": {
+        "json": {"type": "array", "items": {"type": "integer", "minimum": 7}}
+    },
+    "on the host": {"json_object": True},
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_grammar_goes_on_where_it_was(here, there, form):
+    params = dataclasses.replace(SEEDED, structured_outputs=form)
+    want = here.generate(PROMPT, params)[0].outputs[0]
+    assert want.text != here.generate(PROMPT, SEEDED)[0].outputs[0].text
+    for count in range(1, len(want.token_ids), 4):
+        first, rest, state = moved(here, there, params, count)
+        assert first.tokens + rest.tokens == want.token_ids
+        assert first.text + rest.text == want.text
+        assert state is None or rest.finish == want.finish_reason
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_prompt_with_a_grammar_is_computed_elsewhere(here, there, form):
+    params = dataclasses.replace(SEEDED, structured_outputs=form)
+    want = here.generate(PROMPT, params)[0].outputs[0]
+    got = told(there.import_request(by_wire(here.prefill(PROMPT, params))))
+    assert got.tokens == want.token_ids and got.finish == want.finish_reason
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_an_output_that_a_grammar_refuses_ends_with_an_error(here, there, form):
+    state = here.prefill(PROMPT, dataclasses.replace(SEEDED, structured_outputs=form))
+    wrong = dataclasses.replace(state, token_ids=(ord("z"),) * 3, draft_positions=(0,) * 3)
+    assert told(there.import_request(by_wire(wrong))).finish == "error"
+
+
 def test_logprobs_go_along(here, there):
     params = dataclasses.replace(SEEDED, logprobs=3, output_kind=RequestOutputKind.FINAL_ONLY)
     want = here.generate(PROMPT, params)[0].outputs[0]

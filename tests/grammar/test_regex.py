@@ -104,3 +104,7 @@ def test_case_is_ignored_within_a_group():
     assert characters("(?i:[^s-t])") == set(EVERY) - set("sStT\u017f")
     assert characters("(?i)(?-i:k)") == {"k"}
     assert characters("(?i:(?-i)k)") == {"k"}
+
+
+def test_an_empty_set_matches_nothing():
+    assert characters_of(r"[^\s\S]") == () and parse(r"a[^\s\S]") != parse("a")

@@ -25,6 +25,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 
 ANSWERS = ["yes", "no", "maybe"]
 OPEN, CLOSED, NONE = "Q <think>\n", "Q <think>\n\n</think>\n\n", "Q"
+CHAT = "<|user|>Q<|assistant|>"
 
 
 @pytest.fixture(scope="module", params=[MARKS, ()], ids=["one token", "several tokens"])
@@ -181,6 +182,77 @@ def test_special_tokens_and_a_spelled_out_end_are_no_thoughts(tmp_path):
     assert spelled[-1] not in ids and not {*EOS} & {*ids}
     marks = {tokenizer.convert_tokens_to_ids(mark) for mark in MARKS}
     assert marks & {*ids} == {tokenizer.convert_tokens_to_ids("</think>")}
+
+
+def is_ascii(token, tokenizer):
+    text = tokenizer.bytes_of(token)
+    return bool(text) and text.isascii()
+
+
+@pytest.mark.parametrize("budget", [None, 0, 1, 5])
+@pytest.mark.parametrize("prompt", [OPEN, CHAT])
+def test_an_automaton_has_the_masks_of_a_matcher(tmp_path, prompt, budget):
+    """Where the matcher knows the text that must follow, the automaton allows more tokens."""
+    tokenizer = thinking_tokenizer(tmp_path / "one", marks=MARKS)
+    grammar = grammar_of({"choice": ANSWERS}, prompt=prompt, tokenizer=tokenizer, budget=budget)
+    automaton = matchers(tokenizer).automaton(grammar)
+    start, end = map(tokenizer.convert_tokens_to_ids, MARKS[:2])
+    num_ended = num_thoughts = 0
+    for seed in range(30):
+        random, matcher, tokens = (
+            np.random.default_rng(seed),
+            matchers(tokenizer).matcher(grammar),
+            [],
+        )
+        while not {*EOS} & {*tokens} and len(tokens) < 30:
+            host = set(allowed(masks_of(matcher)[0]).tolist())
+            state = automaton.position(tokens, budget).state
+            device = set(allowed(automaton.mask(state)).tolist())
+            texts = {token for token in host ^ device if is_ascii(token, tokenizer)}
+            if end in host or len(device) > 100:
+                num_thoughts += 1
+                assert not texts
+            assert host <= device | {token for token in host if not is_ascii(token, tokenizer)}
+            likely = [token for token in (start, end, *EOS) if token in host]
+            pool = likely if likely and random.random() < 0.4 else sorted(host)
+            pool = [each for each in pool if each in likely or is_ascii(each, tokenizer)]
+            tokens.append(int(random.choice(pool)))
+            matcher.advance(tokens[-1:])
+        num_ended += tokens[-1] in EOS
+        assert automaton.position(tokens, budget).state >= 0
+    assert num_ended > 20 and num_thoughts
+
+
+@pytest.mark.parametrize("budget", [0, 1, 5])
+def test_an_automaton_of_a_limit_alone_has_the_masks_of_a_matcher(tmp_path, budget):
+    tokenizer = thinking_tokenizer(tmp_path / "one", marks=MARKS)
+    grammar = grammar_of(None, prompt=OPEN, tokenizer=tokenizer, budget=budget)
+    automaton = matchers(tokenizer).automaton(grammar)
+    parts = [*encoded(tokenizer, "</think>x"), *encoded(embedded(), "</think>"), *EOS, VOCAB - 1]
+    ended = 0
+    for seed in range(40):
+        random, matcher, tokens = (
+            np.random.default_rng(seed),
+            matchers(tokenizer).matcher(grammar),
+            [],
+        )
+        for _ in range(12):
+            state = automaton.position(tokens, budget).state
+            mask = masks_of(matcher)[0]
+            np.testing.assert_array_equal(automaton.mask(state), mask)
+            ids = allowed(mask)
+            ended += len(ids) == 1
+            pool = [token for token in parts if token in ids] if random.random() < 0.7 else ids
+            tokens.append(int(random.choice(pool)))
+            matcher.advance(tokens[-1:])
+    assert ended
+
+
+def test_an_answer_that_may_begin_with_a_newline_is_of_the_host_after_optional_reasoning(tmp_path):
+    tokenizer = thinking_tokenizer(tmp_path / "one", marks=MARKS)
+    for prompt, is_regular in ((CHAT, False), (OPEN, True)):
+        grammar = grammar_of({"regex": "\\s?x"}, prompt=prompt, tokenizer=tokenizer)
+        assert (matchers(tokenizer).automaton(grammar) is not None) == is_regular
 
 
 def test_a_limit_needs_a_model_that_thinks():

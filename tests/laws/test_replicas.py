@@ -29,6 +29,12 @@ ASKED = {
     "with a seed, forked": SamplingParams(max_tokens=16, temperature=1.0, seed=3, n=3),
     "stop strings": SamplingParams(max_tokens=40, temperature=1.0, n=2, stop=["e", " "]),
     "logprobs": SamplingParams(max_tokens=5, logprobs=2, prompt_logprobs=1),
+    "a form of the device": SamplingParams(
+        max_tokens=24, temperature=1.0, structured_outputs={"regex": "(?:ab|cd){3,9}"}
+    ),
+    "a form of the host": SamplingParams(
+        max_tokens=24, temperature=1.0, structured_outputs={"json_object": True}
+    ),
     "top-k": SamplingParams(max_tokens=12, temperature=0.8, top_k=20, top_p=0.9),
 }
 PROMPTS = ["def fibonacci(n):", "import os", "x = ["]

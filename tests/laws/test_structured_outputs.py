@@ -6,10 +6,12 @@ without, at each depth of flight, with masks of the host and with an automaton o
 
 import json
 import re
+import shutil
 
 import jax.numpy as jnp
 import jsonschema
 import pytest
+from constrained import THINKING
 from forms import random_forms
 
 from jaxspec import LLM, SamplingParams
@@ -32,8 +34,8 @@ PROMPTS = ["def f(x):", '{"a": [1, 2, 3], "name": "x"', "a = 1\nb = 2\nc = "]
 class HostAutomaton:
     """An automaton in place of a `Matcher`, followed on the host."""
 
-    def __init__(self, automaton):
-        self.automaton, self.tokens = automaton, []
+    def __init__(self, automaton, budget):
+        self.automaton, self.budget, self.tokens = automaton, budget, []
 
     def advance(self, tokens):
         self.tokens += tokens
@@ -46,7 +48,8 @@ def fill_masks(matchers, drafts, masks):
             real_fill([matcher], [drafts[number]], masks[number : number + 1])
             continue
         for place in range(1 + len(drafts[number])):
-            state = matcher.automaton.after([*matcher.tokens, *drafts[number][:place]])
+            tokens = [*matcher.tokens, *drafts[number][:place]]
+            state = matcher.automaton.position(tokens, matcher.budget).state
             if state >= 0:
                 masks[number, place] = matcher.automaton.mask(state)
 
@@ -57,16 +60,16 @@ def on_the_host(monkeypatch):
 
     def matcher(self, grammar, output=()):
         automaton = real_automaton(self, grammar)
-        return (
-            real_matcher(self, grammar, output) if automaton is None else HostAutomaton(automaton)
-        )
+        if automaton is None:
+            return real_matcher(self, grammar, output)
+        return HostAutomaton(automaton, grammar.thinking_budget)
 
     real_automaton, real_matcher = Matchers.automaton, Matchers.matcher
 
     def follow():
         monkeypatch.setattr(mask_plan, "fill_masks", fill_masks)
         monkeypatch.setattr(Matchers, "matcher", matcher)
-        monkeypatch.setattr(Matchers, "automaton", lambda self, grammar: None)
+        monkeypatch.setattr(Matchers, "automaton", lambda self, grammar, output: None)
 
     return follow
 
@@ -174,6 +177,84 @@ def test_free_neighbours_keep_their_tokens(short_model):
     assert [tuple(each.outputs[0].token_ids) for each in alone] == [
         tokens for tokens, free in zip(beside.tokens, is_free, strict=True) if free
     ]
+
+
+@pytest.fixture(scope="module")
+def thinking_model(short_model, tmp_path_factory):
+    """A model with `<think>` and `</think>` in place of its last two tokens."""
+    folder = tmp_path_factory.mktemp("models") / "thinking"
+    shutil.copytree(short_model, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocab, names = tokenizer["model"]["vocab"], {"<think>": 2046, "</think>": 2047}
+    gone = {text for text, token in vocab.items() if token in names.values()}
+    kept = {text: token for text, token in vocab.items() if text not in gone}
+    tokenizer["model"]["vocab"] = kept | names
+    merges = [
+        each if isinstance(each, list) else each.split(" ") for each in tokenizer["model"]["merges"]
+    ]
+    tokenizer["model"]["merges"] = [each for each in merges if not {*each, "".join(each)} & gone]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    tokenizer["added_tokens"] += [
+        {"id": token, "content": name} | flags for name, token in names.items()
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": THINKING}))
+    return folder
+
+
+def thoughts(folder, **options):
+    """Outputs after prompts that open the reasoning or not, with limits; no form is of the host."""
+    llm = LLM(folder, **SIZES, **options)
+    params = [
+        SamplingParams(
+            max_tokens=24,
+            temperature=1.0,
+            seed=number,
+            thinking_token_budget=budget,
+            structured_outputs=None if number % 6 > 3 else {"choice": ["yes", "no"]},
+            logit_bias={2046: 30.0} if number % 2 and number < 6 else None,
+        )
+        for number, budget in enumerate([0, 1, 2, 3, 5, 6, 7, None, 0, 4, 9, 11])
+    ]
+    prompts = ["<|user|>Q" + ("" if number % 2 else "<think>") for number in range(len(params))]
+    found = [request.outputs[0] for request in llm.generate(prompts, params)]
+    llm.close()
+    return params, found
+
+
+def test_limits_of_reasoning_are_exact_wherever_they_are_followed(thinking_model, on_the_host):
+    params, outputs = thoughts(
+        thinking_model, speculative_config=NGRAM, steps_per_dispatch=2, max_in_flight=2
+    )
+    num_thoughts = 0
+    for number, (param, output) in enumerate(zip(params, outputs, strict=True)):
+        tokens, budget = list(output.token_ids), param.thinking_token_budget
+        if number % 2 == 0 or tokens[0] == 2046:
+            length = tokens.index(2047) - number % 2
+            assert length == budget  # the model itself never ends it
+            num_thoughts += 1
+        if param.structured_outputs is not None:
+            assert output.finish_reason == "stop" and output.text.rstrip().endswith(("yes", "no"))
+    assert num_thoughts > 7
+    want = [each.token_ids for each in outputs]
+    _, plain = thoughts(thinking_model, max_in_flight=0)
+    on_the_host()
+    _, of_host = thoughts(thinking_model, speculative_config=NGRAM)
+    for found in (plain, of_host):
+        assert [each.token_ids for each in found] == want
+
+
+@pytest.mark.devices
+def test_devices_that_share_a_model_give_the_tokens_of_one(short_model):
+    """Those of forms on the device, of forms on the host, and of free rows beside them."""
+    forms = [*random_forms(6, seed=5), {"json_object": True}, {"grammar": 'start: "a" "b"*'}]
+    options = {"drafts": 3, "dtype": "float32"}
+    one, two = (Run(short_model, forms, **options, tensor_parallel_size=n) for n in (1, 2))
+    assert {AUTOMATON, MASKS} <= one.programs & two.programs
+    assert two.tokens == one.tokens
+    two.check()
 
 
 def test_samples_of_one_prompt_and_preempted_requests_follow_their_grammars(short_model):

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from random_automata import random_automaton
 
-from jaxspec.plan.automaton_plan import NUM_MASKS, NUM_STATES, PER_WRITE, Place, pack_automaton
+from jaxspec.plan.automaton_plan import (
+    NUM_MASKS,
+    NUM_STATES,
+    PER_WRITE,
+    Place,
+    grammar_state,
+    pack_automaton,
+)
 from jaxspec.sampling.automata import Automata
 from jaxspec.sampling.bits import is_set
 
@@ -66,6 +73,31 @@ def test_state_0_allows_every_token_and_stays():
     check(pool, automaton, Place(1, 1, 1))
     zeros, tokens = jnp.zeros(VOCAB, jnp.int32), jnp.arange(VOCAB, dtype=jnp.int32)
     assert not pool.after(zeros, tokens).any() and is_set(pool.masks_of(zeros[:1]), VOCAB).all()
+
+
+def test_the_count_of_a_limit_is_that_of_the_host():
+    random = np.random.default_rng(5)
+    place, counted = Place(1, 5, 1), 0
+    for _ in range(4):
+        automaton = random_automaton(random, VOCAB, states=7, classes=4)
+        pool = written(Automata.empty(VOCAB), automaton, place)
+        tokens = random.integers(0, VOCAB, (60, 6)).astype(np.int32)
+        budgets = [None if number % 4 == 0 else number % 5 for number in range(60)]
+        starts = [grammar_state(place, automaton.position((), budget)) for budget in budgets]
+        along = np.asarray(pool.along(jnp.asarray(starts, jnp.int32), jnp.asarray(tokens)))
+        allowed = np.asarray(pool.is_allowed(jnp.asarray(along[:, 1])))
+        for row, path in enumerate(tokens.tolist()):
+            accepted = []
+            for column, token in enumerate(path, 1):
+                if automaton.position([*accepted, token], budgets[row]).state >= 0:
+                    accepted.append(token)
+                position = automaton.position(accepted, budgets[row])
+                assert along[row, column] == grammar_state(place, position)
+                counted += position.left == 0
+                if column == 1:
+                    following = automaton.next[position.state, automaton.classes]
+                    np.testing.assert_array_equal(allowed[row], following >= 0)
+    assert counted > 20
 
 
 def test_states_along_tokens_stay_where_there_is_no_token():

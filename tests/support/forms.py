@@ -36,8 +36,9 @@ def _scalar(random, depth):
     kind = random.choice(["string", "integer", "number", "boolean", "null", "short"])
     if kind == "short":
         return {"type": "string", "maxLength": int(random.integers(1, 6))}
-    if kind == "integer" and random.random() < 0.5:  # not regular for us: masks of the host
-        return {"type": "integer", "minimum": 0, "maximum": 150}
+    if kind == "integer" and random.random() < 0.5:  # every other one has masks of the host
+        bounds = {"type": "integer", "minimum": 0, "maximum": 150}
+        return bounds | {"multipleOf": 3} if random.random() < 0.5 else bounds
     return {"type": str(kind)}
 
 
