@@ -1,8 +1,10 @@
 """Mailbox: memory of each device into which the devices of its group write (`reduce_add_norm`).
 
 A group's devices exchange rows of features through memory that is allocated once per engine and
-never moves. A program takes the addresses alone, as an array: XLA neither allocates the memory nor
-orders the accesses to it, so that nothing but the kernels themselves takes time on host or device.
+never moves. Programs take the addresses of all mailboxes as an array. They also take the device's
+own mailbox, which kernels do not access as an operand: JAX frees it only when the programs that
+have it are complete, and then all letters to it have been read. XLA does not order the accesses, so
+that nothing but the kernels themselves takes time, on host and device.
 
 A mailbox of a group of n devices has
 
@@ -17,7 +19,12 @@ No exchange overtakes another. A device writes a row's letters for exchange e in
 for exchange e - 2. It has completed exchange e - 1 of the row by then, for which every other device
 sent letters, after it had completed its exchange e - 2: kernels of a device run one after another.
 This holds between launches of programs, too, since all devices run the same programs in the same
-order, and the counts stay where they are.
+order, and the counts stay in the mailbox. Exchanges of a program must depend on each other, as
+those of a model's layers do: kernels that XLA could run at the same time would count together.
+
+A kernel waits for the other devices, and while it does, the host must not wait for it before it has
+launched theirs. XLA loads the kernels of all devices first, and joins their launches, if a program
+has a collective of XLA's. Every step has one, which gathers scores.
 """
 
 import contextlib
@@ -25,12 +32,17 @@ import contextvars
 import dataclasses
 from collections.abc import Generator
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxspec.pallas import dispatch
 from jaxspec.parallel import Group
+
+ENABLED = True
+"""If False, no group has mailboxes, and all-reduces sum its layers' outputs."""
 
 ROWS = 64
 """Rows that an exchange has at most. The letters of each further row would take as long as an
@@ -62,12 +74,22 @@ class Mailbox:
     def num_bytes(self) -> int:
         return HEADER + self.devices * self.bytes_per_sender
 
-    def addresses_like(self) -> jax.ShapeDtypeStruct:
-        """Return the shape and dtype of `Opened.addresses` on one device."""
-        return jax.ShapeDtypeStruct((self.devices + 1, 2), jnp.int32)
+    def like(self) -> "Post":
+        """Return the shapes and dtypes of a device's `Post`."""
+        shapes = (self.devices + 1, 2), (self.num_bytes // 4,)
+        return jax.eval_shape(lambda: Post(*(jnp.zeros(shape, jnp.int32) for shape in shapes)))
 
-    def allocate(self, group: Group) -> "Allocated":
-        """Allocate the mailboxes of a group of one process, with all counts 0."""
+    @staticmethod
+    def of(group: Group, features: int) -> "Mailbox | None":
+        """Return the mailboxes for rows of up to `features`, or None if kernels can't use them.
+
+        Devices must be those of one process: an address has a meaning in that alone.
+        """
+        is_usable = ENABLED and group.size > 1 and group.nodes == 1
+        return Mailbox(group.size, features) if is_usable and dispatch.has_kernels() else None
+
+    def allocate(self, group: Group) -> "Post":
+        """Allocate the mailboxes of all devices, with counts of 0; return the group's arrays."""
         zeros = np.zeros(self.num_bytes // 4, np.int32)
         boxes = [jax.device_put(zeros, device) for device in group.devices]
         starts = [box.block_until_ready().unsafe_buffer_pointer() for box in boxes]
@@ -76,32 +98,34 @@ class Mailbox:
             letters = [start + HEADER + rank * self.bytes_per_sender for start in starts]
             words = np.array([*letters, own], np.uint64).view(np.int32)
             addresses.append(jax.device_put(words.reshape(len(starts) + 1, 2), device))
-        return Allocated(tuple(boxes), group.stacked(addresses))
+        return Post(group.stacked(addresses), group.stacked(boxes))
 
 
-@dataclasses.dataclass(frozen=True)
-class Allocated:
-    """Mailboxes of a group, which are freed with this object: programs hold no reference."""
+@flax.struct.dataclass
+class Post:
+    """Arguments of a program by which a device exchanges rows with the others."""
 
-    boxes: tuple[jax.Array, ...]
-    addresses: jax.Array  # of the group; `Opened.addresses` of each device
+    addresses: Int[Array, "devices_and_own two"]
+    """Low and high words: where its letters to each device are, and its own mailbox."""
+
+    box: Int[Array, " words"]  # its own mailbox
 
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """A device's addresses: where its letters to each device are, and its own mailbox."""
+    """The mailbox of the program that is being traced."""
 
     mailbox: Mailbox
-    addresses: Int[Array, "devices_and_own two"]  # low and high words
+    post: Post
 
 
 _opened = contextvars.ContextVar[Opened | None]("_opened", default=None)
 
 
 @contextlib.contextmanager
-def use(opened: Opened | None) -> Generator[None]:
+def use(mailbox: Mailbox, post: Post) -> Generator[None]:
     """Let the ops that are traced inside the context exchange rows through a mailbox."""
-    token = _opened.set(opened)
+    token = _opened.set(Opened(mailbox, post))
     try:
         yield
     finally:

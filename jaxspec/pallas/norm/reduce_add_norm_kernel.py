@@ -15,7 +15,7 @@ from jaxlib.mlir.dialects import arith, gpu, memref, scf, vector
 
 from jaxspec.pallas.gpu import access, layouts
 from jaxspec.pallas.gpu.device import THREADS
-from jaxspec.pallas.norm.mailbox import HEADER, Mailbox
+from jaxspec.pallas.norm.mailbox import HEADER, Mailbox, Post
 
 utils: Any = mosaic_utils  # pyright checks against jax 0.10, which has fewer; no kernel runs there
 inline_mgpu: Any = plgpu.inline_mgpu
@@ -25,13 +25,13 @@ _AT_ONCE = 32  # lines that a thread holds in registers while it waits
 
 
 @functools.partial(jax.jit, static_argnames="mailbox")
-def reduce_add_norm_kernel(stream, pending, norm, addresses, *, mailbox: Mailbox):
+def reduce_add_norm_kernel(stream, pending, norm, post: Post, *, mailbox: Mailbox):
     """Run `reduce_add_norm`: each block sends one row to all devices and waits for theirs."""
     tokens, features = stream.shape
     [piece] = layouts.row_pieces(features, stream.dtype.itemsize)
     layout = piece.layout
 
-    def body(stream, pending, weight, addresses, total, normed):
+    def body(stream, pending, weight, addresses, _, total, normed):
         row, dtype = lax.axis_index("row"), stream.dtype
         is_tokens = len(pending.shape) == 2
         indices = [(row,)] if is_tokens else [(part, row) for part in range(pending.shape[0])]
@@ -59,7 +59,7 @@ def reduce_add_norm_kernel(stream, pending, norm, addresses, *, mailbox: Mailbox
         # No automatic barriers: threads share the scratch of the sum alone, and `_count` has one.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
-    return kernel(stream, pending, norm.weight, addresses)
+    return kernel(stream, pending, norm.weight, post.addresses, post.box)
 
 
 def _exchange(own, addresses, layout, mailbox: Mailbox):
@@ -132,7 +132,7 @@ def _thread() -> Any:
 
 
 def _address(addresses: Any, number: int) -> Any:
-    """Load one of `Opened.addresses` as a 64-bit integer."""
+    """Load one of `Post.addresses` as a 64-bit integer."""
     long, index = ir.IntegerType.get_signless(64), ir.IndexType.get()
     low, high = (
         arith.extui(long, memref.load(addresses, [utils.c(number, index), utils.c(half, index)]))
