@@ -116,7 +116,8 @@ class MemoryUsage:
         if proposer is not None:
             tables = _tables(model, proposer, drafter, group)
             drawn_ids = model.vocab_size if proposer.is_probabilistic else 0
-        mailbox = Mailbox.of(group, model.config.hidden_size)
+        shares_head = model.vocab_size % group.size == 0  # `norm.mailbox` says why it must
+        mailbox = Mailbox.of(group, model.config.hidden_size) if shares_head else None
         return MemoryUsage(weights, tables, options, specs, drawn_ids, model.vocab_size, mailbox)
 
     @property

@@ -24,7 +24,7 @@ those of a model's layers do: kernels that XLA could run at the same time would 
 
 A kernel waits for the other devices, and while it does, the host must not wait for it before it has
 launched theirs. XLA loads the kernels of all devices first, and joins their launches, if a program
-has a collective of XLA's. Every step has one, which gathers scores.
+has a collective of its own. A step has one if devices share the output head: it gathers scores.
 """
 
 import contextlib
@@ -39,6 +39,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.gpu import peers
+from jaxspec.pallas.gpu.device import THREADS
 from jaxspec.parallel import Group
 
 ENABLED = True
@@ -48,7 +50,14 @@ ROWS = 64
 """Rows that an exchange has at most. The letters of each further row would take as long as an
 all-reduce, which is not sent twice as many bytes."""
 
+_MAX_FEATURES = 5120  # a thread keeps 40 of each of several arrays in registers
+
 HEADER = 4 * ROWS  # bytes of the counts
+
+
+def can_hold(features: int) -> bool:
+    """Return whether rows of `features` can be exchanged: whole vectors of each thread."""
+    return features % (4 * THREADS) == 0 and features <= _MAX_FEATURES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +92,13 @@ class Mailbox:
     def of(group: Group, features: int) -> "Mailbox | None":
         """Return the mailboxes for rows of up to `features`, or None if kernels can't use them.
 
-        Devices must be those of one process: an address has a meaning in that alone.
+        Devices must be those of one process, in which an address of each means the same, and write
+        to each other's memory.
         """
-        is_usable = ENABLED and group.size > 1 and group.nodes == 1
-        return Mailbox(group.size, features) if is_usable and dispatch.has_kernels() else None
+        is_wanted = ENABLED and group.size > 1 and group.nodes == 1 and can_hold(features)
+        if not is_wanted or not dispatch.has_kernels():
+            return None
+        return Mailbox(group.size, features) if peers.all_reach_each_other(group.devices) else None
 
     def allocate(self, group: Group) -> "Post":
         """Allocate the mailboxes of all devices, with counts of 0; return the group's arrays."""

@@ -3,13 +3,11 @@
 import jax.numpy as jnp
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gpu import device
 from jaxspec.pallas.norm import mailbox, residual
 from jaxspec.pallas.norm.residual import OfDevices, Pending, Stream
 from jaxspec.pallas.norm.rms_norm import Norm
 
 _DTYPES = jnp.bfloat16, jnp.float16
-_MULTIPLE = 4 * device.THREADS  # features; a row is then one slice (`layouts.row_pieces`)
 
 
 def reduce_add_norm(stream: Stream, pending: OfDevices, norm: Norm) -> tuple[Stream, Stream]:
@@ -45,7 +43,7 @@ def why_not_kernel(stream, pending, norm):
         return "the devices have no mailboxes"
     if rows > mailbox.ROWS:
         return f"{rows} rows"
-    if features % _MULTIPLE or features > opened.mailbox.features:
+    if not mailbox.can_hold(features) or features > opened.mailbox.features:
         return f"{features} features"
     expected = stream.dtype if own.ndim == 2 else jnp.float32
     known = stream.dtype in _DTYPES and norm.weight.dtype in _DTYPES

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -83,20 +84,20 @@ def _exchange(own, addresses, layout, mailbox: Mailbox):
                 arith.muli(row, _int(mailbox.bytes_per_row)), arith.muli(_thread(), _int(_LINE))
             ),
         )
-        vectors = list(own.registers.flat)
-        words = [word for each in vectors for word in _words(each)]
+        words = [word for register in own.registers.flat for word in _words(register)]
+        lines, total = len(words) // 2, None
         for device in range(mailbox.devices):
             start = _after(_address(addresses, device), place)
-            for line in range(len(words) // 2):
+            for line in range(lines):
                 _send(start, line, words[2 * line], words[2 * line + 1], number)
         of_first = _after(box, arith.addi(place, _int(HEADER)))
-        received = _received(of_first, len(words) // 2, number, mailbox)
-        registers, size = own.registers.copy(), len(words) // len(vectors)
-        for n, vector_ in enumerate(vectors):
-            here = slice(n * size, (n + 1) * size)
-            wide = [_wide(of_device[here], vector_.type) for of_device in received]
-            registers.flat[n] = functools.reduce(arith.addf, wide)
-        return mgpu.FragmentedArray(_registers=registers, _layout=own.layout, _is_signed=None)
+        for devices in _together(mailbox.devices, lines):
+            if total is not None:  # added before the next wait, which needs the registers
+                total = mgpu.optimization_barrier(total)
+            for of_device in _received(of_first, devices, lines, number, mailbox):
+                wide = _wide(of_device, own)
+                total = wide if total is None else total + wide
+        return total
 
     return exchange(own, addresses)
 
@@ -164,18 +165,25 @@ def _send(start: Any, line: int, first: Any, second: Any, number: Any) -> None:
     )
 
 
-def _received(of_first: Any, lines: int, number: Any, mailbox: Mailbox) -> list[list[Any]]:
-    """Wait for this thread's letters with this number; return the words of each device."""
+def _together(devices: int, lines: int) -> Iterator[range]:
+    """Yield the ranks of as many devices as registers have room for the letters of, in order."""
+    count = max(1, _AT_ONCE // lines)
+    for first in range(0, devices, count):
+        yield range(first, min(first + count, devices))
+
+
+def _received(
+    of_first: Any, devices: range, lines: int, number: Any, mailbox: Mailbox
+) -> Iterator[list[Any]]:
+    """Wait for this thread's letters with this number; yield the words of each device."""
     places = [
-        (device * mailbox.bytes_per_sender + line * THREADS * _LINE)
-        for device in range(mailbox.devices)
+        device * mailbox.bytes_per_sender + line * THREADS * _LINE
+        for device in devices
         for line in range(lines)
     ]
-    each = lines * max(1, _AT_ONCE // lines)
-    words = []
-    for start in range(0, len(places), each):
-        words += _awaited(of_first, places[start : start + each], number)
-    return [words[2 * lines * n : 2 * lines * (n + 1)] for n in range(mailbox.devices)]
+    words = _awaited(of_first, places, number)
+    for n in range(len(devices)):
+        yield words[2 * lines * n : 2 * lines * (n + 1)]
 
 
 def _awaited(of_first: Any, places: list[int], number: Any) -> list[Any]:
@@ -208,9 +216,12 @@ def _words(register: Any) -> list[Any]:
 
 
 def _wide(words: list[Any], like: Any) -> Any:
-    """Return the float32 values of the words of a vector register of type `like`."""
-    found = vector.bitcast(
-        like, vector.from_elements(ir.VectorType.get((len(words),), words[0].type), words)
-    )
-    wide = ir.VectorType.get(like.shape, ir.F32Type.get())
-    return found if like == wide else arith.extf(wide, found)
+    """Return the float32 array of the words of an array with the layout and dtype of `like`."""
+    registers, size = like.registers.copy(), len(words) // like.registers.size
+    packed = ir.VectorType.get((size,), words[0].type)
+    for n, register in enumerate(like.registers.flat):
+        here = vector.from_elements(packed, words[n * size : (n + 1) * size])
+        found = vector.bitcast(register.type, here)
+        wide = ir.VectorType.get(register.type.shape, ir.F32Type.get())
+        registers.flat[n] = found if found.type == wide else arith.extf(wide, found)
+    return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
