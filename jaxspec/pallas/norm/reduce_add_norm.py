@@ -7,7 +7,7 @@ from jaxspec.pallas.norm import mailbox, residual
 from jaxspec.pallas.norm.residual import OfDevices, Pending, Stream
 from jaxspec.pallas.norm.rms_norm import Norm
 
-_DTYPES = jnp.bfloat16, jnp.float16
+_DTYPES = jnp.float32, jnp.bfloat16, jnp.float16
 
 
 def reduce_add_norm(stream: Stream, pending: OfDevices, norm: Norm) -> tuple[Stream, Stream]:

@@ -67,9 +67,10 @@ def array(*dims, dtype=jnp.bfloat16):
 @pytest.mark.mosaic
 @pytest.mark.parametrize("devices", [2, 8])
 @pytest.mark.parametrize("features", [512, *sorted(set(HIDDEN.values()))])
-def test_tokens_are_summed(h200, monkeypatch, capfd, features, devices):
-    tokens = array(4, features)
-    check(devices, monkeypatch, capfd, tokens, tokens, array(features))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_tokens_are_summed(h200, monkeypatch, capfd, features, dtype, devices):
+    tokens = array(4, features, dtype=dtype)
+    check(devices, monkeypatch, capfd, tokens, tokens, array(features, dtype=dtype))
 
 
 @pytest.mark.mosaic
