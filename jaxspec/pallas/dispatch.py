@@ -85,6 +85,11 @@ def implementations() -> dict[str, tuple[str, ...]]:
     return {op: tuple(chosen) for op, chosen in _chosen.items()}
 
 
+def has_kernels() -> bool:
+    """Return whether kernels run on the default device."""
+    return kernels_here()[1] is None
+
+
 def kernels_here() -> tuple[bool, str | None]:
     """Return whether the default device is a Hopper GPU, and why no kernel can run (or None)."""
     here = device.default_device()

@@ -95,6 +95,7 @@ class Blueprint:
             specs=memory_usage.specs,
             states=state_policy(states),
             group=group,
+            mailbox=memory_usage.mailbox,
             # GPUs multiply float32 in TF32 by default.
             matmul_precision="highest" if dtype == jnp.float32 else None,
         )
@@ -142,5 +143,5 @@ class Blueprint:
     def _args(self, program: AnyProgram) -> tuple[Any, ...]:
         size = plan_layout(program, self.config.shapes).size
         packed = jax.ShapeDtypeStruct((size,), jnp.int32)
-        shared = self.weights, self.memory_usage.tables, self.state.of(program)
+        shared = self.weights, self.memory_usage.given, self.state.of(program)
         return *self.config.group.like(shared), packed

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxspec.cache import MEMORY_LABELS, CacheOptions, CacheSpec, holders, state_policy
 from jaxspec.models.base import CheckpointModule, Model
+from jaxspec.pallas.norm.mailbox import Mailbox
 from jaxspec.parallel import ALONE, Group
 from jaxspec.plan.step_shapes import StateConfig, StepShapes
 from jaxspec.proposers.base import Proposer
@@ -28,6 +29,7 @@ HOLDER_WORDS = {
     "bias_tables": "biases of tokens\n(slots)",
     "automata": "automata of grammars",
     "logits_processors": "arguments of logits processors\n(slots)",
+    "mailboxes": "mailboxes for the\nother devices",
 }
 """Labels in plots for the keys of `MemoryUsage.bytes`."""
 
@@ -94,6 +96,7 @@ class MemoryUsage:
     drawn_ids: int  # size of the distributions that drafts are sampled from; 0 if greedy
     vocab_size: int
     processors: tuple[LogitsProcessor, ...] = ()
+    mailbox: Mailbox | None = None  # None if the devices exchange rows by all-reduces, or alone
 
     @staticmethod
     def of(
@@ -117,7 +120,15 @@ class MemoryUsage:
         if proposer is not None:
             tables = _tables(model, proposer, drafter, group)
             drawn_ids = model.vocab_size if proposer.is_probabilistic else 0
-        return MemoryUsage(weights, tables, options, specs, drawn_ids, model.vocab_size, processors)
+        shares_head = model.vocab_size % group.size == 0  # `norm.mailbox` says why it must
+        mailbox = Mailbox.of(group, model.config.hidden_size) if shares_head else None
+        sizes = drawn_ids, model.vocab_size
+        return MemoryUsage(weights, tables, options, specs, *sizes, processors, mailbox)
+
+    @property
+    def given(self) -> Any:
+        """What steps take besides weights and state: `tables`, and the mailbox if there is one."""
+        return self.tables if self.mailbox is None else (self.tables, self.mailbox.like())
 
     def empty_state(self, shapes: StepShapes) -> EngineState:
         sizes = self.drawn_ids, self.vocab_size
@@ -133,6 +144,7 @@ class MemoryUsage:
         held |= {"seen_tokens": state.tables.seen, "bias_tables": state.tables.bias}
         held |= {"automata": state.tables.automata}
         held |= {"logits_processors": state.tables.custom} if self.processors else {}
+        held |= {"mailboxes": self.mailbox.like()} if self.mailbox else {}
         return {
             name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
             for name, pool in held.items()

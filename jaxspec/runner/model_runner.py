@@ -69,6 +69,8 @@ class ModelRunner:
             weakref.finalize(self, early.close)
         self._weights = tuple(jax.tree.leaves(nnx.split(model)[1]))
         self._tables = self._init_tables(proposer, model, drafter) if proposer else ()
+        if self._config.mailbox is not None:
+            self._tables = self._tables, self._config.mailbox.allocate(self.group)
         self._places: dict[AnyProgram, Path | None] = {}  # files in the program cache
         self._state: EngineState | None = self._new_state()
         # Shapes to lower programs with: other threads lower while steps replace the arrays.

@@ -7,6 +7,7 @@ rows, write sampling tables or export states are made here, too.
 """
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import CacheSpec, Moves, SavedState, StatePolicy, copy, export, restore
 from jaxspec.models.base import Model
+from jaxspec.pallas.norm import mailbox as mailboxes
+from jaxspec.pallas.norm.mailbox import Mailbox
 from jaxspec.parallel import Group
 from jaxspec.plan.plan import (
     EXPORT,
@@ -70,6 +73,7 @@ class StepConfig:
     specs: tuple[CacheSpec, ...]  # specs of the state's pools
     states: StatePolicy
     group: Group = dataclasses.field(default_factory=Group)  # devices that run each program
+    mailbox: Mailbox | None = None  # through which these exchange rows
     matmul_precision: str | None = None  # None means JAX's default
 
 
@@ -93,8 +97,23 @@ def new_step(config: StepConfig, program: AnyProgram) -> jax.stages.Wrapped:
     In a group each device runs the step on its part of the model and of the pools, with the plan as
     a whole. The output is the same on all of them.
     """
-    step = config.group.on_each(make_step(config, program), whole=3, equal=(False, True))
+    step = make_step(config, program)
+    if config.mailbox is not None:
+        step = _with_mailbox(step, config.mailbox)
+    step = config.group.on_each(step, whole=3, equal=(False, True))
     return jax.jit(step, donate_argnums=2, compiler_options=XLA_OPTIONS)
+
+
+def _with_mailbox(step: Callable[..., Any], mailbox: Mailbox) -> Callable[..., Any]:
+    """Return `step` with the device's `Post` beside the tables."""
+
+    @functools.wraps(step)
+    def with_mailbox(weights: Any, given: Any, state: EngineState, packed: Any) -> Any:
+        tables, post = given
+        with mailboxes.use(mailbox, post):
+            return step(weights, tables, state, packed)
+
+    return with_mailbox
 
 
 def make_step(

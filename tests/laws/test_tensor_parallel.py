@@ -24,6 +24,7 @@ from jaxspec import parallel
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.options.draft_methods import DraftModelOptions, Eagle3Options, MTPOptions
 from jaxspec.pallas.moe import feed_forward
+from jaxspec.pallas.norm.mailbox import Mailbox
 from jaxspec.parallel import Group
 from jaxspec.requests.sampling_params import SamplingParams
 
@@ -175,6 +176,14 @@ def test_forks_and_preemption_and_several_steps_a_dispatch():
         sample.params = SAMPLED
     assert engine.run().check() <= 1
     assert engine.scheduler.num_preemptions > 0
+
+
+def test_mailboxes_are_arguments_of_every_program(monkeypatch):
+    """As on GPUs; here no kernel exchanges rows through them."""
+    monkeypatch.setattr(Mailbox, "of", staticmethod(lambda group, _: Mailbox(group.size, 512)))
+    engine = sharing(HYBRID, PAIR, steps_per_dispatch=2)
+    assert served(engine, GREEDY).check() <= 1
+    assert engine.runner.memory()["mailboxes"] == 4 * 2 * 3 + Mailbox(2, 512).num_bytes
 
 
 @pytest.mark.soak

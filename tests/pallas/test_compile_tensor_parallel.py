@@ -14,6 +14,8 @@ from jaxspec import device, parallel
 from jaxspec.api.loading import settle
 from jaxspec.models import unread
 from jaxspec.options.engine_options import EngineConfig
+from jaxspec.pallas.gpu import peers
+from jaxspec.pallas.norm import mailbox
 from jaxspec.parallel import Group
 from jaxspec.plan.plan import Program, plan_layout
 from jaxspec.requests.sampling_features import GREEDY
@@ -41,11 +43,14 @@ def group(h200, monkeypatch):
 
 
 @pytest.mark.mosaic
-def test_a_step_of_the_9b_on_two_gpus(group, tmp_path):
+@pytest.mark.parametrize("has_mailboxes", [True, False])
+def test_a_step_of_the_9b_on_two_gpus(group, tmp_path, monkeypatch, has_mailboxes):
     """Two sums over the devices a layer; the donated state is written in place.
 
     The program is one that was kept: exported, and read again.
     """
+    monkeypatch.setattr(mailbox, "ENABLED", has_mailboxes)
+    monkeypatch.setattr(peers, "all_reach_each_other", lambda devices: True)
     fields = SHAPES["qwen3.5-9b"].config() | {"num_hidden_layers": LAYERS}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with unread(tmp_path, BFLOAT16, load_format="dummy", group=group) as found:
@@ -74,7 +79,7 @@ def test_a_step_of_the_9b_on_two_gpus(group, tmp_path):
         where = NamedSharding(group.mesh, PartitionSpec(*axes))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
-    given = group.like((blueprint.weights, blueprint.memory_usage.tables))
+    given = group.like((blueprint.weights, blueprint.memory_usage.given))
     state = group.like(blueprint.state.of(program))
     size = plan_layout(program, settled.shapes).size
     plan = placed(jax.ShapeDtypeStruct((size,), jnp.int32))
@@ -86,7 +91,13 @@ def test_a_step_of_the_9b_on_two_gpus(group, tmp_path):
     with nothing_kept_on_disk():
         compiled = lowered.compile()
     text = compiled.as_text()
-    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 2 * LAYERS
+    all_reduces, kernels = r" all-reduce(?:-start)?\(", r"custom-call\(.*reduce_add_norm"
+    counts = [len(re.findall(each, text)) for each in (kernels, all_reduces)]
+    assert counts == ([2 * LAYERS, 0] if has_mailboxes else [0, 2 * LAYERS])
     assert len(re.findall(r" all-gather(?:-start)?\(", text)) == 1
+    if blueprint.config.mailbox is not None:
+        words = blueprint.config.mailbox.num_bytes // 4
+        assert f"s32[{words}]" in text  # an argument, which kernels find where it is: no copy
+        assert not re.findall(rf"s32\[{words}\]\S* (?!parameter)\S+\(", text)
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) // 2
     assert compiled.memory_analysis().alias_size_in_bytes == held

@@ -156,7 +156,7 @@ class DecoderLayer(nnx.Module):
             flat = jax.tree.map(lambda x: x[split:], tokens)
             chunks, pools = mixer.prefill(flat, inputs, pools, self.cache_layer)
             heads = jnp.concatenate([mixer.finish(heads, rectangle), chunks])
-        return residual.reduced(mixer.output(heads, tokens)), pools
+        return residual.of_devices(mixer.output(heads, tokens)), pools
 
     def _feed(
         self, stream: Stream, pending: Pending, inputs: ModelInputs
@@ -165,7 +165,7 @@ class DecoderLayer(nnx.Module):
             return stream, pending
         norm = self.feed_forward_norm
         stream, pending = self.feed_forward(stream, pending, norm, inputs.live)
-        return stream, residual.reduced(pending)
+        return stream, residual.of_devices(pending)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         if self.mixer is not None:

@@ -8,7 +8,8 @@ from jaxspec.pallas.gpu import device
 from jaxspec.pallas.matmul import gemm, products, skinny_gemm
 from jaxspec.pallas.matmul.products import matmul
 from jaxspec.pallas.norm.add_norm import add_norm, add_norm_reference
-from jaxspec.pallas.norm.residual import Pending, Stream
+from jaxspec.pallas.norm.reduce_add_norm import settled
+from jaxspec.pallas.norm.residual import OfDevices, Pending, Stream
 from jaxspec.pallas.norm.rms_norm import Norm
 from jaxspec.weight import Weight
 
@@ -31,26 +32,29 @@ def norm_matmul(
     (`norm.residual`).
 
     One kernel computes everything for 1 or 2 rows of 1024 or 2048 features in 16 bits; each block
-    normalizes all rows. For more rows, or more than `MAX_SUMS` sums per row, `add_norm` runs before
-    the matmul. That matmul uses `skinny_gemm` for up to 8 rows, `gemm` for up to 256, and otherwise
-    XLA. It also uses XLA for up to 8 rows with more columns than one wave of blocks has, 8,448.
+    normalizes all rows. For more rows, more than `MAX_SUMS` sums per row, or parts of several
+    devices (`reduce_add_norm`), `add_norm` runs before the matmul. That matmul uses `skinny_gemm`
+    for up to 8 rows, `gemm` for up to 256, and otherwise XLA. It also uses XLA for up to 8 rows
+    with more columns than one wave of blocks has, 8,448.
 
     Raises:
         ValueError: `weight` does not match the features of the stream.
     """
     rows, features = stream.shape
     products.check_inner(features, weight)
+    pending = settled(stream, pending, norm)
+    added = None if isinstance(pending, OfDevices) else pending  # what the fused kernel would add
     is_skinny = rows <= skinny_gemm.MAX_ROWS
     if is_skinny:
-        why, wave = why_not_skinny(stream, pending, norm, weight), None
+        why, wave = why_not_skinny(stream, added, norm, weight), None
     else:
         why, wave = gemm.choose(stream, weight, features)
     runs_kernel = dispatch.runs_kernel("norm_matmul", why, rows=rows, by_choice=True)
-    sums = pending.shape[0] * features if pending is not None and pending.ndim == 3 else 0
-    if runs_kernel and rows <= _MAX_FUSED_ROWS and sums <= MAX_SUMS:
+    sums = added.shape[0] * features if added is not None and added.ndim == 3 else 0
+    if runs_kernel and rows <= _MAX_FUSED_ROWS and sums <= MAX_SUMS and added is pending:
         from jaxspec.pallas.matmul.norm_matmul_kernel import norm_matmul_kernel
 
-        return norm_matmul_kernel(stream, pending, norm, weight.array)
+        return norm_matmul_kernel(stream, added, norm, weight.array)
     stream, normed = add_norm(stream, pending, norm)
     if not runs_kernel:
         return stream, matmul(normed, weight)

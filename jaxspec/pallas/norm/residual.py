@@ -8,11 +8,13 @@ itself. It returns two arrays:
     pending    output of the last layer, which the next norm adds (`add_norm`, `norm_matmul`)
 
 `pending` is None before the first layer. The matmul that ends a layer may return partial sums over
-parts of its input features (split-K), which the next addition sums up.
+parts of its input features (split-K), which the next addition sums up. In a group each device has
+a part of the output (`OfDevices`), and the next addition also sums these.
 """
 
 from typing import Any
 
+import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -20,8 +22,18 @@ from jaxspec import parallel
 
 Stream = Float[Array, "tokens features"]
 
-# None, features in the dtype of the stream, or float32 partial sums of them.
-Pending = Float[Array, "tokens features"] | Float[Array, "parts tokens features"] | None
+# Features in the dtype of the stream, or float32 partial sums of them.
+Output = Float[Array, "tokens features"] | Float[Array, "parts tokens features"]
+
+
+@flax.struct.dataclass
+class OfDevices:
+    """A layer's output of which each device of the group has a part, still to be summed."""
+
+    own: Output
+
+
+Pending = Output | OfDevices | None
 
 
 def sum_parts(
@@ -31,17 +43,26 @@ def sum_parts(
     return pending if pending.ndim == 2 else jnp.sum(pending, axis=0).astype(dtype)
 
 
-def reduced(pending: Pending) -> Pending:
-    """Return `pending` summed over the devices of a group, of which each has a part.
+def of_devices(pending: Pending) -> Pending:
+    """Return the output of one device's layer as a part of the group's; unchanged without one."""
+    if pending is None or not parallel.in_group():
+        return pending
+    assert not isinstance(pending, OfDevices)
+    return OfDevices(pending)
+
+
+def reduced(pending: Pending) -> Output | None:
+    """Return `pending` summed over the devices of a group, if each has a part.
 
     Partial sums of one device are added first: there is less to send.
     """
-    if pending is None or not parallel.in_group():
+    if not isinstance(pending, OfDevices):
         return pending
-    parts = jnp.sum(pending, axis=0, keepdims=True) if pending.ndim == 3 else pending
-    return parallel.reduce(parts)
+    own = pending.own
+    return parallel.reduce(jnp.sum(own, axis=0, keepdims=True) if own.ndim == 3 else own)
 
 
 def add(stream: Stream, pending: Pending) -> Stream:
     """Return `stream + pending`, rounded to the dtype of the stream."""
-    return stream if pending is None else stream + sum_parts(pending, stream.dtype)
+    whole = reduced(pending)
+    return stream if whole is None else stream + sum_parts(whole, stream.dtype)

@@ -1,0 +1,81 @@
+"""reduce_add_norm compiles to sm_90a machine code without spills, and without peers of XLA's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from sm90 import H200, nothing_kept_on_disk
+
+from benchmarks.measure.shapes import HIDDEN
+from jaxspec import device, parallel
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.norm import mailbox
+from jaxspec.pallas.norm.add_norm import add_norm
+from jaxspec.pallas.norm.mailbox import Mailbox
+from jaxspec.pallas.norm.residual import OfDevices
+from jaxspec.pallas.norm.rms_norm import Norm
+
+OPTIMIZED = True  # as for a user
+
+
+def compiled_for(count, monkeypatch, capfd, stream, own, weight):
+    """The program and ptxas' report."""
+    from jax.experimental import topologies
+
+    there = topologies.get_topology_desc(
+        platform="cuda", topology_name="", topology=f"1x1x{count}", target_config=H200
+    ).devices
+    monkeypatch.setattr(device, "default_device", lambda: there[0])
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    box = Mailbox(count, stream.shape[1])
+
+    def step(stream, own, weight, post):
+        with mailbox.use(box, post):
+            return add_norm(stream, OfDevices(own), Norm(weight, 1e-6, zero_centred=True))
+
+    mesh = Mesh(np.array(there), (parallel.AXIS,))
+    split = PartitionSpec(parallel.AXIS)
+    on_each = jax.shard_map(step, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+
+    def stacked(leaf):
+        shape = count * leaf.shape[0], *leaf.shape[1:]
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, split))
+
+    args = jax.tree.map(stacked, (stream, own, weight, box.like()))
+    with dispatch.choices() as chosen:
+        lowered = jax.jit(on_each).lower(*args)
+    with nothing_kept_on_disk():
+        program = lowered.compile().as_text()
+    assert [(op, how) for op, how, _ in chosen] == [("reduce_add_norm", "kernel")]
+    return program, capfd.readouterr().out
+
+
+def check(count, monkeypatch, capfd, *args):
+    program, report = compiled_for(count, monkeypatch, capfd, *args)
+    assert "for 'sm_90a'" in report
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    assert "all-reduce" not in program
+    assert '"uses_xla_collective_metadata" = true' not in program
+    assert "uses_xla_collective_metadata = true" not in program
+
+
+def array(*dims, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+@pytest.mark.mosaic
+@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("features", [512, *sorted(set(HIDDEN.values()))])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_tokens_are_summed(h200, monkeypatch, capfd, features, dtype, devices):
+    tokens = array(4, features, dtype=dtype)
+    check(devices, monkeypatch, capfd, tokens, tokens, array(features, dtype=dtype))
+
+
+@pytest.mark.mosaic
+@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("features", [2048, 5120])
+def test_parts_are_summed(h200, monkeypatch, capfd, features, devices):
+    parts = array(8, 64, features, dtype=jnp.float32)
+    check(devices, monkeypatch, capfd, array(64, features), parts, array(features))
