@@ -8,8 +8,8 @@ that nothing but the kernels themselves takes time, on host and device.
 
 A mailbox of a group of n devices has
 
-    counts    the number of exchanges so far of each row, `[ROWS]` int32
-    letters   `[n senders, 2, ROWS, features, 2]` int32, for an even and an odd exchange
+    counts    the number of exchanges so far of each row, `[MAX_ROWS]` int32
+    letters   `[n senders, 2, rows, features, 2]` int32, for an even and an odd exchange
 
 The letters of a sender are words of its data, each with the number of the exchange beside it. Both
 are written as one access of 8 bytes, so a reader that finds the number has the word, too: no fence
@@ -46,13 +46,14 @@ from jaxspec.parallel import Group
 ENABLED = True
 """If False, no group has mailboxes, and all-reduces sum its layers' outputs."""
 
-ROWS = 64
-"""Rows that an exchange has at most. The letters of each further row would take as long as an
-all-reduce, which is not sent twice as many bytes."""
+MAX_ROWS = 256
+"""Rows of an exchange of two devices. With two H200s, 256 rows take less time than an all-reduce
+(`benchmarks/results/tensor_parallel_h200.json`); more letters take as long as one, which is not
+sent twice as many bytes."""
 
 _MAX_FEATURES = 5120  # a thread keeps 40 of each of several arrays in registers
 
-HEADER = 4 * ROWS  # bytes of the counts
+HEADER = 4 * MAX_ROWS  # bytes of the counts
 
 
 def can_hold(features: int) -> bool:
@@ -68,12 +69,17 @@ class Mailbox:
     features: int  # the most of a row
 
     @property
+    def rows(self) -> int:
+        """Rows that an exchange has at most: a device sends each to all others."""
+        return MAX_ROWS // (self.devices - 1) // 8 * 8
+
+    @property
     def bytes_per_row(self) -> int:
         return 8 * self.features
 
     @property
     def bytes_per_exchange(self) -> int:
-        return ROWS * self.bytes_per_row
+        return self.rows * self.bytes_per_row
 
     @property
     def bytes_per_sender(self) -> int:

@@ -41,7 +41,7 @@ def why_not_kernel(stream, pending, norm):
     rows, features = stream.shape
     if opened is None:
         return "the devices have no mailboxes"
-    if rows > mailbox.ROWS:
+    if rows > opened.mailbox.rows:
         return f"{rows} rows"
     if not mailbox.can_hold(features) or features > opened.mailbox.features:
         return f"{features} features"

@@ -9,7 +9,7 @@ import pytest
 from jaxspec.pallas.gpu import peers
 from jaxspec.pallas.gpu.device import THREADS
 from jaxspec.pallas.norm import mailbox
-from jaxspec.pallas.norm.mailbox import HEADER, ROWS, Mailbox
+from jaxspec.pallas.norm.mailbox import HEADER, Mailbox
 from jaxspec.parallel import ALONE, Group
 
 LINE = 16  # bytes
@@ -25,10 +25,10 @@ def test_no_two_letters_share_a_place():
         + row * box.bytes_per_row
         + (line * THREADS + thread) * LINE
         for sender, odd, row, line, thread in itertools.product(
-            range(3), range(2), range(ROWS), range(lines), range(THREADS)
+            range(3), range(2), range(box.rows), range(lines), range(THREADS)
         )
     }
-    assert len(places) == 3 * 2 * ROWS * lines * THREADS
+    assert len(places) == 3 * 2 * box.rows * lines * THREADS
     assert min(places) == HEADER
     assert max(places) + LINE == box.num_bytes == box.like().box.size * 4
 
