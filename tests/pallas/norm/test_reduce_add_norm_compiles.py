@@ -77,5 +77,6 @@ def test_tokens_are_summed(h200, monkeypatch, capfd, features, dtype, devices):
 @pytest.mark.parametrize("devices", [2, 8])
 @pytest.mark.parametrize("features", [2048, 5120])
 def test_parts_are_summed(h200, monkeypatch, capfd, features, devices):
-    parts = array(8, 64, features, dtype=jnp.float32)
-    check(devices, monkeypatch, capfd, array(64, features), parts, array(features))
+    rows = Mailbox(devices, features).rows
+    parts = array(8, rows, features, dtype=jnp.float32)
+    check(devices, monkeypatch, capfd, array(rows, features), parts, array(features))
