@@ -46,16 +46,23 @@ def propose(
 
 
 def allowed_drafts(
-    drafts: Drafts, inputs: DraftInputs, automata: Automata, states: Int[Array, " rows"]
+    drafts: Drafts,
+    inputs: DraftInputs,
+    automata: Automata | None,
+    grammar_state: Int[Array, " rows"] | None = None,
 ) -> Drafts:
     """Return drafts that the automata of the rows allow, and forced tokens where there are none.
 
-    The target would reject the others. `states` (int32) are those after each row's newest token.
+    The target would reject the others. `grammar_state` (int32) is that after each row's newest
+    token. A program without automata has none.
     """
+    if automata is None or grammar_state is None:
+        return drafts
     place = jnp.arange(drafts.tokens.shape[1], dtype=jnp.int32)[None, :]
-    has_automaton = (states > 0)[:, None]
+    has_automaton = (grammar_state > 0)[:, None]
     is_draft = ~has_automaton | (place < drafts.num_drafts[:, None])
-    tokens = automata.allowed_drafts(states, jnp.where(is_draft, drafts.tokens, NO_TOKEN))
+    given = jnp.where(is_draft, drafts.tokens, NO_TOKEN)
+    tokens = automata.allowed_drafts(grammar_state, given)
     lengths = jnp.sum(jnp.cumprod(tokens >= 0, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
     counts = jnp.where(inputs.should_draft, lengths, 0)
     logits = drafts.logits

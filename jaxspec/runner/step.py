@@ -285,8 +285,7 @@ def _one_step(
     state: EngineState,
 ) -> tuple[EngineState, DeviceOutput]:
     """Run a forward pass, verify its drafts, and make those of the next step; rows do not move."""
-    page_size = config.shapes.page_size
-    inputs = prepare(state.rows, state.page_tables, plan, page_size, program)
+    inputs = prepare(state.rows, state.page_tables, plan, config.shapes.page_size, program)
 
     taps = () if config.proposer is None else config.proposer.taps
     output, pools = model.forward(inputs.model, state.pools, taps)
@@ -310,9 +309,7 @@ def _one_step(
     if config.proposer is not None:
         proposer_inputs = draft_inputs(output, inputs, acceptance, active, plan, features)
         drafts, pools = propose(config.proposer, model, proposer_inputs, pools, tables)
-        if sampling.automata is not None:
-            states = changed["grammar_state"]
-            drafts = allowed_drafts(drafts, proposer_inputs, sampling.automata, states)
+        drafts = allowed_drafts(drafts, proposer_inputs, sampling.automata, **changed)
         changed["drafts"] = _widened(drafts.tokens, config.shapes.num_drafts)
         changed["num_drafts"] = drafts.num_drafts
         draft_logits = _with_distributions(draft_logits, drafts, active.slot)
