@@ -242,6 +242,14 @@ TABLES = {
         ("prompt tokens a second", "{prefill_tokens_per_second:,.0f}"),
         COMMIT,
     ),
+    "structured outputs": Table(
+        "structured_outputs_h200.json",
+        results,
+        ("requests of 64", "{constrained}: {kind}"),
+        ("ms per step", "{ms_per_step:.2f}"),
+        ("tokens per second", "{tokens_per_second:,}"),
+        COMMIT,
+    ),
     "sums over devices": Table(
         "tensor_parallel_h200.json",
         tensor_parallel,

@@ -24,6 +24,7 @@ _DOCS = (
     "sampling",
     "serving",
     "speculation",
+    "structured-output",
     "tensor-parallel",
     "traffic",
 )

@@ -212,7 +212,7 @@ def test_one_that_is_killed_ends_its_own_and_is_prepared_and_takes_requests_agai
     with grouped() as (group, session):
         group.prepare("get_ready")
         for process in starts.engines:
-            process.llm._engine.schedule.runner.at["result"] = lambda: time.sleep(0.01)
+            process.llm._engine.schedule.runner.at["result"] = lambda: time.sleep(0.05)
         streams = [session.stream(*samples) for samples in samples_of([LONG, LONG])]
         for stream in streams:
             next(stream)
@@ -265,7 +265,7 @@ def test_samples_that_are_added_are_returned_as_they_end_and_abort_ends_them(sta
         assert len(ended) == sum(ask.n for ask in ASKS)
         check([sample for samples in prompts for sample in samples])
         for process in starts.engines:
-            process.llm._engine.schedule.runner.at["result"] = lambda: time.sleep(0.01)
+            process.llm._engine.schedule.runner.at["result"] = lambda: time.sleep(0.05)
         (samples,) = samples_of([LONG])
         session.add(samples)
         session.abort(samples)
