@@ -11,9 +11,9 @@ from jaxspec.options.engine_options import OPTIONS, EngineConfig
 class EngineArgs(EngineConfig):
     """Options of an `LLM`, under jaxspec's or vLLM's names, validated without the model.
 
-    Fields have jaxspec's names. `LLM(**dataclasses.asdict(args))` and
-    `LLMEngine.from_engine_args(args)` create an engine with them; the first only without objects
-    that are dataclasses themselves, such as logits processors.
+    Fields have jaxspec's names. `LLMEngine.from_engine_args(args)` creates an engine with them, and
+    so does `LLM(**dataclasses.asdict(args))` unless `logits_processors` has instances: `asdict`
+    converts instances that are dataclasses to dicts.
 
     Args:
         model: A folder, a GGUF file or a hub id; None means the embedded model.

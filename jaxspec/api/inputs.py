@@ -171,8 +171,8 @@ class InputProcessor:
             seed: Seed for prompts without one.
             default_params: Parameters of calls without any; None means `SamplingParams()`.
             finds_boundaries: Find the prefix lengths of chats at which later turns will diverge.
-            reasoning_parser: A name of `REASONING_PARSERS`; None means that the chat template tells
-                whether the model reasons before a structured output.
+            reasoning_parser: A name of `REASONING_PARSERS`, for a model that reasons although its
+                chat template has no `</think>`; None means that the template decides.
             processor_params: Parameters of the engine's logits processors.
         """
         self.tokenizer, self._vocab_size = tokenizer, vocab_size

@@ -211,7 +211,7 @@ class LLMEngine(Diagnostics):
     def admit(self, samples: Sequence[Sample]) -> None:
         """Check samples against the engine's limits, and compile the programs they need.
 
-        Sets the `proposer_key` of their requests, and what masks their tokens.
+        Sets `proposer_key`, `token_filter`, and `automaton` or `matcher` of their requests.
 
         Args:
             samples: Samples from `inputs`, or from a twin of it in another process.

@@ -1,4 +1,4 @@
-"""Logits processors of an engine: imported by their places, checked, and applied to requests."""
+"""Logits processors of an engine: import, checks, and the arguments of requests."""
 
 import importlib
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxspec.checks import integer, is_integer, shown
+from jaxspec.checks import integer, shown
 from jaxspec.grammar import TokenFilter
 from jaxspec.requests.logits_processors import (
     MAX_PARAMS,
@@ -108,15 +108,18 @@ class LogitsProcessors(NamedTuple):
 def _made(entry: AnyProcessor) -> LogitsProcessor | HostLogitsProcessor:
     found = check_entry(_imported(entry)) if isinstance(entry, str) else entry
     if isinstance(found, str):
-        raise ValueError(f"{entry} must be a logits processor, got a text, {shown(found)}.")
+        raise ValueError(
+            f"The import path {shown(entry)} must lead to a logits processor, got a text, "
+            f"{shown(found)}. Name a class or an instance."
+        )
     if not isinstance(found, type):
         return found
     try:
         return found()
     except TypeError as error:
         raise ValueError(
-            f"A class in logits_processors must be created without arguments, and "
-            f"{place_of(found)} is not: {error}. Give an instance, or the place of one."
+            f"A class in logits_processors must be callable without arguments, got "
+            f"{place_of(found)}: {error}. Give an instance, or the import path of one."
         ) from error
 
 
@@ -128,8 +131,9 @@ def _imported(place: str) -> Any:
             found = getattr(found, part)
     except Exception as error:  # importing runs arbitrary code of the module
         raise ValueError(
-            f"The logits processor {shown(place)} must be there to import, and is not: {error}. "
-            "Install its module, or put its folder on PYTHONPATH; or give an instance."
+            f"The logits processor {shown(place)} must be importable, got "
+            f"{type(error).__name__}: {error}. Install its module, put its folder on PYTHONPATH, "
+            "or give an instance."
         ) from error
     return found
 
@@ -144,8 +148,8 @@ def _checked_params(processor: LogitsProcessor | HostLogitsProcessor) -> tuple[s
             "giving them in extra_args."
         )
     if isinstance(processor, LogitsProcessor):
-        window = processor.window if is_integer(processor.window) else -1
-        integer(f"window of the logits processor {processor.name}", window, 0, MAX_WINDOW)
+        name = f"window of the logits processor {processor.name}"
+        integer(name, processor.window, 0, MAX_WINDOW)
     return params
 
 
@@ -163,6 +167,6 @@ def _trace(processor: LogitsProcessor, vocab_size: int) -> None:
         ) from error
     if getattr(found, "shape", None) != logits.shape or found.dtype != logits.dtype:
         raise ValueError(
-            f"The logits processor {processor.name} must return float32 [{vocab_size}], as it "
-            f"gets, got {shown(found)}. Convert its result."
+            f"The logits processor {processor.name} must return float32 [{vocab_size}], like its "
+            f"argument logits, got {shown(found)}. Convert its result."
         )

@@ -115,7 +115,8 @@ def check_processors(recorded: Any) -> None:
     if recorded:
         raise ValueError(
             f"A flight must be replayed without logits processors, and this one was recorded with "
-            f"{shown(recorded)}: a file brings no code in. Record one without them."
+            f"{shown(recorded)}: a flight has no code of processors, and replay imports none. "
+            "Record one without them."
         )
 
 

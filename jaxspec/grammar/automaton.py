@@ -16,7 +16,9 @@ MAX_STATES = 4096
 MAX_CLASSES = 512
 MAX_BUDGET = 2**17  # tokens of reasoning
 _MAX_CELLS = 2**25  # of the columns of one depth, 64 MiB
-_MOST_OF_ONE_TEXT = 64  # tokens that begin one text; more are no single text
+_MOST_OF_ONE_TEXT = (
+    64  # states with more allowed tokens are not searched for a text that must follow
+)
 _REFUSED, _EOS = 0, 1  # classes
 _NUM_OWN = 2
 _BLANKS = regexes.Repeat(regexes.Characters(((10, 10),)), 0, 4)  # as in `thinking.Thinking.rules`
@@ -33,7 +35,7 @@ class Position(NamedTuple):
     """Position of an output in its automaton."""
 
     state: int  # -1 after a refused token
-    left: int | None = None  # tokens of reasoning that the limit still allows; None: no limit
+    left: int | None = None  # tokens of reasoning that the limit still allows; None means unlimited
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,14 +45,14 @@ class Automaton:
     A token t is allowed in state s if `next[s, classes[t]]` is not negative. State 0 is the
     start. The last state is the end, after an end-of-sequence token, and allows no token.
 
-    A limit of the reasoning is a count beside the state: it falls by one at each token from a
+    A limit of the reasoning is a count beside the state: it decreases by one with each token from a
     state of the reasoning, and at 0 the state is replaced by one that allows `</think>` alone.
     """
 
     classes: np.ndarray  # int16 [vocab_size]
     next: np.ndarray  # int16 [states, classes], -1 where a token is refused
     limited: np.ndarray  # int16 [states]; in place of each state at the limit, or the state itself
-    forced: np.ndarray  # int32 [states], a token of the text that must follow, or -1
+    forced: np.ndarray  # int32 [states], longest token of the text that must follow, or -1
 
     @classmethod
     def without_forced(

@@ -1,7 +1,7 @@
 """Regexes of the JSON spellings of numbers between bounds.
 
 Bounds are compared with decimals, and validators compare binary numbers. An exclusive bound is thus
-replaced by the next decimal of 15 digits, which no binary number confuses with it.
+replaced by the next decimal of 15 digits, which float64 distinguishes from it.
 """
 
 import math
@@ -10,7 +10,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any, NamedTuple
 
 _FRACTION = r"(?:\.[0-9]+)?"
-_DIGITS = 15  # of a decimal that no other one of as many digits shares a binary number with
+_DIGITS = 15  # decimals with so many digits have different float64 values
 _LARGEST = 10**19  # of integers; llguidance refuses larger ones
 _EXACT = Context(prec=64)
 

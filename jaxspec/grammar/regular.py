@@ -14,7 +14,8 @@ from jaxspec.requests.structured_outputs import StructuredOutputsParams
 class Regular(NamedTuple):
     """A regular language of answers, after reasoning that one token ends.
 
-    It is the same with any limit of the reasoning.
+    Grammars that differ only in the limit of the reasoning share one: the limit is a count of the
+    row.
     """
 
     regex: str | None  # None allows any text
@@ -37,7 +38,7 @@ class Regular(NamedTuple):
 
 
 def limit_of(thinking: Thinking) -> Regular | None:
-    """Return any text after reasoning that is limited; None if the device cannot follow it."""
+    """Return the language of limited reasoning and any text; None if only the host follows it."""
     is_known = thinking.is_open and len(thinking.ends) == 1
     return Regular(None, *thinking.ends) if is_known and _has_moderate_budget(thinking) else None
 

@@ -188,7 +188,7 @@ def _count(least: Any, most: Any) -> str:
 
 
 def _if_regular(translate: Callable[[], str | None]) -> str:
-    """Return a regex that may have no text, or be too large."""
+    """Return the regex of `translate`; raise `_IrregularError` if it has none or is too large."""
     try:
         found = translate()
     except ValueError as error:

@@ -16,7 +16,7 @@ _OPENS, _ENDS = THINK.encode(), THINK_ENDS.encode()
 def thinks(tokenizer: Tokenizer, reasoning_parser: str | None = None) -> bool:
     """Return whether the model of a tokenizer may reason before it answers.
 
-    A `reasoning_parser` (`REASONING_PARSERS`) says so in place of the chat template.
+    True for any `reasoning_parser` (`REASONING_PARSERS`); None reads the chat template.
     """
     template, has_token = tokenizer.chat_template, tokenizer.has_token
     return parser_for(template, has_token, reasoning_parser=reasoning_parser).thinks

@@ -70,8 +70,8 @@ class EngineConfig:
     )
     reasoning_parser: Literal["deepseek_r1", "mimo", "nemotron_v3", "qwen3"] | None = option(
         None,
-        "form of the reasoning that may precede a structured output, for chat templates that do "
-        "not show it: deepseek_r1, mimo, nemotron_v3 or qwen3",
+        "format of the reasoning before a structured output, for models whose chat template has "
+        "no </think>: deepseek_r1, mimo, nemotron_v3 or qwen3 (all the same)",
         none="the chat template's",
     )
     speculative_config: SpeculativeConfig | dict[str, Any] | str | None = option(
@@ -82,8 +82,8 @@ class EngineConfig:
     )
     logits_processors: tuple[AnyProcessor, ...] | None = option(
         None,
-        "functions that change the logits of requests with extra_args: LogitsProcessor or "
-        "HostLogitsProcessor objects, their classes, or places module:name "
+        "processors of the logits of requests with extra_args: LogitsProcessor or "
+        "HostLogitsProcessor instances, their classes, or import paths module:name "
         "(docs/sampling.md#logits-processors)",
         none="no processors",
     )

@@ -102,7 +102,9 @@ UNDERSTOOD: dict[str, Given] = {
     "compilation_config": Given("XLA compiles", (None, {}), "Leave it out"),
     "cpu_offload_gb": Given("weights stay on the device", (0, 0.0), "Use less device memory"),
     "disable_cascade_attention": Given("there is no cascade attention", (False, True)),
-    "disable_custom_all_reduce": Given("XLA sums over devices", (False, True)),
+    "disable_custom_all_reduce": Given(
+        "a kernel or XLA sums over devices, by the number of rows", (False, True)
+    ),
     "disable_log_requests": Given("requests are not logged", (False, True)),
     "disable_log_stats": Given("nothing is logged; `LLM.metrics` counts", (False, True)),
     "disable_mm_preprocessor_cache": Given("prompts are text only", (False, True)),
@@ -152,7 +154,7 @@ UNDERSTOOD: dict[str, Given] = {
     "served_model_name": Given("an LLM has no server"),
     "skip_mm_profiling": Given("prompts are text only", (False, True)),
     "structured_outputs_config": Given(
-        "requests say the rest",
+        "reasoning_parser sets that option; requests set the rest",
         (None, {}),
         "Set it in StructuredOutputsParams",
         {
@@ -199,7 +201,7 @@ def translated(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, given in options.items():
         if name in UNDERSTOOD:
             _check(name, given, UNDERSTOOD[name])
-            if not UNDERSTOOD[name].is_default(given):
+            if not UNDERSTOOD[name].is_default(_without_effect(name, given)):
                 noted.append(f"{name} ({UNDERSTOOD[name].meaning})")
             continue
         if name == "dtype" and isinstance(given, str) and given in _FLOAT16:
@@ -225,8 +227,15 @@ def translated(options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _without_effect(name: str, given: Any) -> Any:
+    """Return the part of an option of vLLM that sets no option here."""
+    if name == "structured_outputs_config" and isinstance(given, dict):
+        return {key: value for key, value in given.items() if key != "reasoning_parser"}
+    return given
+
+
 def _reasoning_parser(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the option that a `structured_outputs_config` sets, too.
+    """Return `reasoning_parser` if `structured_outputs_config` gives one, else no option.
 
     Raises:
         ValueError: the options themselves name another parser.

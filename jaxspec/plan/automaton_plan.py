@@ -46,7 +46,11 @@ def automaton_layout(vocab_size: int) -> PackedLayout:
             Field("classes", "Class of each token.", shape=(-(-vocab_size // 2),)),
             Field("states", "Indices of the states, then 0.", shape=many),
             Field("state_masks", "Index of each state's mask.", shape=many),
-            Field("forced", "Token of the text that must follow each state, or -1.", shape=many),
+            Field(
+                "forced",
+                "Longest token of the text that must follow each state, or -1.",
+                shape=many,
+            ),
             Field("next", "State after each class, or -1.", shape=(*many, MAX_CLASSES // 2)),
             Field("limited", "State in place of each state at the limit.", shape=many),
             Field("masks", "Indices of the masks, then 0.", shape=many),

@@ -64,13 +64,15 @@ class _Processor:
 
 
 class LogitsProcessor(_Processor, abc.ABC):
-    """Pure function from logits to logits, compiled into the step.
+    """Pure function from the logits of one position to new ones, compiled into the step.
 
-    It must have a hash, such as a frozen dataclass. It may not read anything else that changes.
+    Instances must be hashable and must not change, because programs are compiled for them; use a
+    frozen dataclass. The result may depend only on the arguments and the instance.
 
     Attributes:
-        params: As in the base class. The values are numbers, float32 on the device.
-        window: Number of newest tokens that it reads.
+        params: Names of the `SamplingParams.extra_args` that it reads, at least one. A request uses
+            the processor by giving all of them. Values are numbers, float32 on the device.
+        window: Number of newest tokens in `Prefix.ids`, 0 to 4,096.
     """
 
     window: int = 0
@@ -83,7 +85,9 @@ class LogitsProcessor(_Processor, abc.ABC):
         id of -inf is -inf in the result, too.
 
         Args:
-            logits: float32 `[vocab]`, with `logit_bias` added and masked ids at -inf.
+            logits: float32 `[vocab]`. `logit_bias` is added; ids that `allowed_token_ids` or a
+                grammar excludes are -inf. Bad words and stop ids before `min_tokens` are masked
+                later.
             prefix: The tokens before the position.
             params: The request's `extra_args`, a float32 scalar for each of `params`.
 
@@ -95,7 +99,8 @@ class LogitsProcessor(_Processor, abc.ABC):
 class HostLogitsProcessor(_Processor, abc.ABC):
     """Function from a request's tokens to the ids that may follow, called on the host.
 
-    A request that uses it waits for its tokens in each step, so it is in every second step.
+    A request that uses it takes part in every second step, because a call needs the tokens of the
+    step before. Instances must be hashable.
     """
 
     @abc.abstractmethod
@@ -291,7 +296,8 @@ def _float32(name: str, value: Any) -> float:
     limit = _EXACT if isinstance(value, int) else float(np.finfo(np.float32).max)
     if not abs(number) <= limit:
         raise ValueError(
-            f"extra_args[{name!r}] must be a number that float32 holds, integers up to "
-            f"{_EXACT:,}, got {shown(value)}. Give a smaller number."
+            f"extra_args[{name!r}] must be a finite number for a logits processor on the device "
+            f"(float32; integers from -{_EXACT:,} to {_EXACT:,}), got {shown(value)}. Give such a "
+            "number; texts, bools and lists are for HostLogitsProcessor."
         )
     return number

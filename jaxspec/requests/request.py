@@ -245,7 +245,7 @@ class Request:
         self.max_drafts = INT32_MAX if most is None else min(most, INT32_MAX)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields to pickle; another process makes what masks it anew."""
+        """Return the fields to pickle, without what another process creates again."""
         return self.__dict__ | {"matcher": None, "automaton": None, "token_filter": None}
 
     @property

@@ -143,5 +143,5 @@ class Blueprint:
     def _args(self, program: AnyProgram) -> tuple[Any, ...]:
         size = plan_layout(program, self.config.shapes).size
         packed = jax.ShapeDtypeStruct((size,), jnp.int32)
-        shared = self.weights, self.memory_usage.given, self.state.of(program)
+        shared = self.weights, self.memory_usage.step_args, self.state.of(program)
         return *self.config.group.like(shared), packed

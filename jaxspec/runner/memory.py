@@ -96,7 +96,7 @@ class MemoryUsage:
     drawn_ids: int  # size of the distributions that drafts are sampled from; 0 if greedy
     vocab_size: int
     processors: tuple[LogitsProcessor, ...] = ()
-    mailbox: Mailbox | None = None  # None if the devices exchange rows by all-reduces, or alone
+    mailbox: Mailbox | None = None  # None if all-reduces sum over the devices, or there is one
 
     @staticmethod
     def of(
@@ -120,14 +120,14 @@ class MemoryUsage:
         if proposer is not None:
             tables = _tables(model, proposer, drafter, group)
             drawn_ids = model.vocab_size if proposer.is_probabilistic else 0
-        shares_head = model.vocab_size % group.size == 0  # `norm.mailbox` says why it must
+        shares_head = model.vocab_size % group.size == 0  # see `norm.mailbox` for the reason
         mailbox = Mailbox.of(group, model.config.hidden_size) if shares_head else None
         sizes = drawn_ids, model.vocab_size
         return MemoryUsage(weights, tables, options, specs, *sizes, processors, mailbox)
 
     @property
-    def given(self) -> Any:
-        """What steps take besides weights and state: `tables`, and the mailbox if there is one."""
+    def step_args(self) -> Any:
+        """Arguments of steps besides weights and state: `tables`, and the mailbox, if any."""
         return self.tables if self.mailbox is None else (self.tables, self.mailbox.like())
 
     def empty_state(self, shapes: StepShapes) -> EngineState:

@@ -73,7 +73,7 @@ class StepConfig:
     specs: tuple[CacheSpec, ...]  # specs of the state's pools
     states: StatePolicy
     group: Group = dataclasses.field(default_factory=Group)  # devices that run each program
-    mailbox: Mailbox | None = None  # through which these exchange rows
+    mailbox: Mailbox | None = None  # of each device; None if all-reduces sum
     matmul_precision: str | None = None  # None means JAX's default
 
 

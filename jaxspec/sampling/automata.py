@@ -27,7 +27,7 @@ class Automata:
 
     masks: Int[Array, "masks words"]  # one bit per token, the lowest first
     state_masks: Int[Array, " states"]  # index of the mask of the tokens that a state allows
-    forced: Int[Array, " states"]  # a token of the text that must follow; -1 if several may
+    forced: Int[Array, " states"]  # longest token of the text that must follow; -1 if no text must
     next: Int[Array, "states classes"]  # int16; state after a token of a class, -1 if refused
     limited: Int[Array, " states"]  # in place of each state at the limit of the reasoning
     automaton: Int[Array, " states"]  # automaton of each state
@@ -102,8 +102,8 @@ class Automata:
     ) -> Int[Array, "rows n"]:
         """Return `tokens` (int32) as drafts from `states`: forced ones in place of refused ones.
 
-        Forced ones also take the place of none (-1). A refused draft becomes none where no token is
-        forced. State 0 refuses no draft.
+        A missing draft (-1) is replaced by a forced token too. A refused draft becomes -1 where no
+        token is forced. State 0 refuses no draft.
         """
         found = [tokens[:, :0]]
         for place in range(tokens.shape[1]):

@@ -72,8 +72,8 @@ def adjusted_logits(
 ) -> Float[Array, "n vocab"]:
     """Apply biases, users' processors, penalties and temperature (float32); mask forbidden ids.
 
-    A finite logit that is not forbidden stays finite, so `has_argmax` of the result is
-    `has_choice`.
+    Penalties and temperature keep finite logits finite. Users' processors may return NaN or -inf,
+    which `has_choice` sees, because it applies them too: it is `has_argmax` of this result.
     """
     logits = logits.astype(jnp.float32)
     if BIAS in features:

@@ -79,7 +79,7 @@ def test_a_step_of_the_9b_on_two_gpus(group, tmp_path, monkeypatch, has_mailboxe
         where = NamedSharding(group.mesh, PartitionSpec(*axes))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
-    given = group.like((blueprint.weights, blueprint.memory_usage.given))
+    given = group.like((blueprint.weights, blueprint.memory_usage.step_args))
     state = group.like(blueprint.state.of(program))
     size = plan_layout(program, settled.shapes).size
     plan = placed(jax.ShapeDtypeStruct((size,), jnp.int32))

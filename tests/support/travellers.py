@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from harness import HYBRID, MAX_LEN, Harness, expected
 
 from jaxspec.api.inputs import InputProcessor
+from jaxspec.api.logits_processors import LogitsProcessors
 from jaxspec.api.request_transfer import TransferEngine
 from jaxspec.engine.session import Session
 from jaxspec.requests.request import Finish
@@ -27,7 +28,7 @@ class Traveller(TransferEngine):
         self.inputs = InputProcessor(
             None, vocab_size=self.harness.vocab_size, max_model_len=MAX_LEN, eos_ids=(), seed=0
         )
-        self._compiler = SimpleNamespace(ensure=self._can_run)
+        self._compiler, self._processors = SimpleNamespace(ensure=self._can_run), LogitsProcessors()
 
     def _can_run(self, feature_sets):
         needs = (StepNeeds(1, 0, each, num_drafts=0) for each in feature_sets)

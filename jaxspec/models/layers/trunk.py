@@ -52,7 +52,7 @@ class Trunk(nnx.Module):
         stream, pending, tapped = self.embed(inputs.tokens), None, {}
         for index, layer in enumerate(self.layers):
             if index in taps:
-                pending = residual.reduced(pending)  # here, not also in the layer
+                pending = residual.reduced(pending)  # once: the tap and the layer both read it
                 tapped[index] = residual.add(stream, pending)
             stream, pending, pools = layer(stream, pending, layer_inputs, pools)
         tapped[count], hidden = self.norm.add(stream, pending)

@@ -22,9 +22,10 @@ This holds between launches of programs, too, since all devices run the same pro
 order, and the counts stay in the mailbox. Exchanges of a program must depend on each other, as
 those of a model's layers do: kernels that XLA could run at the same time would count together.
 
-A kernel waits for the other devices, and while it does, the host must not wait for it before it has
-launched theirs. XLA loads the kernels of all devices first, and joins their launches, if a program
-has a collective of its own. A step has one if devices share the output head: it gathers scores.
+A kernel spins until the other devices have sent, so the host must be able to launch theirs
+meanwhile. A program with a collective of XLA guarantees this: XLA loads its kernels on all devices
+before the first launch, and joins the launches. A step has one if devices share the output head,
+because it gathers scores; so groups that do not share the head get no mailbox.
 """
 
 import contextlib
@@ -47,9 +48,9 @@ ENABLED = True
 """If False, no group has mailboxes, and all-reduces sum its layers' outputs."""
 
 MAX_ROWS = 256
-"""Rows of an exchange of two devices. With two H200s, 256 rows take less time than an all-reduce
-(`benchmarks/results/tensor_parallel_h200.json`); more letters take as long as one, which is not
-sent twice as many bytes."""
+"""Most rows per exchange of two devices; see `Mailbox.rows` for more devices. Letters have twice
+the bytes of the rows, so the gain over an all-reduce shrinks with more rows
+(`benchmarks/results/tensor_parallel_h200.json`, two H200s)."""
 
 _MAX_FEATURES = 5120  # a thread keeps 40 of each of several arrays in registers
 
