@@ -115,12 +115,14 @@ def _made(entry: AnyProcessor) -> LogitsProcessor | HostLogitsProcessor:
     if not isinstance(found, type):
         return found
     try:
-        return found()
+        made = found()
     except TypeError as error:
         raise ValueError(
             f"A class in logits_processors must be callable without arguments, got "
             f"{place_of(found)}: {error}. Give an instance, or the import path of one."
         ) from error
+    check_entry(made)  # it has a hash
+    return made
 
 
 def _imported(place: str) -> Any:

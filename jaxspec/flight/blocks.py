@@ -85,7 +85,7 @@ def bounds_of_copy(
 
 
 # Fields of a plan and of its new rows with token ids, or with values made of a prompt's ids.
-_PLAN_FIELDS = ("prefill_tokens", "next_prefill_tokens", "paths", "bad_words")
+_PLAN_FIELDS = ("prefill_tokens", "next_prefill_tokens", "paths", "bad_words", "recent")
 _ROW_FIELDS = ("last_token", "proposer_key")
 
 _Map = Callable[[np.ndarray], np.ndarray]
@@ -112,7 +112,7 @@ def _hashed(step: Step, shapes: StepShapes, made_up: _Map) -> Step:
         fields["masks"][...] = -1  # a grammar allows few ids at most positions
     if "automaton" in fields:
         fields["classes"][...] = fields["next"][...] = fields["limited"][...] = 0
-        fields["allowed"][...] = -1
+        fields["allowed"][...] = fields["forced"][...] = -1
     if "new_rows" in fields:
         columns = row_layout(shapes.num_drafts).unpack(fields["new_rows"])
         for name in _ROW_FIELDS:

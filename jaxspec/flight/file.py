@@ -233,6 +233,8 @@ def _check_plan(
         _check_bounds("masks", fields, {"slots": (0, shapes.num_slots - 1)})
         return
     if isinstance(program, WriteProcessorArgs):
+        if not shapes.processor_tokens:
+            raise ValueError("a plan has arguments of processors, and the engine has no processors")
         bounds = {"slot": (0, shapes.num_slots - 1), "recent": (-1, vocab_size - 1)}
         _check_bounds("arguments of processors", fields, bounds)
         return

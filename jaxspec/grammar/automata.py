@@ -51,7 +51,12 @@ class Automata:
             return self._found[regular]
 
     def _compiled(self, regular: Regular) -> Automaton | None:
-        self._compiler = self._compiler or self._make_compiler()
+        try:
+            self._compiler = self._compiler or self._make_compiler()
+        except ValueError:
+            if regular.regex is None:
+                return None  # a limit alone needs no llguidance on the host
+            raise
         try:
             if regular.regex is None:
                 assert regular.thinking_end is not None

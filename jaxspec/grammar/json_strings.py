@@ -1,13 +1,15 @@
 """Regexes of the JSON spellings of strings: of a length, a pattern or a format."""
 
+import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxspec.grammar.formats import FORMATS
 from jaxspec.grammar.pattern import parse_pattern
 from jaxspec.grammar.regex import Characters, Choice, Node, Ranges, Repeat, Sequence, joined, others
 
+MAX_CHARACTERS = 2**16  # of a regex
 _HEX = "[0-9a-fA-F]"
 _BASIC = (
     r'[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]'
@@ -31,6 +33,9 @@ def string(schema: Mapping[str, Any]) -> str:
         raise ValueError(f"Lengths must be integers in order, got {least!r} and {most!r}.")
     if "pattern" in schema and "format" in schema:
         raise ValueError("A string must have a pattern or a format, got both.")
+    for name in ("pattern", "format"):
+        if not isinstance(schema.get(name, ""), str):
+            raise ValueError(f"{name} must be a text, got {schema[name]!r}.")
     if "pattern" in schema:
         return f'"{_spelled(_of_length(parse_pattern(schema["pattern"]), least, most))}"'
     if "format" in schema:
@@ -56,6 +61,8 @@ def _of_length(node: Node, least: int, most: int | None) -> Node:
         raise ValueError("No text of the pattern is of the lengths.")
     if isinstance(node, Choice):
         options = [each for each in node.options if _may_have(each, least, most)]
+        if not options:
+            raise ValueError("No text of the pattern is of the lengths.")
         return Choice(tuple(_of_length(each, least, most) for each in options))
     if isinstance(node, Sequence):
         return _sequence_of_length(node, least, most)
@@ -129,12 +136,27 @@ def _spelled(node: Node) -> str:
     if isinstance(node, Characters):
         return _spelled_characters(node.ranges)
     if isinstance(node, Sequence):
-        return "".join(map(_spelled, node.parts))
+        return "".join(_moderate(map(_spelled, node.parts)))
     if isinstance(node, Choice):
-        return f"(?:{'|'.join(map(_spelled, node.options))})"
+        return f"(?:{'|'.join(_moderate(map(_spelled, node.options)))})"
     return f"(?:{_spelled(node.part)}){{{node.least},{'' if node.most is None else node.most}}}"
 
 
+def _moderate(parts: Iterable[str]) -> Iterator[str]:
+    """Yield parts of a regex.
+
+    Raises:
+        ValueError: they have more characters than a regex of a string may have.
+    """
+    size = 0
+    for part in parts:
+        size += len(part)
+        if size > MAX_CHARACTERS:
+            raise ValueError(f"A pattern must be spelled by at most {MAX_CHARACTERS:,} characters.")
+        yield part
+
+
+@functools.lru_cache(256)
 def _spelled_characters(ranges: Ranges) -> str:
     points = [
         point

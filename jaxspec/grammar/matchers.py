@@ -13,7 +13,6 @@ from jaxspec.grammar.free_text import AnyTokens, Thoughts
 from jaxspec.grammar.grammar import Grammar
 from jaxspec.grammar.library import is_installed, library, limits, refused
 from jaxspec.grammar.matching import Matcher, Vocabulary
-from jaxspec.grammar.regular import Regular
 from jaxspec.grammar.thinking import tag_ids
 from jaxspec.text.parsers.output_parser import THINK_ENDS
 from jaxspec.text.tokenizer import Tokenizer
@@ -79,18 +78,10 @@ class Matchers:
         Raises:
             ValueError: the tokenizer is of a kind without grammars.
         """
-        found = None if grammar.regular is None else self._automaton(grammar.regular)
+        found = None if grammar.regular is None else self._automata.of(grammar.regular)
         if found is None or found.position(output, grammar.thinking_budget).state < 0:
             return None
         return found
-
-    def _automaton(self, regular: Regular) -> Automaton | None:
-        try:
-            return self._automata.of(regular)
-        except ValueError:
-            if regular.regex is None:
-                return None  # a limit alone needs no llguidance on the host
-            raise
 
     def _copy(self, source: str) -> Any:
         with self._lock:

@@ -19,6 +19,7 @@ from jaxspec.grammar.regex import (
     others,
 )
 
+MAX_PATTERN = 2000
 _ANY = Repeat(Characters(others(())), 0, None)
 _LINE_ENDS = (10, 10), (13, 13), (0x2028, 0x2029)
 _CONTROLS = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11}
@@ -35,6 +36,8 @@ def parse_pattern(pattern: str) -> Node:
     Raises:
         ValueError: it has an error, or a part that no automaton has, or that dialects disagree on.
     """
+    if len(pattern) > MAX_PATTERN:
+        raise ValueError(f"A pattern must have at most {MAX_PATTERN:,} characters.")
     return _Pattern(pattern).parse()
 
 

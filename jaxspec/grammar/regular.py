@@ -1,5 +1,7 @@
 """Regular: the regex of a grammar that the device follows without the host."""
 
+import functools
+import json
 import re
 from typing import NamedTuple
 
@@ -9,6 +11,8 @@ from jaxspec.grammar.json_schema import blanks, closed_if_asked
 from jaxspec.grammar.regular_schema import regex_of
 from jaxspec.grammar.thinking import Thinking
 from jaxspec.requests.structured_outputs import StructuredOutputsParams
+
+_CACHED = 128
 
 
 class Regular(NamedTuple):
@@ -53,8 +57,13 @@ def _regex(form: StructuredOutputsParams) -> str | None:
     if form.choice is not None:
         return "|".join(map(re.escape, form.choice))
     if isinstance(form.json, dict):
-        return regex_of(closed_if_asked(form, form.json), _blank(form))
+        return _regex_of_schema(json.dumps(closed_if_asked(form, form.json)), _blank(form))
     return None
+
+
+@functools.lru_cache(_CACHED)
+def _regex_of_schema(schema: str, blank: str) -> str | None:
+    return regex_of(json.loads(schema), blank)
 
 
 def _blank(form: StructuredOutputsParams) -> str:

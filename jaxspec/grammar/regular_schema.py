@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxspec.grammar import json_numbers, json_strings
 from jaxspec.grammar.json_numbers import Bounds
+from jaxspec.grammar.json_strings import MAX_CHARACTERS
 
 _IGNORED = {"title", "description", "default", "examples", "deprecated", "$schema", "$id", "$defs"}
 _IGNORED |= {"definitions", "$comment", "readOnly", "writeOnly"}
@@ -28,7 +29,6 @@ _OF_KINDS = {
     "object": {"properties", "required", "additionalProperties"},
 }
 _KEYWORDS = set().union(*_OF_KINDS.values())
-_MOST_CHARACTERS = 2**16
 
 
 class _IrregularError(Exception):
@@ -58,7 +58,7 @@ class _Translation:
             raise _IrregularError
         found = self._of(schema, names)
         self._num_characters += len(found)
-        if self._num_characters > _MOST_CHARACTERS:
+        if self._num_characters > MAX_CHARACTERS:
             raise _IrregularError
         return found
 

@@ -68,9 +68,8 @@ class ModelRunner:
         if early is not None:
             weakref.finalize(self, early.close)
         self._weights = tuple(jax.tree.leaves(nnx.split(model)[1]))
-        self._tables = self._init_tables(proposer, model, drafter) if proposer else ()
-        if self._config.mailbox is not None:
-            self._tables = self._tables, self._config.mailbox.allocate(self.group)
+        self._drafter_tables = self._init_tables(proposer, model, drafter) if proposer else ()
+        self._tables = self._with_mailbox()
         self._places: dict[AnyProgram, Path | None] = {}  # files in the program cache
         self._state: EngineState | None = self._new_state()
         # Shapes to lower programs with: other threads lower while steps replace the arrays.
@@ -114,8 +113,8 @@ class ModelRunner:
     @property
     def state(self) -> EngineState:
         """The current state; read it before the next dispatch, which donates its arrays."""
-        if self._state is None:
-            self._state = self._new_state()
+        if self._state is None:  # after a failed step, whose exchanges may be incomplete
+            self._tables, self._state = self._with_mailbox(), self._new_state()
         return self._state
 
     @functools.cached_property
@@ -158,7 +157,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free the device memory; no plan may be dispatched after this."""
-        self._state, self._weights, self._tables = None, (), ()
+        self._state, self._weights = None, ()
+        self._tables = self._drafter_tables = ()
         self._steps.clear()
         self._programs.clear()
         self.blocks.close()
@@ -273,6 +273,11 @@ class ModelRunner:
         given, output = step(self._weights, self._tables, given, packed)
         self._state = state.replaced_by(given)
         return PendingOutput(output, output_layout(self.shapes.num_drafts), self._watcher)
+
+    def _with_mailbox(self) -> Any:
+        """Return the drafter tables, with a new mailbox if the devices exchange rows by one."""
+        mailbox, tables = self._config.mailbox, self._drafter_tables
+        return tables if mailbox is None else (tables, mailbox.allocate(self.group))
 
     def _new_state(self) -> EngineState:
         """Return an empty state committed to its device like a step's outputs, to lower equally."""

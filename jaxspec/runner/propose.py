@@ -2,7 +2,8 @@
 
 Shapes and dtypes are checked while the step is traced, which is before a request is queued. On the
 device, counts are clipped, and ids outside the vocabulary are replaced by `DROPPED`, which is never
-accepted and is counted in the step that would have verified the draft.
+accepted and is counted in the step that would have verified the draft; rows with an automaton
+verify none of them.
 """
 
 import dataclasses
@@ -53,10 +54,11 @@ def allowed_drafts(
 ) -> Drafts:
     """Return drafts that the automata of the rows allow, and forced tokens where there are none.
 
-    The target would reject the others. `grammar_state` (int32) is that after each row's newest
-    token. A program without automata has none.
+    The target would reject the others. Drawn drafts stay: rejection sampling is exact for drafts
+    from the distribution that it gets, refused ones included. `grammar_state` (int32) is that after
+    each row's newest token. A program without automata has none.
     """
-    if automata is None or grammar_state is None:
+    if automata is None or grammar_state is None or drafts.logits is not None:
         return drafts
     place = jnp.arange(drafts.tokens.shape[1], dtype=jnp.int32)[None, :]
     has_automaton = (grammar_state > 0)[:, None]
@@ -65,12 +67,7 @@ def allowed_drafts(
     tokens = automata.allowed_drafts(grammar_state, given)
     lengths = jnp.sum(jnp.cumprod(tokens >= 0, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
     counts = jnp.where(inputs.should_draft, lengths, 0)
-    logits = drafts.logits
-    if logits is not None:
-        ids = jnp.arange(logits.shape[2], dtype=jnp.int32)[None, None, :]
-        only = jnp.where(ids == tokens[:, :, None], 0.0, -jnp.inf)
-        logits = jnp.where((tokens == drafts.tokens)[:, :, None], logits, only)
-    return Drafts(tokens, jnp.where(has_automaton[:, 0], counts, drafts.num_drafts), logits)
+    return Drafts(tokens, jnp.where(has_automaton[:, 0], counts, drafts.num_drafts), None)
 
 
 def num_dropped(inputs: StepInputs) -> Int[Array, " active"]:

@@ -50,7 +50,9 @@ class AutomatonPool:
             tenant.num_requests += 1
             budget = request.grammar.thinking_budget if request.grammar else None
             position = request.automaton.position(request.output, budget)
-            request.grammar_state = grammar_state(tenant.place, position)
+            # Synthetic acceptance emits refused tokens; what follows them is free.
+            is_known = position.state >= 0
+            request.grammar_state = grammar_state(tenant.place, position) if is_known else 0
 
     def leave(self, request: Request) -> None:
         """Count one request less; only plans after those in flight may overwrite its automaton."""

@@ -13,8 +13,10 @@ from jaxspec.flight import Flight, Step, file
 from jaxspec.flight.blocks import without_ids
 from jaxspec.flight.file import read, write
 from jaxspec.plan.plan import (
+    AUTOMATON,
     EXPORT,
     MOVES,
+    PROCESSOR_ARGS,
     RESTORE,
     TABLES,
     Program,
@@ -313,6 +315,19 @@ def test_what_was_kept_is_read_and_its_places_are_bounded(tmp_path):
         write(path, with_export(**wrong))
         with pytest.raises(ValueError, match="A flight must be a whole file"):
             read(path)
+
+
+def test_tokens_that_follow_from_a_grammar_or_precede_an_entry_are_not_in_a_hashed_flight():
+    shapes = dataclasses.replace(with_tables(2).shapes, processor_params=1, processor_tokens=4)
+    flight = dataclasses.replace(with_tables(2), shapes=shapes)
+    for program, name in ((AUTOMATON, "forced"), (PROCESSOR_ARGS, "recent")):
+        packed = np.zeros(plan_layout(program, shapes).size, np.int32)
+        fields = plan_layout(program, shapes).unpack(packed)
+        fields[name][...] = np.arange(fields[name].size) % 9
+        given = dataclasses.replace(flight, steps=[Step(program, packed, None)])
+        (step,) = without_ids(given).steps
+        found = plan_layout(program, shapes).unpack(step.packed)[name]
+        assert not np.array_equal(found, fields[name])
 
 
 def test_bad_words_are_hashed_as_what_was_said_is():

@@ -1,14 +1,18 @@
 """What a proposer drafts is made harmless: ids outside the vocabulary, and numbers of drafts."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from random_automata import random_automaton
 
+from jaxspec.plan.automaton_plan import Place, pack_automaton
 from jaxspec.proposers import Drafts, Proposer
 from jaxspec.requests.sampling_features import GREEDY
-from jaxspec.runner.propose import DROPPED, propose
+from jaxspec.runner.propose import DROPPED, allowed_drafts, propose
+from jaxspec.sampling.automata import Automata
 
 INPUTS = SimpleNamespace(slots=jnp.zeros(4, jnp.int32), num_drafts=2, features=GREEDY)
 MODEL = SimpleNamespace(vocab_size=10)
@@ -34,3 +38,20 @@ def test_an_id_is_in_the_vocabulary_or_a_placeholder_or_dropped():
     np.testing.assert_array_equal(drafts.tokens, want)
     assert drafts.num_drafts.tolist() == [2, 2, 0, 0]
     assert DROPPED < -1 and pools == after == {}
+
+
+def test_drawn_drafts_stay_as_they_were_drawn():
+    """Refused ones, too: rejection sampling needs the distribution that they came from."""
+    automaton = random_automaton(np.random.default_rng(0), 10, states=4, classes=3)
+    pool = Automata.empty(10)
+    for packed in pack_automaton(automaton, Place(1, 1, 1)):
+        pool = pool.written(packed)
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 10, (4, 2)), jnp.int32)
+    inputs = SimpleNamespace(should_draft=jnp.ones(4, bool))
+    states = jnp.arange(1, 5, dtype=jnp.int32)
+    drawn = Drafts(tokens, jnp.full(4, 2, jnp.int32), jnp.zeros((4, 2, 10)))
+    assert allowed_drafts(drawn, inputs, pool, states) is drawn
+    given = dataclasses.replace(drawn, logits=None)
+    found = allowed_drafts(given, inputs, pool, states)
+    np.testing.assert_array_equal(found.tokens, pool.allowed_drafts(states, tokens))
+    assert (found.tokens != tokens).any()

@@ -85,7 +85,7 @@ def test_the_count_of_a_limit_is_that_of_the_host():
         budgets = [None if number % 4 == 0 else number % 5 for number in range(60)]
         starts = [grammar_state(place, automaton.position((), budget)) for budget in budgets]
         along = np.asarray(pool.along(jnp.asarray(starts, jnp.int32), jnp.asarray(tokens)))
-        allowed = np.asarray(pool.is_allowed(jnp.asarray(along[:, 1])))
+        allowed = np.asarray(is_set(pool.masks_of(jnp.asarray(along[:, 1])), VOCAB))
         for row, path in enumerate(tokens.tolist()):
             accepted = []
             for column, token in enumerate(path, 1):

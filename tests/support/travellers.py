@@ -21,6 +21,7 @@ class Traveller(TransferEngine):
         options.setdefault("num_checkpoints", 0 if options["prefixes"] == "pages" else 12)
         self.harness = Harness(fixture, **options)
         self.fixture, self._runner = fixture, self.harness.runner
+        self.vocab_size = self.harness.vocab_size
         self.session, self.limits = Session(self.harness.engine), self.harness.limits
         self.prefixes = self.harness.scheduler.prefixes
         proposer = self.harness.proposer

@@ -62,7 +62,8 @@ class GenerateRequest(Body):
         if not self.token_ids:
             raise ValueError("token_ids must hold at least one token id, got [].")
         own = {name: getattr(self, name) for name in ("stream", "cache_salt", "priority")}
-        own["vllm_xargs"] = self.sampling_params.get("extra_args")
+        if "extra_args" in self.sampling_params:
+            own["vllm_xargs"] = self.sampling_params["extra_args"]
         options = self.stream_options and self.stream_options.model_dump()
         body = TokenSampling.model_validate(
             {**self.sampling_params, **own, "stream_options": options}
