@@ -221,7 +221,7 @@ def test_one_that_is_killed_ends_its_own_and_is_prepared_and_takes_requests_agai
     with grouped() as (group, session):
         group.prepare("get_ready")
         for process in starts.engines:
-            process.llm._engine.schedule.runner.at["result"] = lambda: time.sleep(0.05)
+            process.llm._engine.schedule.runner.at["result"] = lambda: time.sleep(0.3)
         streams = [session.stream(*samples) for samples in samples_of([LONG, LONG])]
         for stream in streams:
             next(stream)
