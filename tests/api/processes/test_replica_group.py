@@ -208,16 +208,25 @@ def test_streams_of_an_event_loop_and_one_that_is_left(starts):
         nothing_is_left(group)
 
 
+def first_then(event):
+    """The first call returns at once, later ones wait."""
+    calls = iter([True])
+    return lambda: next(calls, False) or event.wait(30)
+
+
 def test_one_that_is_killed_ends_its_own_and_is_prepared_and_takes_requests_again(starts):
     with grouped() as (group, session):
         group.prepare("get_ready")
+        killed = threading.Event()
         for process in starts.engines:
-            process.llm._engine.schedule.runner.at["result"] = lambda: time.sleep(0.01)
+            process.llm._engine.schedule.runner.at["result"] = first_then(killed)
         streams = [session.stream(*samples) for samples in samples_of([LONG, LONG])]
         for stream in streams:
             next(stream)
         group.snapshot()
         group._loop.call_soon_threadsafe(starts.engines[0].kill)
+        until(lambda: starts.engines[0].returncode == -9)
+        killed.set()
         with pytest.raises(ReplicaDiedError, match="Replica 1 of 2.* status -9"):
             list(streams[0])
         assert list(streams[1])[-1].finish_reason == "length"
