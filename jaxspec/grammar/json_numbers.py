@@ -10,7 +10,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any, NamedTuple
 
 _FRACTION = r"(?:\.[0-9]+)?"
-_DIGITS = 15  # decimals with so many digits have different float64 values
+_DIGITS = 15  # different decimals of up to 15 digits are different float64 values
 _LARGEST = 10**19  # of integers; llguidance refuses larger ones
 _EXACT = Context(prec=64)
 

@@ -1,4 +1,4 @@
-"""Application of the logits processors of users to rows of logits."""
+"""Application of users' logits processors to rows of logits."""
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,9 @@ def apply_processors(
 ) -> Float[Array, "n vocab"]:
     """Apply the processors that each row uses, in their order, to `logits` (float32).
 
-    The tokens before a row are those in the tables and the step's tokens before its logits, drafts
-    included. Masked ids stay masked and NaNs stay, so an invalid row still ends with an error. An
-    engine without processors has no tables, and nothing is computed.
+    The prefix of a row of logits is the tokens in the tables, then the step's tokens before its
+    position, drafts included. Masked ids stay masked and NaNs stay, so an invalid row still ends
+    with an error. An engine without processors has no tables, and nothing is computed.
     """
     tables = None if inputs.tables is None else inputs.tables.custom
     if tables is None:

@@ -1,4 +1,4 @@
-"""Logits processors of users: their arguments and newest tokens by slot, and their application."""
+"""Arguments of users' logits processors, and the newest tokens of their requests, by slot."""
 
 import dataclasses
 
