@@ -17,7 +17,14 @@ from jaxspec.flight.about import OWN, check_processors, check_speculation, diges
 from jaxspec.flight.blocks import ReplayedBlocks
 from jaxspec.flight.file import read
 from jaxspec.options.engine_options import EngineConfig
-from jaxspec.plan.plan import MoveRows, Program, StepOutput, output_layout, plan_layout
+from jaxspec.plan.plan import (
+    AfterForwardPass,
+    PlacesRows,
+    Program,
+    StepOutput,
+    output_layout,
+    plan_layout,
+)
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.output import PendingOutput
 
@@ -168,10 +175,11 @@ class _Comparison:
 
     def add(self, step: Step, output: StepOutput) -> None:
         self._step += 1
-        if not isinstance(step.program, Program | MoveRows):
+        if not isinstance(step.program, PlacesRows):
             return
         fields = plan_layout(step.program, self._shapes).unpack(step.packed)
-        self._follow(fields)
+        if not isinstance(step.program, AfterForwardPass):  # the first half has placed its rows
+            self._follow(fields)
         if step.output is None or not self._is_comparable:
             return
         self.num_compared += 1

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from jaxspec.plan.block_plan import Copied
-from jaxspec.plan.plan import AnyProgram, StepOutput, StepPlan
+from jaxspec.plan.plan import AnyProgram, ForwardPass, StepOutput, StepPlan
 from jaxspec.prefix.cache import copy_in, copy_out
 from jaxspec.requests.request import AcceptanceCounts, Request
 from jaxspec.scheduler.packing import record_logprobs
@@ -110,12 +110,15 @@ class Engine:
     def step(self) -> list[Progress]:
         """Dispatch a step if one can be planned, and collect one if enough are in flight.
 
+        A step in two halves is dispatched whole: all earlier steps are collected between them.
+
         Returns:
-            The progress of the requests of the collected step.
+            The progress of the requests of the collected steps.
 
         Raises:
             RuntimeError: requests wait although nothing is in flight or can be planned.
         """
+        progress = list[Progress]()
         started = time.perf_counter()
         step = self.scheduler.schedule()
         planned = time.perf_counter()
@@ -123,17 +126,19 @@ class Engine:
         if step is not None:
             pending = self.runner.dispatch(step.plan)
             dispatched = time.perf_counter()
+            self.metrics.dispatch_time += dispatched - planned
+            if isinstance(step.plan.program, ForwardPass):
+                step, pending = self._complete(step, progress)
             self._in_flight.append((step, pending, (started, planned, dispatched)))
             self.metrics.num_steps += step.plan.num_steps
-            self.metrics.dispatch_time += dispatched - planned
         if step is None and not self._in_flight and self.scheduler.has_work:
             raise RuntimeError(
                 "A request waits and nothing can run: the scheduler is stuck. This is a bug in "
                 "jaxspec."
             )
         if self._in_flight and (step is None or self._num_following() >= self._most_following()):
-            return self._collect()
-        return []
+            progress += self._collect()
+        return progress
 
     def copy_out(self, request: Request) -> Copied:
         """Dispatch a copy of the request's computed prefix to the host, after all planned steps."""
@@ -193,6 +198,23 @@ class Engine:
         """Dispatch the pending copies now instead of with the next plan."""
         if self.scheduler.prefixes.store.copies:
             self.runner.dispatch(self.scheduler.packer.pack_copies(self.scheduler.running))
+
+    def _complete(
+        self, step: ScheduledStep, progress: list[Progress]
+    ) -> tuple[ScheduledStep, Pending]:
+        """Collect all steps in flight, then dispatch the second half of `step`.
+
+        The device runs the first half meanwhile.
+        """
+        while self._in_flight:
+            progress += self._collect()
+        started = time.perf_counter()
+        step = self.scheduler.complete(step)
+        planned = time.perf_counter()
+        pending = self.runner.dispatch(step.plan)
+        self.metrics.plan_time += planned - started
+        self.metrics.dispatch_time += time.perf_counter() - planned
+        return step, pending
 
     def _most_following(self) -> int:
         # A request that waits for its result is in every second step, not in every third. If all

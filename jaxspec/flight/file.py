@@ -25,9 +25,11 @@ from jaxspec.flight.blocks import bounds_of_copy
 from jaxspec.grammar.automaton import MAX_CLASSES
 from jaxspec.plan.automaton_plan import NUM_AUTOMATA, NUM_MASKS, NUM_STATES
 from jaxspec.plan.plan import (
+    AfterForwardPass,
     AnyProgram,
     CopyBlock,
     ExportState,
+    ForwardPass,
     Program,
     WriteAutomaton,
     WriteMasks,
@@ -42,7 +44,7 @@ from jaxspec.plan.row import row_layout
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.sampling.processors import PROCESSORS
 
-FORMAT = 6  # file format; `read` refuses others
+FORMAT = 7  # file format; `read` refuses others
 MAX_BYTES = 2**36  # limit for an unpacked file; a copy of the state is most of it
 _MAX_HEADER_BYTES = 2**20
 _MAX_UNPACKED_BYTES = 2**30  # limit for compressed members: plans and outputs, which are small
@@ -190,15 +192,23 @@ def _about(entries: dict[str, Any]) -> dict[str, Any]:
 
 def _program(entry: dict[str, Any], shapes: StepShapes) -> AnyProgram:
     program = program_of(entry)
-    if not isinstance(program, Program):
-        return program
+    if isinstance(program, ForwardPass):
+        _check_program(program.rest, shapes)
+    elif isinstance(program, Program):
+        _check_program(program, shapes)
+    return program
+
+
+def _check_program(program: Program, shapes: StepShapes) -> None:
     if not set(program.features.processors) <= PROCESSORS.keys():
         raise ValueError(f"it has the program {program}")
     if program.shape not in shapes.compiled() or program.num_steps not in shapes.num_steps(
         program.prefill_tokens
     ):
         raise ValueError(f"its shapes have no program of {program.shape}")
-    return program
+    is_half = isinstance(program, AfterForwardPass)
+    if is_half and program != ForwardPass(program.decode_rows, program.num_drafts).rest:
+        raise ValueError(f"it has the program {program}")
 
 
 def _output_shape(program: AnyProgram, shapes: StepShapes) -> tuple[int, int]:
@@ -253,6 +263,8 @@ def _check_plan(
     if isinstance(program, ExportState | CopyBlock):
         _check_bounds("a plan that copies a prefix", fields, bounds_of_copy(program, shapes))
         return
+    if isinstance(program, ForwardPass):
+        program = program.rest
     is_step = isinstance(program, Program)
     num_decode, num_prompt_tokens = program.shape[:2] if is_step else (0, 0)
     num_sources = last_slot if is_step or not program.restores else shapes.num_checkpoints

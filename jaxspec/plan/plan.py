@@ -18,7 +18,7 @@ from jaxspec.plan.processor_plan import processor_layout
 from jaxspec.plan.row import row_layout
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.plan.table_plan import table_layout
-from jaxspec.requests.sampling_features import SamplingFeatures
+from jaxspec.requests.sampling_features import EVERYTHING, SamplingFeatures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,27 @@ class Program:
     def shape(self) -> tuple[int, int, int]:
         """(decode rows, prefill tokens, drafts), as in `StepShapes.compiled`."""
         return self.decode_rows, self.prefill_tokens, self.num_drafts
+
+
+@dataclasses.dataclass(frozen=True)
+class AfterForwardPass(Program):
+    """Second half of a step without prompt tokens, which follows a `ForwardPass` of equal sizes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardPass:
+    """First half of a step without prompt tokens: places the rows and runs the model.
+
+    Masks of the host are computed meanwhile, since only the second half reads them.
+    """
+
+    decode_rows: int
+    num_drafts: int
+
+    @property
+    def rest(self) -> AfterForwardPass:
+        """The second half; both have the same plan."""
+        return AfterForwardPass(self.decode_rows, 0, EVERYTHING, 1, self.num_drafts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +112,11 @@ class CopyBlock:
 
 WriteSampling = WriteTables | WriteMasks | WriteAutomaton | WriteProcessorArgs
 """Programs that write parts of the sampling tables."""
-AnyProgram = Program | MoveRows | WriteSampling | ExportState | CopyBlock
-"""A step, or work between two steps."""
+AnyProgram = Program | ForwardPass | MoveRows | WriteSampling | ExportState | CopyBlock
+"""A step, half a step, or work between two steps."""
+
+PlacesRows = Program | ForwardPass | MoveRows
+"""Programs whose plan places the rows of the batch."""
 
 MOVES, RESTORE = MoveRows(), MoveRows(restores=True)
 TABLES, MASKS, AUTOMATON, EXPORT = WriteTables(), WriteMasks(), WriteAutomaton(), ExportState()
@@ -116,22 +140,25 @@ def program_of(entry: dict[str, Any]) -> AnyProgram:
         ValueError: there is no such program.
         KeyError, TypeError, IndexError: a value is missing, or has another type.
     """
-    if entry["kind"] != Program.__name__:
+    kinds = {kind.__name__: kind for kind in (Program, AfterForwardPass, ForwardPass)}
+    if entry["kind"] not in kinds:
         for program in WITHOUT_STEPS:
             if entry == entry_of(program):
                 return program
         raise ValueError(f"it has the program {entry!r:.100}")
-    names = "decode_rows", "prefill_tokens", "num_steps", "num_drafts"
-    sizes = {name: entry[name] for name in names}
-    program = Program(features=SamplingFeatures.of(*entry["features"][0]), **sizes)
-    if any(type(size) is not int for size in sizes.values()):
-        raise ValueError(f"it has the program {program}")
-    return program
+    given = {name: value for name, value in entry.items() if name != "kind"}
+    if any(type(size) is not int for name, size in given.items() if name != "features"):
+        raise ValueError(f"it has the program {entry!r:.100}")
+    if "features" in given:
+        given["features"] = SamplingFeatures.of(*given["features"][0])
+    return kinds[entry["kind"]](**given)
 
 
 def plan_layout(program: AnyProgram, shapes: StepShapes) -> PackedLayout:
     """Return the layout of the packed `StepPlan` of `program`."""
     match program:
+        case ForwardPass():
+            return _step_layout(program.rest, shapes)
         case Program():
             return _step_layout(program, shapes)
         case MoveRows():
@@ -334,7 +361,7 @@ class StepPlan:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the dispatch; 0 for work between steps."""
+        """Steps of the dispatch; 0 for work between steps, and for the first half of one."""
         return self.program.num_steps if isinstance(self.program, Program) else 0
 
 
@@ -354,9 +381,7 @@ def pack_copy(copy: Read | Write, shapes: StepShapes) -> StepPlan:
     return StepPlan(kinds[copy.block.is_state], packed, block=copy.block)
 
 
-def pack_plan(
-    program: Program | MoveRows, shapes: StepShapes, values: dict[str, Any]
-) -> np.ndarray:
+def pack_plan(program: PlacesRows, shapes: StepShapes, values: dict[str, Any]) -> np.ndarray:
     """Pack `values` for `program`; a list shorter than its field is padded with its "none" value.
 
     Raises:

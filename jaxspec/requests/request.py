@@ -166,6 +166,11 @@ class PageTable(list[int]):
         super().__init__(pages)
         self._num_sent = len(self) if is_sent else 0
 
+    @property
+    def is_unsent(self) -> bool:
+        """True if the device's page table lacks any entry."""
+        return len(self) > self._num_sent
+
     def unsent(self) -> list[tuple[int, int]]:
         """Return index and page of each entry that the device's page table lacks."""
         return list(enumerate(self))[self._num_sent :]
@@ -255,7 +260,7 @@ class Request:
 
     @property
     def awaits_result(self) -> bool:
-        """True if the next step needs the results in flight: its masks depend on all tokens."""
+        """True if its next token needs the results in flight: masks depend on all tokens."""
         return self.in_flight > 0 and self.is_masked_by_host
 
     @property
@@ -290,8 +295,6 @@ class Request:
         A last prompt token after a computed context is a decode row without drafts: the same
         kernel serves a forked sample (prompt 11, computed 10) and the tail of a chunked prompt.
         """
-        if self.awaits_result:
-            return False
         if self.is_prefilling:
             return 0 < self.num_computed == self.prefill_len - 1 and not self.is_prefill_only
         return len(self.tokens) + self.in_flight < self.max_len

@@ -3,13 +3,17 @@
 from collections.abc import Sequence
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import CacheSpec, Pools, PoolSizes, allocate, allocate_checkpoints
 from jaxspec.layout import PackedLayout
+from jaxspec.models.model_inputs import ForwardOutput
 from jaxspec.plan.plan import (
+    AfterForwardPass,
     AnyProgram,
+    ForwardPass,
     MoveRows,
     Program,
     WriteAutomaton,
@@ -93,32 +97,43 @@ class EngineState:
     draft_logits: Float[Array, "slots drafts vocab"] | None  # logits of probabilistic drafts
     tables: SamplingTables = flax.struct.field(default_factory=SamplingTables)
     checkpoints: Pools | None = None  # cached states, no argument of a step
+    forward: ForwardOutput | None = None  # from the first half of a step to the second
 
     def of(self, program: AnyProgram) -> "EngineState":
         """Return the part that is an argument of the program: only the tables it uses."""
         match program:
+            case ForwardPass():
+                return self._with(SamplingTables(), forward=self.forward)
+            case AfterForwardPass():
+                return self._with(self.tables.of(program.features), forward=self.forward)
             case Program():
-                return self._with(self.tables.of(program.features), None)
+                return self._with(self.tables.of(program.features))
             case MoveRows(restores=False):
-                return self._with(SamplingTables(seen=self.tables.seen), None)
+                return self._with(SamplingTables(seen=self.tables.seen))
             case WriteTables() | WriteMasks():
-                return self._with(SamplingTables(bias=self.tables.bias), None)
+                return self._with(SamplingTables(bias=self.tables.bias))
             case WriteAutomaton():
-                return self._with(SamplingTables(automata=self.tables.automata), None)
+                return self._with(SamplingTables(automata=self.tables.automata))
             case WriteProcessorArgs():
-                return self._with(SamplingTables(custom=self.tables.custom), None)
+                return self._with(SamplingTables(custom=self.tables.custom))
             case _:
                 return self._with(SamplingTables(), self.checkpoints)
 
     def replaced_by(self, newer: "EngineState") -> "EngineState":
-        """Return `newer` with the tables and checkpoints that were no arguments of its program."""
+        """Return `newer` with the parts of this state that were no arguments of its program."""
         kept = self.checkpoints if newer.checkpoints is None else newer.checkpoints
-        return newer._with(self.tables.replaced_by(newer.tables), kept)
+        forward = self.forward if newer.forward is None else newer.forward
+        return newer._with(self.tables.replaced_by(newer.tables), kept, forward)
 
-    def _with(self, tables: SamplingTables, checkpoints: Pools | None) -> "EngineState":
+    def _with(
+        self,
+        tables: SamplingTables,
+        checkpoints: Pools | None = None,
+        forward: ForwardOutput | None = None,
+    ) -> "EngineState":
         # Called twice per dispatch; `dataclasses.replace` takes four times as long.
         parts = self.rows, self.page_tables, self.pools, self.draft_logits
-        return EngineState(*parts, tables, checkpoints)
+        return EngineState(*parts, tables, checkpoints, forward)
 
 
 def empty_rows(num_rows: int, num_drafts: int) -> BatchState:
@@ -130,6 +145,7 @@ def empty_state(
     specs: Sequence[CacheSpec],
     drawn_ids: int,
     vocab_size: int,
+    forward: ForwardOutput,
     processors: tuple[LogitsProcessor, ...] = (),
 ) -> EngineState:
     """Return the state of an engine without requests; `jax.eval_shape` of it gives its size.
@@ -139,12 +155,14 @@ def empty_state(
         specs: Specs of the pools.
         drawn_ids: Size of the distributions that drafts are sampled from; 0 for greedy drafts.
         vocab_size: Size of the model's logits.
+        forward: Output of the model for one token; its values are not read.
         processors: Logits processors of the engine.
     """
     custom = ProcessorTables.empty(shapes, processors)
     num_slots, num_drafts = shapes.num_slots, shapes.num_drafts
     sizes = PoolSizes(shapes.num_pages, shapes.page_size, num_slots, shapes.width)
     distributions = (num_slots, num_drafts, drawn_ids)
+    num_tokens = shapes.max_num_seqs * shapes.width
     return EngineState(
         rows=empty_rows(shapes.max_num_seqs, num_drafts),
         page_tables=jnp.zeros((num_slots, shapes.pages_per_seq), jnp.int32),
@@ -154,4 +172,5 @@ def empty_state(
             num_slots, vocab_size, shapes.max_model_len, shapes.width, custom
         ),
         checkpoints=allocate_checkpoints(specs, sizes, shapes.num_checkpoints),
+        forward=jax.tree.map(lambda x: jnp.zeros((num_tokens, x.shape[1]), x.dtype), forward),
     )

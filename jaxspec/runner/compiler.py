@@ -143,7 +143,7 @@ class Compiler:
                 self._background.thread.join()
                 self._background = None
 
-    def _install(self, program: Program, compiled: jax.stages.Compiled, seconds: float) -> None:
+    def _install(self, program: AnyProgram, compiled: jax.stages.Compiled, seconds: float) -> None:
         """Run a program compiled in the background, and publish it."""
         times = []
         for _ in range(_EMPTY_RUNS):
@@ -160,10 +160,11 @@ class Compiler:
 
         return run
 
-    def _add(self, program: Program, compiled: jax.stages.Compiled, seconds: float) -> None:
+    def _add(self, program: AnyProgram, compiled: jax.stages.Compiled, seconds: float) -> None:
         if not self._is_closed:
             self._runner.install(program, compiled)
-            self._on_run(program, seconds)
+            if isinstance(program, Program):
+                self._on_run(program, seconds)
             self._publish([program])
 
 
@@ -177,8 +178,8 @@ class _Background:
     def __init__(
         self,
         runner: ModelRunner,
-        left: Sequence[Program],
-        install: Callable[[Program, jax.stages.Compiled, float], None],
+        left: Sequence[AnyProgram],
+        install: Callable[[AnyProgram, jax.stages.Compiled, float], None],
     ):
         self.stop = threading.Event()
         self.thread = threading.Thread(
@@ -192,8 +193,8 @@ class _Background:
 
 def _compile_all(
     runner: ModelRunner,
-    left: Sequence[Program],
-    install: Callable[[Program, jax.stages.Compiled, float], None],
+    left: Sequence[AnyProgram],
+    install: Callable[[AnyProgram, jax.stages.Compiled, float], None],
     stop: threading.Event,
 ) -> None:
     thread = threading.current_thread()
@@ -218,14 +219,14 @@ def _compile_all(
 
 def _compile_batch(
     runner: ModelRunner,
-    batch: Sequence[Program],
-    install: Callable[[Program, jax.stages.Compiled, float], None],
+    batch: Sequence[AnyProgram],
+    install: Callable[[AnyProgram, jax.stages.Compiled, float], None],
     stop: threading.Event,
     pool: ThreadPoolExecutor,
     count: int,
 ) -> None:
     """Lower programs one after another, and compile `count` of them concurrently."""
-    compiling = deque[tuple[Program, Future[tuple[jax.stages.Compiled, float]]]]()
+    compiling = deque[tuple[AnyProgram, Future[tuple[jax.stages.Compiled, float]]]]()
 
     def install_oldest() -> None:
         program, future = compiling.popleft()

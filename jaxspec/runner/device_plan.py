@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Int
 
-from jaxspec.plan.plan import MoveRows, Program, plan_layout
+from jaxspec.plan.plan import PlacesRows, plan_layout
 from jaxspec.plan.step_shapes import StepShapes
 
 
@@ -33,6 +33,6 @@ class DevicePlan(NamedTuple):
 
     @staticmethod
     def unpack(
-        packed: Int[Array, " plan"], program: Program | MoveRows, shapes: StepShapes
+        packed: Int[Array, " plan"], program: PlacesRows, shapes: StepShapes
     ) -> "DevicePlan":
         return DevicePlan(**plan_layout(program, shapes).unpack(packed))

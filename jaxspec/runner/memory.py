@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.cache import MEMORY_LABELS, CacheOptions, CacheSpec, holders, state_policy
-from jaxspec.models.base import CheckpointModule, Model
+from jaxspec.models.base import CheckpointModule, ForwardOutput, Model
 from jaxspec.pallas.norm.mailbox import Mailbox
 from jaxspec.parallel import ALONE, Group
 from jaxspec.plan.step_shapes import StateConfig, StepShapes
@@ -28,6 +28,7 @@ HOLDER_WORDS = {
     "seen_tokens": "tokens that were seen\n(slots)",
     "bias_tables": "biases of tokens\n(slots)",
     "automata": "automata of grammars",
+    "forward_output": "hidden states between\nhalves of a step",
     "logits_processors": "arguments of logits processors\n(slots)",
     "mailboxes": "mailboxes for the\nother devices",
 }
@@ -95,6 +96,7 @@ class MemoryUsage:
     specs: tuple[CacheSpec, ...]  # of the pools with these options
     drawn_ids: int  # size of the distributions that drafts are sampled from; 0 if greedy
     vocab_size: int
+    forward: Any  # `ForwardOutput` of one token
     processors: tuple[LogitsProcessor, ...] = ()
     mailbox: Mailbox | None = None  # None if all-reduces sum over the devices, or there is one
 
@@ -122,8 +124,9 @@ class MemoryUsage:
             drawn_ids = model.vocab_size if proposer.is_probabilistic else 0
         shares_head = model.vocab_size % group.size == 0  # see `norm.mailbox` for the reason
         mailbox = Mailbox.of(group, model.config.hidden_size) if shares_head else None
+        forward = _output_of_one_token(model, proposer, dtype)
         sizes = drawn_ids, model.vocab_size
-        return MemoryUsage(weights, tables, options, specs, *sizes, processors, mailbox)
+        return MemoryUsage(weights, tables, options, specs, *sizes, forward, processors, mailbox)
 
     @property
     def step_args(self) -> Any:
@@ -132,7 +135,7 @@ class MemoryUsage:
 
     def empty_state(self, shapes: StepShapes) -> EngineState:
         sizes = self.drawn_ids, self.vocab_size
-        return empty_state(shapes, self.specs, *sizes, self.processors)
+        return empty_state(shapes, self.specs, *sizes, self.forward, self.processors)
 
     def bytes(self, shapes: StepShapes) -> dict[str, int]:
         """Return the bytes of each part of a runner with these shapes."""
@@ -142,7 +145,7 @@ class MemoryUsage:
         held |= {"draft_logits": state.draft_logits, "proposer_tables": self.tables}
         held |= {"checkpoints": state.checkpoints} if state.checkpoints else {}
         held |= {"seen_tokens": state.tables.seen, "bias_tables": state.tables.bias}
-        held |= {"automata": state.tables.automata}
+        held |= {"automata": state.tables.automata, "forward_output": state.forward}
         held |= {"logits_processors": state.tables.custom} if self.processors else {}
         held |= {"mailboxes": self.mailbox.like()} if self.mailbox else {}
         return {
@@ -170,6 +173,13 @@ def _tables(
         return proposer.init_tables(nnx.merge(graph, weights), nnx.merge(other, own))
 
     return group.local(tables, weights, own)
+
+
+def _output_of_one_token(model: Model, proposer: Proposer | None, dtype: jnp.dtype) -> Any:
+    size, taps = model.config.hidden_size, () if proposer is None else proposer.taps
+    hidden = jax.ShapeDtypeStruct((1, size), dtype)
+    aux_hidden = jax.ShapeDtypeStruct((1, len(taps) * size), dtype) if taps else None
+    return jax.eval_shape(lambda *arrays: ForwardOutput(*arrays), hidden, aux_hidden)
 
 
 def _described(model: Model) -> Any:

@@ -17,17 +17,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxspec.cache import CacheSpec, Moves, SavedState, StatePolicy, copy, export, restore
-from jaxspec.models.base import Model
+from jaxspec.cache import CacheSpec, Moves, Pools, SavedState, StatePolicy, copy, export, restore
+from jaxspec.models.base import ForwardOutput, Model
 from jaxspec.pallas.norm import mailbox as mailboxes
 from jaxspec.pallas.norm.mailbox import Mailbox
 from jaxspec.parallel import Group
 from jaxspec.plan.plan import (
     EXPORT,
     MASKS,
+    AfterForwardPass,
     AnyProgram,
     CopyBlock,
     ExportState,
+    ForwardPass,
     MoveRows,
     Program,
     WriteAutomaton,
@@ -46,7 +48,7 @@ from jaxspec.runner.device_plan import DevicePlan
 from jaxspec.runner.draft_inputs import draft_inputs
 from jaxspec.runner.logprobs import emitted_logprobs, prompt_logprobs
 from jaxspec.runner.output import DeviceOutput, pack_output
-from jaxspec.runner.prepare import prepare
+from jaxspec.runner.prepare import StepInputs, prepare
 from jaxspec.runner.programs import XLA_OPTIONS
 from jaxspec.runner.propose import allowed_drafts, num_dropped, propose
 from jaxspec.runner.remap import (
@@ -126,6 +128,10 @@ def make_step(
     memory; its rows are the decode rows and then the prompts.
     """
     match program:
+        case ForwardPass():
+            return _make_forward_pass(config, program)
+        case AfterForwardPass():
+            return _make_rest(config, program)
         case Program():
             return _make_step(config, program)
         case MoveRows():
@@ -138,6 +144,47 @@ def make_step(
             raise TypeError("A block is copied by the programs of runner.blocks.BlockCopies.")
 
 
+def _make_forward_pass(
+    config: StepConfig, program: ForwardPass
+) -> Callable[..., tuple[EngineState, DeviceOutput]]:
+    def forward_pass(
+        weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
+    ) -> tuple[EngineState, DeviceOutput]:
+        plan = DevicePlan.unpack(packed, program, config.shapes)
+        with jax.default_matmul_precision(config.matmul_precision):
+            model = _model(config, weights)
+            state = _place_rows(config, state, plan)
+            _, output, pools = _forward(config, program.rest, model, plan, state)
+        first = (slice(len(output.hidden)),)
+        forward = jax.tree.map(lambda kept, new: kept.at[first].set(new), state.forward, output)
+        return dataclasses.replace(state, pools=pools, forward=forward), _no_output(config)
+
+    forward_pass.__name__ = f"forward_pass_{program.decode_rows}_{program.num_drafts}"
+    return forward_pass
+
+
+def _make_rest(
+    config: StepConfig, program: AfterForwardPass
+) -> Callable[..., tuple[EngineState, DeviceOutput]]:
+    def rest(
+        weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
+    ) -> tuple[EngineState, DeviceOutput]:
+        plan = DevicePlan.unpack(packed, program, config.shapes)
+        with jax.default_matmul_precision(config.matmul_precision):
+            model = _model(config, weights)
+            inputs = _prepare(config, program, plan, state)
+            num_tokens = len(inputs.model.tokens)
+            output = jax.tree.map(lambda kept: kept[:num_tokens], state.forward)
+            state, reported = _after_forward(
+                config, program, model, tables, plan, inputs, output, state
+            )
+        reported = jax.tree.map(lambda each: each[None], reported)  # of one step
+        return state, jax.device_put(reported, jax.memory.Space.Host)
+
+    rest.__name__ = f"after_forward_pass_{program.decode_rows}_{program.num_drafts}"
+    return rest
+
+
 def _make_step(
     config: StepConfig, program: Program
 ) -> Callable[..., tuple[EngineState, DeviceOutput]]:
@@ -146,7 +193,7 @@ def _make_step(
     ) -> tuple[EngineState, DeviceOutput]:
         plan = DevicePlan.unpack(packed, program, config.shapes)
         with jax.default_matmul_precision(config.matmul_precision):
-            model = nnx.merge(config.model, jax.tree.unflatten(config.weights, weights))
+            model = _model(config, weights)
             state, output = jax.lax.scan(
                 lambda state, _: _one_step(config, program, model, tables, plan, state),
                 _place_rows(config, state, plan),
@@ -242,7 +289,7 @@ def _make_export(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceO
             state_offset=row.state_offset,
             ring_length=row.ring_length,
         )
-        model = nnx.merge(config.model, jax.tree.unflatten(config.weights, weights))
+        model = _model(config, weights)
         states = model.states(state.pools, region)
         if config.proposer is not None:
             states |= config.proposer.states(state.pools, region, tables)
@@ -258,6 +305,10 @@ def _make_export(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceO
         return state, _no_output(config)
 
     return export_state
+
+
+def _model(config: StepConfig, weights: Any) -> Model:
+    return nnx.merge(config.model, jax.tree.unflatten(config.weights, weights))
 
 
 def _no_output(config: StepConfig) -> DeviceOutput:
@@ -285,10 +336,36 @@ def _one_step(
     state: EngineState,
 ) -> tuple[EngineState, DeviceOutput]:
     """Run a forward pass, verify its drafts, and make those of the next step; rows do not move."""
-    inputs = prepare(state.rows, state.page_tables, plan, config.shapes.page_size, program)
+    inputs, output, pools = _forward(config, program, model, plan, state)
+    state = dataclasses.replace(state, pools=pools)
+    return _after_forward(config, program, model, tables, plan, inputs, output, state)
 
+
+def _forward(
+    config: StepConfig, program: Program, model: Model, plan: DevicePlan, state: EngineState
+) -> tuple[StepInputs, ForwardOutput, Pools]:
+    inputs = _prepare(config, program, plan, state)
     taps = () if config.proposer is None else config.proposer.taps
-    output, pools = model.forward(inputs.model, state.pools, taps)
+    return inputs, *model.forward(inputs.model, state.pools, taps)
+
+
+def _prepare(
+    config: StepConfig, program: Program, plan: DevicePlan, state: EngineState
+) -> StepInputs:
+    return prepare(state.rows, state.page_tables, plan, config.shapes.page_size, program)
+
+
+def _after_forward(
+    config: StepConfig,
+    program: Program,
+    model: Model,
+    tables: Any,
+    plan: DevicePlan,
+    inputs: StepInputs,
+    output: ForwardOutput,
+    state: EngineState,
+) -> tuple[EngineState, DeviceOutput]:
+    """Verify the drafts of a forward pass, and make those of the next step."""
     # Without prompt tokens every position is scored: skip the gather, which XLA makes a copy.
     hidden = output.hidden
     scored = hidden if inputs.model.prefill is None else hidden[inputs.logits_indices]
@@ -305,7 +382,7 @@ def _one_step(
     )
     active = update(inputs.active, acceptance, finish, plan.prefill_lens, config.states)
     changed = grammar_state_after(inputs, sampling, acceptance)
-    draft_logits = state.draft_logits
+    draft_logits, pools = state.draft_logits, state.pools
     if config.proposer is not None:
         proposer_inputs = draft_inputs(output, inputs, acceptance, active, plan, features)
         drafts, pools = propose(config.proposer, model, proposer_inputs, pools, tables)

@@ -24,10 +24,12 @@ from jaxspec.plan.plan import (
     WRITE_STATE,
     WRITES,
     AnyProgram,
+    ForwardPass,
     Program,
 )
 from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.requests.sampling_features import (
+    BIAS,
     EVERYTHING,
     LADDER,
     PROMPT_LOGPROBS,
@@ -63,7 +65,9 @@ def programs(
 
     They are those of `to_compile(feature_sets)`; programs with prompts have no TOP_K rung.
     """
-    return [*_steps(shapes, to_compile(feature_sets)), *_between_steps(shapes, limits)]
+    rungs = to_compile(feature_sets)
+    halves = _halves(shapes) if any(BIAS in rung for rung in rungs) else ()
+    return [*_steps(shapes, rungs), *halves, *_between_steps(shapes, limits)]
 
 
 def first_programs(shapes: StepShapes, limits: SchedulerLimits) -> list[AnyProgram]:
@@ -83,8 +87,12 @@ def _first_steps(shapes: StepShapes) -> list[Program]:
     ]
 
 
-def later_programs(shapes: StepShapes, first: Iterable[SamplingFeatures] = ()) -> list[Program]:
+def later_programs(
+    shapes: StepShapes, first: Iterable[SamplingFeatures] = ()
+) -> list[Program | ForwardPass]:
     """Return the ladder's programs other than `first_programs`, the most useful ones first.
+
+    The halves of steps, which only rows masked by the host use, come last.
 
     Args:
         shapes: Sizes of the engine's programs.
@@ -92,7 +100,14 @@ def later_programs(shapes: StepShapes, first: Iterable[SamplingFeatures] = ()) -
     """
     there, wanted = set(_first_steps(shapes)), set(first)
     order = sorted(LADDER, key=lambda each: (each not in wanted, LADDER.index(each)))
-    return [program for program in _steps(shapes, order) if program not in there]
+    whole = [program for program in _steps(shapes, order) if program not in there]
+    return [*whole, *_halves(shapes)]
+
+
+def _halves(shapes: StepShapes) -> Iterator[Program | ForwardPass]:
+    for rows in reversed(shapes.decode_rows):
+        first = ForwardPass(rows, shapes.num_drafts)
+        yield from (first, first.rest)
 
 
 def _steps(shapes: StepShapes, feature_sets: Iterable[SamplingFeatures]) -> list[Program]:
@@ -242,6 +257,8 @@ def _timed(lowered: jax.stages.Lowered, seconds: float, is_new: bool) -> float:
 
 def label(program: AnyProgram) -> str:
     """Return a readable label: "8 rows, 3 drafts, 64 prompt tokens, greedy"."""
+    if isinstance(program, ForwardPass):
+        return f"forward pass of {label(program.rest)}"
     if not isinstance(program, Program):
         return _BETWEEN_STEPS[program]
     rows = f"{program.decode_rows} row" + "s" * (program.decode_rows > 1)

@@ -68,6 +68,12 @@ class AdaptiveDrafts:
         self._num_made = drafts
         return self._programs.choose(needs._replace(num_drafts=drafts)), choice
 
+    def all_drafts(self) -> DraftChoice:
+        """Record a step with all K drafts, which was not chosen here."""
+        choice = DraftChoice(self._num_made)
+        self._num_made = self._shapes.num_drafts
+        return choice
+
     def choose(self, needs: StepNeeds, most: int) -> int:
         """Return the drafts of the next steps; no row wants more than `most`."""
         counts = self._programs.draft_buckets(needs)

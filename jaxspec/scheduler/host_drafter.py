@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxspec.options import SpeculativeConfig
-from jaxspec.plan.plan import MoveRows, Program, plan_layout
+from jaxspec.plan.plan import PlacesRows, plan_layout
 from jaxspec.plan.step_shapes import MAX_PATH, StepShapes
 from jaxspec.requests.request import Request
 from jaxspec.scheduler.request_observer import RequestObserver
@@ -65,7 +65,7 @@ def path_fields(
     drafter: HostDrafter | None,
     requests: Sequence[Request],
     shapes: StepShapes,
-    program: Program | MoveRows,
+    program: PlacesRows,
 ) -> dict[str, Any]:
     """Return the plan fields with the paths of its first rows; empty in engines without paths."""
     if drafter is None or "paths" not in plan_layout(program, shapes).fields:

@@ -13,8 +13,8 @@ from jaxspec.plan.plan import (
     PROCESSOR_ARGS,
     RESTORE,
     TABLES,
-    MoveRows,
-    Program,
+    ForwardPass,
+    PlacesRows,
     SlotCopy,
     StateExport,
     StepOutput,
@@ -35,7 +35,7 @@ from jaxspec.scheduler.scheduled_step import ScheduledStep, StepBuilder
 
 
 def pack_step(
-    program: Program | MoveRows,
+    program: PlacesRows,
     shapes: StepShapes,
     *,
     rows: Sequence[Request],
@@ -51,7 +51,8 @@ def pack_step(
     The device finds an existing row by its index in the last plan (`Request.row`). The plan has the
     pages of `grown` that the device's page table lacks (`PageTable.unsent`), and the paths of the
     `drafter` for the active rows. Plans before it write the sampling tables and automata of rows
-    that enter, and the masks of rows that produce a token and are masked by the host.
+    that enter, and the masks of rows that produce a token and are masked by the host. Those of a
+    `ForwardPass` are in the plan of its second half.
 
     Raises:
         ValueError: two rows have the same slot or the same row in the last plan, so both would
@@ -89,6 +90,8 @@ def pack_step(
         tables += [StepPlan(PROCESSOR_ARGS, packed) for packed in written]
     tables += [StepPlan(AUTOMATON, packed) for packed in automata.take_unwritten(entering)]
     ending = (request for request, n in prefills if request.num_computed + n == request.prefill_len)
+    if isinstance(program, ForwardPass):
+        return StepPlan(program, packed, tuple(tables))
     masked = [each for each in (*rows[:num_decode], *ending) if each.is_masked_by_host]
     return StepPlan(program, packed, (*tables, *_mask_plans(masked, shapes)))
 
@@ -194,7 +197,7 @@ class PlanPacker:
 
     def pack(
         self,
-        program: Program | MoveRows,
+        program: PlacesRows,
         step: StepBuilder,
         running: Sequence[Request],
         copies: Sequence[SlotCopy] = (),
@@ -205,6 +208,15 @@ class PlanPacker:
         a cached prefix already places the rows of all requests that enter.
         """
         return _joined([*self._copies(running), self._pack(program, step, running, copies)])
+
+    def pack_rest(self, step: ScheduledStep) -> StepPlan:
+        """Return the plan of the second half of a step, whose rows await no earlier result."""
+        first = step.plan
+        assert isinstance(first.program, ForwardPass)
+        entries = (entry for entry in step.decodes if entry.is_awaited)
+        masked = [entry.request for entry in entries if entry.request.is_masked_by_host]
+        masks = tuple(_mask_plans(masked, self._shapes))
+        return StepPlan(first.program.rest, first.packed, masks)
 
     def pack_copies(self, running: Sequence[Request]) -> StepPlan:
         """Return a plan of the pending copies, at least one, that computes nothing."""
@@ -223,7 +235,7 @@ class PlanPacker:
 
     def _pack(
         self,
-        program: Program | MoveRows,
+        program: PlacesRows,
         step: StepBuilder,
         running: Sequence[Request],
         copies: Sequence[SlotCopy],

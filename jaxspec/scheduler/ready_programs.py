@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jaxspec.plan.plan import AnyProgram, Program
+from jaxspec.plan.plan import AfterForwardPass, AnyProgram, ForwardPass, Program
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.requests.sampling_features import SamplingFeatures
 
@@ -30,12 +30,16 @@ class ReadyPrograms:
         """Allow every program of `shapes` until some are added; tests compile on demand."""
         self._shapes = shapes
         self._programs: list[Program] = []
+        self._halves = set[ForwardPass | AfterForwardPass]()
         self._chosen: dict[StepNeeds, Program] = {}
         self._counts: dict[StepNeeds, list[int]] = {}
 
     def add(self, programs: Iterable[AnyProgram]) -> None:
-        new = [p for p in programs if isinstance(p, Program) and p not in self._programs]
+        programs = list(programs)
+        halves = [p for p in programs if isinstance(p, ForwardPass | AfterForwardPass)]
+        new = [p for p in programs if type(p) is Program and p not in self._programs]
         self._programs = sorted([*self._programs, *new], key=_cost)
+        self._halves.update(halves)
         self._chosen.clear()
         self._counts.clear()
 
@@ -62,6 +66,15 @@ class ReadyPrograms:
                 )
             self._chosen[needs] = program
         return self._chosen[needs]
+
+    def first_half(self, num_decode: int) -> ForwardPass | None:
+        """Return the cheapest forward pass of `num_decode` rows with K drafts; None without one."""
+        sizes = (rows for rows in self._shapes.decode_rows if rows >= num_decode)
+        halves = (ForwardPass(rows, self._shapes.num_drafts) for rows in sizes)
+        return next((half for half in halves if self._is_ready(half)), None)
+
+    def _is_ready(self, half: ForwardPass) -> bool:
+        return not self._programs or {half, half.rest} <= self._halves
 
     def draft_buckets(self, needs: StepNeeds) -> list[int]:
         """Return the numbers of drafts for which a program can run a step, ascending."""

@@ -14,14 +14,21 @@ class StepBuilder:
     budget: int  # prompt tokens that may still be added
     num_steps: int  # decode steps of the dispatch
     decodes: list[Request] = dataclasses.field(default_factory=list)
+    # Rows that could decode, but whose masks of the host depend on results in flight.
+    awaiting: list[Request] = dataclasses.field(default_factory=list)
     prefills: list[tuple[Request, int]] = dataclasses.field(default_factory=list)
-    grown: list[Request] = dataclasses.field(default_factory=list)  # requests with new pages
     num_new: int = 0  # requests that enter the batch
 
     @property
     def has_work(self) -> bool:
         """True if the step computes any token."""
         return bool(self.decodes or self.prefills)
+
+    @property
+    def grown(self) -> list[Request]:
+        """Requests of the step with pages that the device's page table lacks."""
+        rows = (*self.decodes, *(request for request, _ in self.prefills))
+        return [request for request in rows if request.pages.is_unsent]
 
 
 class Entry(NamedTuple):

@@ -6,6 +6,7 @@ later. The bound is used for page reservations and numbers of dispatches only: t
 positions, counts and slots itself.
 """
 
+import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 
@@ -148,11 +149,20 @@ class Scheduler:
             self._advance(self.running[index], step)
             index += 1
         self._admit(step)
+        if step.awaiting and (halves := self._in_halves(step)) is not None:
+            return halves
         if step.has_work:
             return self._plan(step)
         if self.prefixes.store.lets_in:  # parents whose forked samples enter next
             return ScheduledStep(self.packer.pack_copies(self.running), (), (), 0)
         return None
+
+    def complete(self, step: ScheduledStep) -> ScheduledStep:
+        """Return the second half of a step whose plan is a `ForwardPass`.
+
+        All earlier steps are collected by then, and the masks of the host follow their tokens.
+        """
+        return dataclasses.replace(step, plan=self.packer.pack_rest(step))
 
     def collect(self, step: ScheduledStep, output: StepOutput) -> list[Progress]:
         """Record the results of a dispatch, matched by request and generation."""
@@ -197,7 +207,7 @@ class Scheduler:
         if request.takes_decode_row:
             upto = self.shapes.reach(request.tokens_bound, step.num_steps)
             if self._reserve(request, upto, step):
-                step.decodes.append(request)
+                (step.awaiting if request.awaits_result else step.decodes).append(request)
         elif request.is_prefilling:
             self._advance_prefill(request, step)
 
@@ -316,10 +326,24 @@ class Scheduler:
             if victim is request:
                 return False
         request.pages += self.pages.allocate(missing)
-        step.grown.append(request)
         return True
 
     # The plan
+
+    def _in_halves(self, step: StepBuilder) -> ScheduledStep | None:
+        """Plan the first half of a step with the awaiting rows; None if it can't be divided.
+
+        The engine collects their results and computes their masks while the device runs it.
+        """
+        num_decode = len(step.decodes) + len(step.awaiting)
+        program = None if step.prefills else self.programs.first_half(num_decode)
+        if program is None:
+            return None
+        step.decodes += step.awaiting
+        choice = self.adaptive_drafts.all_drafts()
+        plan = self.packer.pack(program, step, self.running)
+        decodes, _ = set_in_flight(step, program.num_drafts)
+        return ScheduledStep(plan, decodes, (), 0, choice)
 
     def _plan(self, step: StepBuilder) -> ScheduledStep:
         chunks = [request for request, _ in step.prefills]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxspec.plan.plan import Program
+from jaxspec.plan.plan import AfterForwardPass, Program
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.requests.sampling_features import SamplingFeatures
 from jaxspec.scheduler.scheduled_step import ScheduledStep
@@ -118,6 +118,8 @@ class StepSeconds:
 
     def guess(self, program: Program, seconds: float) -> None:
         """Set the duration of a dispatch of `program` until one is measured."""
+        if isinstance(program, AfterForwardPass):
+            return  # the seconds of half a step
         seconds /= program.num_steps
         if program.prefill_tokens:
             self._seconds.setdefault(program.shape, seconds)

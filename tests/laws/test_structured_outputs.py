@@ -19,7 +19,7 @@ from jaxspec.commands.replay import replay
 from jaxspec.grammar import Matcher, Matchers, json_schema, regular
 from jaxspec.grammar.regular import Regular
 from jaxspec.plan import mask_plan
-from jaxspec.plan.plan import AUTOMATON, MASKS
+from jaxspec.plan.plan import AUTOMATON, MASKS, ForwardPass
 from jaxspec.runner import step as step_module
 from jaxspec.runner import tables as runner_tables
 from jaxspec.runner import verify as verify_module
@@ -28,6 +28,8 @@ from jaxspec.sampling.bias_tables import BiasTables
 
 SIZES = {"max_num_seqs": 4, "decode_buckets": [4], "prefill_buckets": [16], "max_model_len": 128}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+IN_HALVES = {"background_compilation": False}  # then all programs are compiled before a request
+HALF = {ForwardPass(4, 3), ForwardPass(4, 3).rest}
 PROMPTS = ["def f(x):", '{"a": [1, 2, 3], "name": "x"', "a = 1\nb = 2\nc = "]
 
 
@@ -149,6 +151,9 @@ def test_all_ways_give_the_same_valid_outputs(short_model, on_the_host):
     host.check()
     assert MASKS in host.programs and AUTOMATON not in host.programs
     assert host.tokens == device.tokens
+    halves = Run(short_model, forms, drafts=3, depth=2, **IN_HALVES)
+    assert HALF <= halves.programs and not HALF & host.programs
+    assert halves.tokens == device.tokens
 
 
 @pytest.mark.soak
