@@ -268,7 +268,8 @@ class Session:
         if self.is_closed:
             self._end_each(None)  # samples added while the session was closed
             return []
-        return [self._read(progress.request) for progress in self.engine.step()]
+        progress = self.engine.step()  # of several steps, if the last one runs in halves
+        return [self._read(request) for request in dict.fromkeys(each.request for each in progress)]
 
     def _withdraw(self, sample: Sample) -> Copied | None:
         self._let_in()

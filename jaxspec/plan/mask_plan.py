@@ -28,24 +28,33 @@ def mask_layout(shapes: StepShapes) -> PackedLayout:
     )
 
 
-def pack_masks(requests: Sequence[Request], shapes: StepShapes) -> np.ndarray:
-    """Return the packed plan (int32) that writes the masks of at most `masks_per_write` requests.
+def pack_masks(requests: Sequence[Request], shapes: StepShapes) -> list[np.ndarray]:
+    """Return packed plans (int32) that write the masks of `masks_per_write` requests each.
 
-    Nothing of them may be in flight: a mask depends on all tokens, and on the drafts to verify.
+    Nothing of them may be in flight: a mask depends on all tokens, and on the drafts to verify. All
+    masks are computed together, because each matcher has one thread.
     """
-    layout = mask_layout(shapes)
-    packed = np.zeros(layout.size, np.int32)
-    fields = layout.unpack(packed)
-    fields["slots"][: len(requests)] = [request.slot for request in requests]
-    masks = fields["masks"][: len(requests)]
-    masks[...] = -1  # places after a refused draft stay so, and are never read
+    layout, most = mask_layout(shapes), shapes.masks_per_write
+    packed = np.zeros((-(-len(requests) // most), layout.size), np.int32)
+    masks = _masks(requests, shapes)
+    for start, plan in zip(range(0, len(requests), most), packed, strict=True):
+        fields, part = layout.unpack(plan), requests[start : start + most]
+        fields["slots"][: len(part)] = [request.slot for request in part]
+        fields["masks"][: len(part)] = masks[start : start + most]
+    return list(packed)
+
+
+def _masks(requests: Sequence[Request], shapes: StepShapes) -> np.ndarray:
+    words = -(-shapes.vocab_size // 32)
+    # Places after a refused draft stay -1, and are never read.
+    masks = np.full((len(requests), shapes.width, words), -1, np.int32)
     _fill_by_grammars(requests, masks)
     for mask, request in zip(masks, requests, strict=True):
         if request.token_filter is not None:
             request.token_filter.limit(mask, request.prompt, request.output, request.next_drafts)
         if request.params.allowed_token_ids is not None:
-            mask &= bits_of(request.params.allowed_token_ids, mask.shape[1])
-    return packed
+            mask &= bits_of(request.params.allowed_token_ids, words)
+    return masks
 
 
 def _fill_by_grammars(requests: Sequence[Request], masks: np.ndarray) -> None:

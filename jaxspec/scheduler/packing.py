@@ -97,11 +97,7 @@ def pack_step(
 
 
 def _mask_plans(requests: Sequence[Request], shapes: StepShapes) -> list[StepPlan]:
-    most = shapes.masks_per_write
-    return [
-        StepPlan(MASKS, pack_masks(requests[start : start + most], shapes))
-        for start in range(0, len(requests), most)
-    ]
+    return [StepPlan(MASKS, packed) for packed in pack_masks(requests, shapes)]
 
 
 def _refuse_repeated(name: str, values: Sequence[int]) -> None:

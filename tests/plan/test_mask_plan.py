@@ -11,12 +11,12 @@ from jaxspec.requests.sampling_params import SamplingParams
 
 VOCAB, WIDTH = 2080, 4
 SHAPES = StepShapes(
-    max_num_seqs=3,
+    max_num_seqs=11,
     max_model_len=64,
     page_size=4,
-    num_pages=9,
+    num_pages=17,
     num_drafts=WIDTH - 1,
-    decode_rows=(3,),
+    decode_rows=(11,),
     prefill_tokens=(16,),
     vocab_size=VOCAB,
 )
@@ -34,10 +34,13 @@ def test_each_slot_gets_the_masks_after_its_drafts_within_its_allowed_ids():
     requests = [
         request_of(2, (66, 67, -1)),  # "a" and "b": the third place is the last
         request_of(1, (), allowed_token_ids=few),
+        *(request_of(slot, (66, 67)[: slot % 3]) for slot in range(3, 12)),
     ]
-    fields = mask_layout(SHAPES).unpack(pack_masks(requests, SHAPES))
-    assert fields["slots"].tolist() == [2, 1, 0]
-    for request, masks in zip(requests, fields["masks"], strict=False):
+    plans = [mask_layout(SHAPES).unpack(packed) for packed in pack_masks(requests, SHAPES)]
+    slots = np.concatenate([fields["slots"] for fields in plans]).tolist()
+    assert slots == [2, 1, *range(3, 12)] + [0] * (2 * SHAPES.masks_per_write - 11)
+    written = np.concatenate([fields["masks"] for fields in plans])
+    for request, masks in zip(requests, written, strict=False):
         expected = np.full((1, WIDTH, -(-VOCAB // 32)), -1, np.int32)
         fill_masks([request.matcher], [request.next_drafts], expected)
         bits = np.unpackbits(expected[0].view(np.uint8), axis=1, bitorder="little")

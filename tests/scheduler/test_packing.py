@@ -41,10 +41,11 @@ def fields(plan):
 def test_rows_that_decode_come_first_and_the_device_is_told_once_that_a_row_is_new():
     packer, _, (a, b) = make(2)
     a.pages.extend([4, 5])
-    plan = packer.pack(STEP, StepBuilder(0, 1, decodes=[b], grown=[a]), [a, b])
-    assert (b.row, a.row) == (0, 1) and not a.pages.unsent()
+    plan = packer.pack(STEP, StepBuilder(0, 1, decodes=[b]), [a, b])
+    assert (b.row, a.row) == (0, 1) and a.pages.is_unsent  # it is not in the step
     assert fields(plan)["new_row_index"][:3].tolist() == [0, 1, -1] and not plan.before
     again = packer.pack(STEP, StepBuilder(0, 1, decodes=[a]), [a, b])
+    assert fields(again)["append_pages"][:3].tolist() == [4, 5, 0] and not a.pages.is_unsent
     assert fields(again)["prev_positions"][:2].tolist() == [1, 0]
     assert (fields(again)["new_row_index"] == -1).all()
 
