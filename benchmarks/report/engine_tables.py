@@ -184,7 +184,7 @@ def tensor_parallel(figures: Figures) -> Rows:
     """Yield each case with the tokens a second beside those of one device."""
     alone = {}
     for case in results(figures):
-        same = case["shape"], case["rows"], case["drafts"]
+        same = tuple(case[name] for name in ("shape", "rows", "drafts", "prompt"))
         if case["tensor_parallel_size"] == 1:
             alone[same] = case["ms_per_token"]
         gain = {"gain": f"{alone[same] / case['ms_per_token']:.2f}x"} if same in alone else {}
@@ -193,6 +193,13 @@ def tensor_parallel(figures: Figures) -> Rows:
 
 def layers(figures: Figures) -> Rows:
     return iter(figures["layers"])
+
+
+def replicas(figures: Figures) -> Rows:
+    """Yield each number of replicas with its throughput beside one."""
+    one, *_ = figures["replicas"]
+    for case in figures["replicas"]:
+        yield case | {"gain": case["tokens_per_second"] / one["tokens_per_second"]}
 
 
 def _decode_columns(drafts: int) -> list[Column]:
@@ -253,12 +260,21 @@ TABLES = {
     "sums over devices": Table(
         "tensor_parallel_h200.json",
         tensor_parallel,
-        ("model, rows", "{size}, {rows}"),
+        ("model, rows, prompt tokens", "{size}, {rows}, {prompt:,}"),
         ("GPUs", "{tensor_parallel_size}"),
         ("sums", "{sums}"),
         ("ms per token", "{ms_per_token:.2f}"),
         ("ms per step", "{ms_per_step:.2f}"),
         ("beside one GPU", "{gain}"),
+        COMMIT,
+    ),
+    "replicas": Table(
+        "tensor_parallel_h200.json",
+        replicas,
+        ("replicas", "{replicas}"),
+        ("tokens per second", "{tokens_per_second:,}"),
+        ("of three calls", "{least:,} to {most:,}"),
+        ("beside one", "{gain:.2f}x"),
         COMMIT,
     ),
     "layers of two devices": Table(
