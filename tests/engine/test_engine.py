@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.engine import Engine
-from jaxspec.plan.plan import StepOutput, plan_layout
+from jaxspec.plan.plan import ForwardPass, StepOutput, plan_layout
 from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.requests.request import Finish, Request
 from jaxspec.requests.sampling_params import SamplingParams
@@ -34,6 +34,9 @@ class FakeRunner:
 
     def dispatch(self, plan):
         number = sum(kind == "dispatch" for kind, _ in self.log)
+        if isinstance(plan.program, ForwardPass):
+            self.log.append(("forward", number))
+            return None  # not collected
         self.log.append(("dispatch", number))
         values = plan_layout(plan.program, self.shapes).unpack(plan.packed)
         lens = values["prefill_lens"]
@@ -97,6 +100,32 @@ def test_steps_are_collected_in_order_and_the_lead_is_depth_plus_one(depth):
         expected += [("collect", number - depth)] * (0 <= number - depth < 8)
     assert runner.log == expected
     assert engine.metrics.num_steps == 8
+
+
+class Filter:
+    """Masks of the host, which note the output that they are made for."""
+
+    def __init__(self):
+        self.outputs = []
+
+    def limit(self, mask, prompt, output, drafts):
+        self.outputs.append(list(output))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_masks_follow_all_tokens_while_the_device_runs_the_forward_pass(depth):
+    engine, runner, request = make_engine(depth)
+    request.token_filter = Filter()
+    while engine.has_work:
+        engine.step()
+    assert request.token_filter.outputs == [[5] * count for count in range(8)]
+    expected = [("dispatch", 0)]
+    for number in range(1, 8):
+        if depth:
+            expected += [("forward", number), ("collect", number - 1), ("dispatch", number)]
+        else:
+            expected += [("collect", number - 1), ("dispatch", number)]
+    assert runner.log == [*expected, ("collect", 7)]
 
 
 def test_stats_are_of_the_engines_whole_life_and_of_its_own_seconds(monkeypatch):

@@ -19,6 +19,7 @@ from jaxspec.plan.plan import (
     PROCESSOR_ARGS,
     RESTORE,
     TABLES,
+    ForwardPass,
     Program,
     StateExport,
     output_layout,
@@ -31,6 +32,7 @@ from jaxspec.requests.sampling_features import FULL, GREEDY
 
 SHAPES = make_buckets(num_drafts=2, path_length=3)
 DECODE, PREFILL = Program(2, 0, GREEDY, 1, 2), Program(5, 16, FULL, 1, 2)
+HALF = ForwardPass(2, 2)
 
 
 def make_flight():
@@ -44,6 +46,8 @@ def make_flight():
         Step(MOVES, pack_plan(MOVES, SHAPES, {}), output(0, 0)),
         Step(DECODE, pack_plan(DECODE, SHAPES, {"prev_positions": [1, 0]}), output(2)),
         Step(DECODE, pack_plan(DECODE, SHAPES, {"num_decode": 2})),
+        Step(HALF, pack_plan(HALF, SHAPES, {"num_decode": 2})),
+        Step(HALF.rest, pack_plan(HALF.rest, SHAPES, {"num_decode": 2}), output(2)),
     ]
     about = {
         "options": {"model": None},
@@ -132,6 +136,18 @@ BROKEN = {
     "a program without end": (
         "header",
         of_header(lambda h: h["programs"][2].update(num_steps=10**9)),
+    ),
+    "half a step that its shapes lack": (
+        "header",
+        of_header(lambda h: h["programs"][3].update(decode_rows=3)),
+    ),
+    "half a step with other features": (
+        "header",
+        of_header(lambda h: h["programs"][4].update(features=[["temperature"]])),
+    ),
+    "half a step with prompt tokens": (
+        "header",
+        of_header(lambda h: h["programs"][4].update(decode_rows=5, prefill_tokens=16)),
     ),
     "an unknown sampling feature": (
         "header",

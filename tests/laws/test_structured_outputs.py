@@ -16,6 +16,7 @@ from forms import random_forms
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.commands.replay import replay
+from jaxspec.engine.engine import Engine
 from jaxspec.grammar import Matcher, Matchers, json_schema, regular
 from jaxspec.grammar.regular import Regular
 from jaxspec.plan import mask_plan
@@ -258,8 +259,9 @@ def test_devices_that_share_a_model_give_the_tokens_of_one(short_model):
     """Those of forms on the device, of forms on the host, and of free rows beside them."""
     forms = [*random_forms(6, seed=5), {"json_object": True}, {"grammar": 'start: "a" "b"*'}]
     options = {"drafts": 3, "dtype": "float32"}
+    options |= IN_HALVES
     one, two = (Run(short_model, forms, **options, tensor_parallel_size=n) for n in (1, 2))
-    assert {AUTOMATON, MASKS} <= one.programs & two.programs
+    assert one.programs & two.programs >= {AUTOMATON, MASKS, *HALF}
     assert two.tokens == one.tokens
     two.check()
 
@@ -367,7 +369,17 @@ DEVICE_BUGS = [
     (Automata, "masks_of", end_always_allowed),
     (regular, "blanks", unbounded),
 ]
+
+
+def complete_before_collecting(self, step, progress):
+    step = self.scheduler.complete(step)  # its masks lack the tokens in flight
+    while self._in_flight:
+        progress += self._collect()
+    return step, self.runner.dispatch(step.plan)
+
+
 HOST_BUGS = [
+    (Engine, "_complete", complete_before_collecting),
     (BiasTables, "masks_at", masks_of_the_first_place),
     (mask_plan, "fill_masks", masks_of_the_neighbour),
     (Matcher, "advance", never_advanced),
@@ -379,7 +391,7 @@ NAMES = {"ids": lambda value: getattr(value, "__name__", "")}
 def assert_seen(folder):
     forms = [*random_forms(12, seed=3), {"json": {"type": "array", "items": {"type": "null"}}}]
     with pytest.raises((AssertionError, ValueError)):
-        Run(folder, forms, drafts=3).check()
+        Run(folder, forms, drafts=3, **IN_HALVES).check()
 
 
 @pytest.mark.few(2)

@@ -15,7 +15,7 @@ from jaxspec.api.loading import settle
 from jaxspec.models import unread
 from jaxspec.options.engine_options import EngineConfig
 from jaxspec.parallel import ALONE
-from jaxspec.plan.plan import AUTOMATON, MASKS, Program, plan_layout
+from jaxspec.plan.plan import AUTOMATON, MASKS, ForwardPass, Program, plan_layout
 from jaxspec.requests.sampling_features import EVERYTHING
 from jaxspec.runner.blueprint import Blueprint
 from jaxspec.runner.step import new_step
@@ -54,8 +54,12 @@ def blueprint(h200, monkeypatch, tmp_path):
     )
 
 
+HALF = ForwardPass(ROWS, DRAFTS)
+WHOLE = Program(ROWS, 0, EVERYTHING, 1, DRAFTS)
+
+
 @pytest.mark.mosaic
-@pytest.mark.parametrize("program", [MASKS, AUTOMATON, Program(ROWS, 0, EVERYTHING, 1, DRAFTS)])
+@pytest.mark.parametrize("program", [MASKS, AUTOMATON, WHOLE, HALF, HALF.rest])
 def test_the_donated_state_is_written_in_place(h200, blueprint, program):
     where, shapes = SingleDeviceSharding(h200), blueprint.config.shapes
     state = blueprint.state.of(program)
@@ -69,6 +73,6 @@ def test_the_donated_state_is_written_in_place(h200, blueprint, program):
         compiled = lowered.compile()
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert compiled.memory_analysis().alias_size_in_bytes == held
-    held = jax.tree.leaves(state.tables)
+    held = jax.tree.leaves(state.tables) or jax.tree.leaves(state.forward)
     largest = ",".join(map(str, max(held, key=lambda leaf: leaf.size).shape))
     assert not re.search(rf"\[{largest}\]\S* copy\(", compiled.as_text())

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from jaxspec.plan.plan import ForwardPass, Program
 from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.requests.sampling_features import EVERYTHING, GREEDY, LADDER, TOP_K
 from jaxspec.runner.warmup import first_programs, later_programs
@@ -76,6 +77,18 @@ def test_several_steps_and_fewer_drafts_wait_for_their_programs():
         programs.choose(several)
     programs.add(later_programs(SHAPES))
     assert programs.can_run(several) and programs.draft_buckets(NEEDS[0]) == [0, 1, 3]
+
+
+def test_a_step_runs_in_halves_once_both_are_there():
+    programs, (small, large) = begun(), (ForwardPass(4, 3), ForwardPass(16, 3))
+    assert programs.first_half(3) is None
+    programs.add([large])
+    assert programs.first_half(3) is None
+    programs.add([large.rest, small.rest])
+    assert programs.first_half(3) == programs.first_half(16) == large
+    programs.add([small])
+    assert (programs.first_half(4), programs.first_half(5)) == (small, large)
+    assert all(type(programs.choose(needs)) is Program for needs in NEEDS)
 
 
 def test_the_number_of_programs_does_not_depend_on_the_requests():
