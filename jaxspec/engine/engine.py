@@ -88,6 +88,11 @@ class Engine:
     engine). A dispatch of four steps counts as four, because a new prompt waits for all of them; a
     plan that only copies counts as one. While a request waits for its result, because a grammar
     masks its next token, 1 is the most.
+
+    Masks of the host depend on all earlier tokens, so a step with such rows is dispatched in halves:
+
+        host    first half n | collect n - 1, masks of n | second half n, first half n + 1 | ...
+        device         | forward pass n                  | rest of n | forward pass n + 1  | ...
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, *, max_in_flight: int = 2):
