@@ -89,7 +89,7 @@ class Engine:
     plan that only copies counts as one. While a request waits for its result, because a grammar
     masks its next token, 1 is the most.
 
-    Masks of the host depend on all earlier tokens, so a step with such rows is dispatched in halves:
+    Masks of the host depend on all earlier tokens. A step with such rows is dispatched in halves:
 
         host    first half n | collect n - 1, masks of n | second half n, first half n + 1 | ...
         device         | forward pass n                  | rest of n | forward pass n + 1  | ...
