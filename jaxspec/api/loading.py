@@ -425,6 +425,7 @@ def _loaded(config: EngineConfig, folder: Path, node: Node, *, progress: bool) -
                 dtype,
                 load_format=config.load_format,
                 overrides=config.hf_overrides,
+                quantization=config.quantization,
                 group=group,
                 whole_experts=config.enable_expert_parallel,
             ) as found,
