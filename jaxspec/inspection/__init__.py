@@ -33,7 +33,7 @@ def inspect(model: str | Path | None = None, **options: Any) -> Inspection:
 
     A folder needs only a config.json. If there are weights, their headers are compared as for
     loading. For a hub id, config.json is downloaded, but not the weights; if the repository has an
-    index of the weights, it determines whether there is a draft head. No tensor is read, and no
+    index of the weights, it determines whether there is a draft head. No weight is read, and no
     device memory is used.
 
     Args:

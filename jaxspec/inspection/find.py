@@ -64,7 +64,7 @@ class Found:
 
 
 def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
-    """Find the model of the options, with weights in `dtype` if it were loaded; no tensor is read.
+    """Find the model of the options, with weights in `dtype` if it were loaded; no weight is read.
 
     Raises:
         FileNotFoundError: there is no such model.
