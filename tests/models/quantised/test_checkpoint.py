@@ -20,6 +20,7 @@ from quantised_folders import (
     write_pair,
     write_safetensors,
 )
+from safetensors.numpy import load_file
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.models import load_model
@@ -211,6 +212,19 @@ def test_devices_that_share_a_model_read_their_parts(form, tmp_path):
     """Their cuts are in the middle of blocks and of rows."""
     pair = write_pair(FIXTURES / "llama", tmp_path, FORMATS[form])
     assert_same_model(pair, group=Group.of(2))
+
+
+def test_a_weight_that_is_nowhere_is_missing(tmp_path):
+    pair = write_pair(FIXTURES / "llama", tmp_path, FORMATS["w4a16"])
+    lost = "model.layers.0.mlp.up_proj."
+    tensors = {
+        n: v
+        for n, v in load_file(pair.quantised / "model.safetensors").items()
+        if not n.startswith(lost)
+    }
+    write_safetensors(pair.quantised / "model.safetensors", tensors)
+    with pytest.raises(ValueError, match=rf"Missing \(1\): {lost}weight"):
+        load_model(pair.quantised, FLOAT32)
 
 
 def test_scales_of_keys_values_and_inputs_are_hidden(tmp_path):
