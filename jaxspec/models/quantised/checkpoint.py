@@ -14,7 +14,7 @@ from jaxspec.models.quantised.modules import matrices_in
 from jaxspec.models.quantised.scheme import Scheme
 from jaxspec.models.safetensors_file import StoredTensor
 
-_ELEMENTS = 2**22  # dequantised at once
+_ELEMENTS = 2**17  # dequantised at once: they stay in a core's cache
 _WINDOW = 2**20  # elements of whole rows that stay for the next part of a row
 
 
@@ -89,13 +89,12 @@ class QuantisedCheckpoint:
             self.inner.read(name, first, into)
             return
         width, done = matrix.shape[-1], 0
-        most = max(1, _ELEMENTS // width)
         while done < into.size:
             row, column = divmod(first + done, width)
-            count = min((into.size - done) // width, most)
+            count = (into.size - done) // width
             if column == 0 and count:
                 part = into[done : done + count * width]
-                matrix.dequantise(row, part.reshape(count, width))
+                _fill(matrix, row, part.reshape(count, width))
             else:
                 part = into[done : done + width - column]
                 part[...] = self._row(name, matrix, row)[column : column + part.size]
@@ -111,10 +110,17 @@ class QuantisedCheckpoint:
             width = matrix.shape[-1]
             outer = int(np.prod(matrix.shape[:-1], dtype=np.int64))
             rows = np.empty((min(max(1, _WINDOW // width), outer - row), width), np.float32)
-            matrix.dequantise(row, rows)
+            _fill(matrix, row, rows)
             begin = row
             self._windows.last = name, begin, rows
         return rows[row - begin]
+
+
+def _fill(matrix: Matrix, first: int, into: np.ndarray) -> None:
+    """Fill `into`, `[rows, columns]`, with rows from `first` on, a few at a time."""
+    most = max(1, _ELEMENTS // into.shape[1])
+    for begin in range(0, len(into), most):
+        matrix.dequantise(first + begin, into[begin : begin + most])
 
 
 def _num_bytes(matrix: Matrix) -> int:

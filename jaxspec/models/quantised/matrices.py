@@ -127,7 +127,7 @@ class Integers:
         if self.order is None:
             _by_group(operation, into, values, self.group)
         else:
-            operation(into, values[:, self.order], out=into)
+            operation(into, np.take(values, self.order, axis=1), out=into)
 
 
 def _multiply(into: np.ndarray, scale: np.ndarray, group: int) -> None:

@@ -15,6 +15,7 @@ from jaxspec.models.quantised.tensors import (
     Matrix2D,
     PackedColumns,
     PackedRows,
+    ReadAhead,
     Rows,
     Shifted,
     Tensor,
@@ -46,6 +47,7 @@ class _Folder(NamedTuple):
     checkpoint: Checkpoint
     scheme: Scheme
     names: frozenset[str]
+    ahead: ReadAhead
 
 
 class _FaultError(ValueError):
@@ -56,7 +58,7 @@ class _Module:
     """The tensors of one weight."""
 
     def __init__(self, folder: "_Folder", prefix: str):
-        self.checkpoint, self.scheme, self.names = folder
+        self.checkpoint, self.scheme, self.names, self.ahead = folder
         self.prefix = prefix
         self.tensors: list[Tensor] = []
 
@@ -82,6 +84,9 @@ class _Module:
         if len(tensor.shape) != 2 or not all(tensor.shape):
             raise _FaultError(f"{tensor.name} must have two axes, got {list(tensor.shape)}")
         return tensor
+
+    def transposed(self, tensor: Tensor) -> Transposed:
+        return Transposed(tensor, self.ahead)
 
     def number(self, suffix: str) -> np.float32:
         """Return the single positive number in a tensor."""
@@ -122,7 +127,7 @@ def matrices_in(checkpoint: Checkpoint, scheme: Scheme) -> Found:
             lists the first of them.
     """
     matrices: dict[str, Matrix] = {}
-    folder = _Folder(checkpoint, scheme, checkpoint.names)
+    folder = _Folder(checkpoint, scheme, checkpoint.names, ReadAhead())
     faults, used, kv_scales = list[str](), set[str](), 0
     for name in sorted(folder.names):
         if name.endswith(".pre_quant_scale"):
@@ -350,15 +355,15 @@ def _gptq(module: _Module) -> Integers:
     has_shape(scale, *(shape[::-1] for shape in _scale_shapes(module, rows, columns)))
     zero: Matrix2D | int = 2 ** (bits - 1)
     if layout.added is not None:
-        stored = PackedColumns(Transposed(zeros), bits, range(per_word(bits)))
+        stored = PackedColumns(module.transposed(zeros), bits, range(per_word(bits)))
         zero = Shifted(stored, bits, layout.added)
     order = _order(module, "g_idx", columns, groups)
     return Integers(
         _label(module, bits, columns // groups),
         (rows, columns),
         tuple(module.tensors),
-        PackedRows(Transposed(words), bits, columns),
-        Transposed(scale),
+        PackedRows(module.transposed(words), bits, columns),
+        module.transposed(scale),
         zero,
         columns // groups,
         order,
@@ -377,9 +382,9 @@ def _awq(module: _Module) -> Integers:
         _label(module, 4, columns // groups),
         (rows, columns),
         tuple(module.tensors),
-        PackedColumns(Transposed(words), 4, _AWQ_PLACES),
-        Transposed(scale),
-        PackedColumns(Transposed(zeros), 4, _AWQ_PLACES),
+        PackedColumns(module.transposed(words), 4, _AWQ_PLACES),
+        module.transposed(scale),
+        PackedColumns(module.transposed(zeros), 4, _AWQ_PLACES),
         columns // groups,
         None,
     )

@@ -10,6 +10,7 @@ of one row or of one column (`PackedRows`, `PackedColumns`).
 
 import dataclasses
 import math
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -22,6 +23,8 @@ _KINDS = DTYPES | INTEGERS | QUANTISED
 _WORD_BITS = 32
 _SHORT = 2**14  # bytes
 _SPAN = 2**18  # elements
+_AHEAD = 2**20  # elements
+_KEPT = 3  # transposed tensors of a weight: its values, scales and zero points
 # A lookup of two nibbles at once is one of two bytes.
 _NIBBLES = np.stack([np.arange(256) & 15, np.arange(256) >> 4], 1).astype(np.uint8)
 _PAIRS = _NIBBLES.view(np.uint16).reshape(256)
@@ -76,28 +79,55 @@ class Rows:
         return self.tensor.part(first * self.width, count * self.width).reshape(count, self.width)
 
 
-@dataclasses.dataclass(frozen=True)
-class Transposed:
-    """A tensor `[inner, outer]`.
+class ReadAhead:
+    """Columns of matrices, which are far apart in a file: each thread reads many at a time.
 
-    If its rows are short, reading many of them at once is faster than a part of each.
+    A thread keeps those of the last matrices, as many as a weight has.
     """
 
+    def __init__(self):
+        self._thread = threading.local()
+
+    def columns(self, tensor: Tensor, first: int, count: int) -> np.ndarray:
+        """Return columns of a tensor `[inner, outer]` as rows."""
+        kept: dict[str, tuple[int, np.ndarray]] = vars(self._thread).setdefault("kept", {})
+        begin, held = kept.get(tensor.name, (0, None))
+        if held is None or not begin <= first <= first + count <= begin + len(held):
+            kept.pop(tensor.name, None)
+            while len(kept) >= _KEPT:
+                del kept[next(iter(kept))]
+            inner, outer = tensor.shape
+            begin, ahead = first, min(outer - first, max(count, _AHEAD // inner))
+            held = np.ascontiguousarray(_columns(tensor, first, ahead).T)
+            kept[tensor.name] = begin, held
+        return held[first - begin : first - begin + count]
+
+
+def _columns(tensor: Tensor, first: int, count: int) -> np.ndarray:
+    """Read columns; if rows are short, reading whole ones is faster than a part of each."""
+    inner, outer = tensor.shape
+    held = np.empty((inner, count), tensor.dtype)
+    together = max(1, _SPAN // outer)
+    if outer * held.itemsize > _SHORT:
+        for row in range(inner):
+            tensor.checkpoint.read(tensor.name, row * outer + first, held[row])
+        return held
+    for begin in range(0, inner, together):
+        end = min(inner, begin + together)
+        span = tensor.part(begin * outer, (end - begin) * outer)
+        held[begin:end] = span.reshape(end - begin, outer)[:, first : first + count]
+    return held
+
+
+@dataclasses.dataclass(frozen=True)
+class Transposed:
+    """A tensor `[inner, outer]`."""
+
     tensor: Tensor
+    ahead: ReadAhead
 
     def rows(self, first: int, count: int) -> np.ndarray:
-        inner, outer = self.tensor.shape
-        held = np.empty((inner, count), self.tensor.dtype)
-        together = _SPAN // outer if outer * held.itemsize <= _SHORT else 0
-        if not together:
-            for row in range(inner):
-                self.tensor.checkpoint.read(self.tensor.name, row * outer + first, held[row])
-            return held.T
-        for begin in range(0, inner, together):
-            end = min(inner, begin + together)
-            span = self.tensor.part(begin * outer, (end - begin) * outer)
-            held[begin:end] = span.reshape(end - begin, outer)[:, first : first + count]
-        return held.T
+        return self.ahead.columns(self.tensor, first, count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +149,7 @@ class PackedRows:
     width: int
 
     def rows(self, first: int, count: int) -> np.ndarray:
-        words = np.ascontiguousarray(self.words.rows(first, count))
+        words = self.words.rows(first, count)
         return unpacked(words.view(np.uint8), self.bits)[:, : self.width]
 
 
