@@ -1,7 +1,7 @@
 """matrices_in: find the quantised weights of a folder by their tensors, and check the shapes."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +26,9 @@ from jaxspec.models.safetensors_file import DTYPES
 
 _FLOATS = tuple(DTYPES)
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a word of the numbers of 8 rows
-_KV_SCALES = ("k_scale", "v_scale", "kv_scale", "k_proj.output_scale", "v_proj.output_scale")
-_INPUT_SCALES = ("input_scale", "input_global_scale", "q_proj.output_scale", "q_scale")
+_KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+_INPUT_SCALES = (".input_scale", ".input_global_scale", ".q_proj.output_scale", ".q_scale")
+_LABELS = {PER_TENSOR: "FP8 per tensor", PER_ROW: "FP8 per row"}
 _UNREADABLE = {
     "F8_E5M2": "E5M2",
     "F8_E4M3FNUZ": "E4M3FNUZ, the form of AMD GPUs",
@@ -93,10 +94,10 @@ class _Module:
         tensor = self.tensor(suffix, *_FLOATS)
         if math.prod(tensor.shape) != 1:
             raise _FaultError(f"{tensor.name} must be a number, got {list(tensor.shape)}")
-        return np.float32(positive(tensor).reshape(()))
+        return np.float32(_positive(tensor).reshape(()))
 
 
-def positive(tensor: Tensor) -> np.ndarray:
+def _positive(tensor: Tensor) -> np.ndarray:
     """Read scales, all of which must be finite and above 0, in float32."""
     scale = tensor.read().astype(np.float32)
     if not (np.isfinite(scale) & (scale > 0)).all():
@@ -105,7 +106,7 @@ def positive(tensor: Tensor) -> np.ndarray:
     return scale
 
 
-def has_shape(tensor: Tensor, *shapes: tuple[int, ...]) -> None:
+def _check_shape(tensor: Tensor, *shapes: tuple[int, ...]) -> None:
     """Check the shape of a tensor."""
     if tensor.shape not in shapes:
         raise _wrong_shape(tensor, shapes)
@@ -132,7 +133,7 @@ def matrices_in(checkpoint: Checkpoint, scheme: Scheme) -> Found:
     for name in sorted(folder.names):
         if name.endswith(".pre_quant_scale"):
             faults.append(f"{name} must be absent: inputs with a factor are not implemented")
-        if _is_unused(name):
+        if name.endswith(_KV_SCALES + _INPUT_SCALES):
             used.add(name)
             kv_scales += name.endswith(_KV_SCALES)
         if (found := _form_of(name, folder)) is None:
@@ -145,6 +146,8 @@ def matrices_in(checkpoint: Checkpoint, scheme: Scheme) -> Found:
         except _FaultError as fault:
             faults.append(str(fault))
         used |= {tensor.name for tensor in module.tensors}
+    if not faults:
+        faults += _unread(checkpoint, folder.names - used)
     if faults:
         raise ValueError(
             f"The quantised weights in {checkpoint.path} must be stored as its configuration says, "
@@ -154,8 +157,11 @@ def matrices_in(checkpoint: Checkpoint, scheme: Scheme) -> Found:
     return Found(matrices, folder.names - used, kv_scales)
 
 
-def _is_unused(name: str) -> bool:
-    return name.endswith(_KV_SCALES + _INPUT_SCALES) and "." in name
+def _unread(checkpoint: Checkpoint, others: Iterable[str]) -> Iterator[str]:
+    """Yield a fault for FP8 tensors that belong to no weight, such as stacks of experts."""
+    for name in sorted(others):
+        if (dtype := checkpoint.stored(name).dtype).startswith("F8_"):
+            yield f"{name} ({dtype}) must be the weight, or a scale, of a matrix"
 
 
 _Form = Callable[[_Module], Matrix]
@@ -194,12 +200,9 @@ def _float8(module: _Module) -> Float8:
     scale = module.tensor(suffix, *_FLOATS, "F8_E8M0")
     grain = _grain_of(values, scale, module.scheme.grains)
     block = _block(grain, values.shape)
-    grid = positive(scale).reshape(_grid(values.shape, block))
+    grid = _positive(scale).reshape(_grid(values.shape, block))
     label = _LABELS.get(grain, f"FP8 by {block[0]}x{block[1]} blocks")
     return Float8(label, values.shape, tuple(module.tensors), block, grid)
-
-
-_LABELS = {PER_TENSOR: "FP8 per tensor", PER_ROW: "FP8 per row"}
 
 
 def _block(grain: Grain, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -220,6 +223,8 @@ def _grain_of(values: Tensor, scale: Tensor, grains: frozenset[Grain]) -> Grain:
             shapes += [(), (1,)]
         elif grain == PER_ROW:
             shapes += [values.shape[:1]]
+        else:  # ModelOpt's have an axis per block, too
+            shapes += [(shapes[0][0], 1, shapes[0][1], 1)]
         if scale.shape in shapes:
             return grain
         accepted += shapes
@@ -249,7 +254,8 @@ def _nvfp4(module: _Module, rescale: np.ufunc, factor: str) -> Float4:
     if columns % 16:
         raise _FaultError(f"{values.name} must have a multiple of 16 columns, got {columns}")
     scale = module.matrix("weight_scale", "F8_E4M3")
-    has_shape(scale, (rows, columns // 16))
+    _check_shape(scale, (rows, columns // 16))
+    by = module.number(factor)
     return Float4(
         "NVFP4",
         (rows, columns),
@@ -257,7 +263,7 @@ def _nvfp4(module: _Module, rescale: np.ufunc, factor: str) -> Float4:
         Rows(scale, columns // 16),
         16,
         rescale,
-        module.number(factor),
+        by,
     )
 
 
@@ -271,7 +277,7 @@ def _blocks(module: _Module) -> Float4:
 def _mxfp4(module: _Module, grid: tuple[int, ...], suffix: str) -> Float4:
     """Read MXFP4 with scales of the shape `grid`."""
     scale = module.tensor(suffix, "U8", "F8_E8M0")
-    has_shape(scale, grid)
+    _check_shape(scale, grid)
     return Float4(
         "MXFP4",
         (*grid[:-1], 32 * grid[-1]),
@@ -288,22 +294,25 @@ def _int4(module: _Module) -> Integers:
     scale = module.matrix("weight_scale", *_FLOATS)
     rows = words.shape[0]
     shape = module.tensor("weight_shape", "I64", "I32")
-    has_shape(shape, (2,))
-    told = tuple(map(int, shape.read()))
+    _check_shape(shape, (2,))
+    declared = tuple(map(int, shape.read()))
     fitting = [
         bits
         for bits in sorted(module.scheme.bits)
-        if told[0] == rows and told[1] > 0 and -(-told[1] // per_word(bits)) == words.shape[1]
+        if declared[0] == rows
+        and declared[1] > 0
+        and -(-declared[1] // per_word(bits)) == words.shape[1]
     ]
     if not fitting:
-        raise _FaultError(f"{shape.name} must fit {words.name} {list(words.shape)}, got {told}")
-    bits, columns = fitting[0], told[1]
-    has_shape(scale, *_scale_shapes(module, rows, columns))
+        raise _FaultError(f"{shape.name} must fit {words.name} {list(words.shape)}, got {declared}")
+    bits, columns = fitting[0], declared[1]
+    _check_shape(scale, *_scale_shapes(module, rows, columns))
     groups, zero = scale.shape[1], 2 ** (bits - 1)
     if module.has("weight_zero_point"):
         zeros = module.matrix("weight_zero_point", "I32")
-        has_shape(zeros, (-(-rows // per_word(bits)), groups))
+        _check_shape(zeros, (-(-rows // per_word(bits)), groups))
         zero = PackedColumns(Rows(zeros, groups), bits, range(per_word(bits)))
+    order = _order(module, "weight_g_idx", columns, groups)
     return Integers(
         _label(module, bits, columns // groups),
         (rows, columns),
@@ -312,7 +321,7 @@ def _int4(module: _Module) -> Integers:
         Rows(scale, groups),
         zero,
         columns // groups,
-        _order(module, "weight_g_idx", columns, groups),
+        order,
     )
 
 
@@ -352,7 +361,7 @@ def _gptq(module: _Module) -> Integers:
         )
     bits = fitting[0]
     columns = words.shape[0] * per_word(bits)
-    has_shape(scale, *(shape[::-1] for shape in _scale_shapes(module, rows, columns)))
+    _check_shape(scale, *(shape[::-1] for shape in _scale_shapes(module, rows, columns)))
     zero: Matrix2D | int = 2 ** (bits - 1)
     if layout.added is not None:
         stored = PackedColumns(module.transposed(zeros), bits, range(per_word(bits)))
@@ -375,9 +384,9 @@ def _awq(module: _Module) -> Integers:
     scale = module.matrix("scales", *_FLOATS)
     zeros = module.matrix("qzeros", "I32")
     columns, rows = words.shape[0], 8 * words.shape[1]
-    has_shape(scale, *(shape[::-1] for shape in _scale_shapes(module, rows, columns)))
+    _check_shape(scale, *(shape[::-1] for shape in _scale_shapes(module, rows, columns)))
     groups = scale.shape[0]
-    has_shape(zeros, (groups, rows // 8))
+    _check_shape(zeros, (groups, rows // 8))
     return Integers(
         _label(module, 4, columns // groups),
         (rows, columns),
@@ -395,7 +404,7 @@ def _order(module: _Module, suffix: str, columns: int, groups: int) -> np.ndarra
     if not module.has(suffix):
         return None
     tensor = module.tensor(suffix, "I32", "I64")
-    has_shape(tensor, (columns,))
+    _check_shape(tensor, (columns,))
     order = tensor.read()
     if order.min() < 0 or order.max() >= groups:
         raise _FaultError(

@@ -39,7 +39,8 @@ def check_asked(word: str | None, scheme: Scheme | None, source: Path) -> None:
 
 def log_dequantised(checkpoint: QuantisedCheckpoint, dtype: np.dtype, *, by_choice: bool) -> None:
     """Log the memory that dequantised weights take, as a warning unless they were asked for."""
-    formats = checkpoint.formats().values()
+    if not (formats := checkpoint.formats().values()):
+        return
     stored = sum(each.num_bytes for each in formats)
     held = sum(each.parameters for each in formats) * dtype.itemsize
     activations = checkpoint.scheme.input_bits

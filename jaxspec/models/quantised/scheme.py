@@ -130,6 +130,10 @@ _MODELOPT_GRAINS: dict[str, Grain | None] = {
 
 
 def _modelopt(block: Block) -> Scheme:
+    if block.find("quant_algo", WORD) is None and (
+        block.entries.get("kv_cache_scheme") or block.entries.get("kv_cache_quant_algo")
+    ):
+        return Scheme("modelopt")  # scales of keys and values alone
     algorithm = block.need("quant_algo", one_of((*_MODELOPT_GRAINS, "MIXED_PRECISION")))
     if algorithm == "MIXED_PRECISION":
         layers = _objects(block, "quantized_layers", _MAX_LAYERS)

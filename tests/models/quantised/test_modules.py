@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from quantised_folders import BF16, E4M3, FORMATS, NAMES, write_module, write_safetensors
+from quantised_folders import BF16, BLOCK, E4M3, FORMATS, NAMES, write_module, write_safetensors
 
 from jaxspec.models.source import open_checkpoint, read_fields
 
@@ -160,6 +160,36 @@ def test_scales_without_a_weight_stay_in_sight(tmp_path):
 
 @pytest.mark.parametrize("scale", ["k_scale", "v_scale", "kv_scale"])
 def test_scales_that_are_not_used_are_out_of_sight(scale, tmp_path):
-    tensors = {**stored("fp8 tensor"), scale: np.array(2, np.float32)}
+    tensors = {**stored("fp8 tensor"), scale: np.array(2, np.float32), f"bloc{scale}": scale_like()}
     with opened(write_module(tmp_path, tensors, FORMATS["fp8 tensor"])) as checkpoint:
-        assert checkpoint.names == {"x.weight"} and checkpoint.kv_scales == 1
+        assert checkpoint.names == {"x.weight", f"x.bloc{scale}"} and checkpoint.kv_scales == 1
+
+
+def scale_like():
+    return np.ones(3, np.float32)
+
+
+def test_a_folder_with_scales_of_keys_and_values_alone_has_plain_weights(tmp_path):
+    config = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    tensors = {"weight": np.ones(SHAPE, BF16), "k_scale": np.ones((), np.float32)}
+    form = FORMATS["modelopt fp8"]._replace(config=config)
+    with opened(write_module(tmp_path, tensors, form)) as checkpoint:
+        assert checkpoint.names == {"x.weight"} and checkpoint.formats() == {}
+        assert checkpoint.stored("x.weight").dtype == "BF16" and checkpoint.kv_scales == 1
+
+
+def test_a_stack_of_experts_in_fp8_is_refused(tmp_path):
+    stack = {"gate_up_proj": np.ones((2, 8, 8), np.float32).astype(E4M3)}
+    folder = write_module(tmp_path, stack, FORMATS["fp8 blocks"], "experts.")
+    with pytest.raises(ValueError, match=r"experts\.gate_up_proj .*F8_E4M3.*16-bit folder"):
+        opened(folder)
+
+
+def test_blocks_of_modelopt_have_an_axis_each(tmp_path):
+    tensors = stored("fp8 blocks")
+    scale = tensors.pop("weight_scale_inv")
+    tensors["weight_scale"] = scale[:, None, :, None]
+    config = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
+    form = FORMATS["fp8 blocks"]._replace(config=config)
+    with opened(write_module(tmp_path, tensors, form)) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.matrices["x.weight"].scale, scale)
