@@ -249,11 +249,18 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3"}
 IN_FP8 = {"num_bits": 8, "type": "float"}
 FORMATS = {
     "fp8 blocks": Format(fp8_blocks, {**FP8, "weight_block_size": list(BLOCK)}),
+    "fp8 powers of two": Format(
+        lambda w: float8(w, BLOCK, E8M0, "weight_scale_inv"),
+        {**FP8, "weight_block_size": list(BLOCK), "scale_fmt": "ue8m0"},
+    ),
     "fp8 tensor": Format(fp8_tensor, {**FP8, "activation_scheme": "static"}),
     "ct fp8 blocks": Format(
         fp8_blocks_ct, ct(**IN_FP8, strategy="block", block_structure=list(BLOCK))
     ),
     "ct fp8 rows": Format(fp8_rows, ct(**IN_FP8, strategy="channel")),
+    "ct fp8 groups": Format(
+        lambda w: float8(w, (1, GROUP)), ct(**IN_FP8, strategy="group", group_size=GROUP)
+    ),
     "ct fp8 tensor": Format(fp8_tensor, ct(**IN_FP8, strategy="tensor")),
     "modelopt fp8": Format(fp8_tensor, modelopt("FP8")),
     "modelopt fp8 rows": Format(fp8_rows_modelopt, modelopt("FP8_PER_CHANNEL_PER_TOKEN")),

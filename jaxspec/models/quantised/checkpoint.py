@@ -45,7 +45,8 @@ class QuantisedCheckpoint:
         self.inner, self.scheme = checkpoint, scheme
         self.path: Path = checkpoint.path
         self.asked_by, self.remedy = checkpoint.asked_by, checkpoint.remedy
-        self.matrices, self._others, self.kv_scales = matrices_in(checkpoint, scheme)
+        self.matrices, others, self.kv_scales = matrices_in(checkpoint, scheme)
+        self.names = others | frozenset(self.matrices)
         self._windows = threading.local()
 
     def __enter__(self) -> "QuantisedCheckpoint":
@@ -53,10 +54,6 @@ class QuantisedCheckpoint:
 
     def __exit__(self, *error: object) -> None:
         self.inner.__exit__(*error)
-
-    @property
-    def names(self) -> frozenset[str]:
-        return self._others | self.matrices.keys()
 
     def files_of(self, name: str) -> list[str]:
         matrix = self.matrices.get(name)

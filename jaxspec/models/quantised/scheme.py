@@ -43,9 +43,9 @@ class GPTQ(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """Formats that a folder declares; the tensors of a weight tell which of them it has.
+    """Formats that a folder declares; the tensors of each weight select one of them.
 
-    Names of modules are not read: which weights stay in 16 bits is known by their tensors.
+    Names of modules are not read, because weights in 16 bits are recognised by their tensors.
     """
 
     kind: str  # value of the option `quantization`
