@@ -14,6 +14,8 @@ one of them measures the others are stopped:
   biases of 1e-3 change the token, either may come; such ties are counted.
 * two devices, exact on two devices (with `--parts`, on a machine that has them): the features of
   every model on a tensor-parallel group, and its tokens in float32 beside those of one device.
+* exact in float8 (with `--parts`): the tokens of a folder in FP8 by blocks, and those of its
+  dequantised weights.
 * options: 8-bit keys and values, float16 states, "auto" drafts and no drafts.
 
 It ends with status 1 if anything failed, if a program was compiled while a request waited, or if
@@ -35,7 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.acceptance.job import ON_TWO_DEVICES, OPTIONS, PARTS, parts_of
+from benchmarks.acceptance.job import NAMED, OPTIONS, PARTS, parts_of
 from benchmarks.acceptance.models import ALL_MODELS, MODELS, Sizes
 from benchmarks.measure import record
 from benchmarks.report import tables
@@ -166,8 +168,8 @@ def planned(
 
     Those of `before` come last.
     """
-    order = [*PARTS, *OPTIONS, *ON_TWO_DEVICES]
-    named = ON_TWO_DEVICES if parts else ()
+    order = [*PARTS, *OPTIONS, *NAMED]
+    named = NAMED if parts else ()
     listed = [(model, part) for model in only for part in (*parts_of(model), *named)]
 
     def rank(each: tuple[str, str]) -> tuple[bool, bool, int]:
@@ -208,7 +210,7 @@ def parser() -> argparse.ArgumentParser:
     options = record.parser(__doc__)
     add = options.add_argument
     add("--only", nargs="+", choices=ALL_MODELS, default=list(MODELS), metavar="NAME")
-    parts = [*PARTS, *OPTIONS, *ON_TWO_DEVICES]
+    parts = [*PARTS, *OPTIONS, *NAMED]
     add("--parts", nargs="+", choices=parts, metavar="PART", help="default: all of one device")
     add("--seconds", type=float, default=SECONDS, help="after which no part begins")
     add("--processes", type=int, default=3, help="parts at a time")

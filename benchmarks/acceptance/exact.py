@@ -21,7 +21,7 @@ from benchmarks.acceptance.models import (
     exact_options,
     folder_of,
 )
-from benchmarks.measure.weights import write_weights
+from benchmarks.measure.weights import write_float8_weights, write_weights
 from jaxspec import LLM, RequestMetrics, SamplingParams
 from jaxspec.pallas import dispatch
 from jaxspec.requests.request import Request
@@ -82,6 +82,27 @@ def exact_on_two_devices(rows: Rows) -> None:
                 if devices == 1:
                     arms = found[2], found[1], engine.prefers
                     rows.measure("two devices and one", functools.partial(compare, *arms))
+
+
+def exact_in_float8(rows: Rows) -> None:
+    """Compare the tokens of a folder in FP8 with those of its dequantised weights."""
+    job = rows.job
+    config = config_of(job.model, is_small=job.is_small, exact=True)
+    with folder_of(job.model, config) as folder:
+        write_float8_weights(folder)
+        found = {}
+        for quantization in ("fp8", "dequantise"):
+            options = exact_options(
+                Path(job.cache),
+                load_format="auto",
+                speculative_config=ALL_MODELS[job.model].drafts,
+                quantization=quantization,
+            )
+            with Arm(folder, rows, options) as engine:
+                found[quantization] = engine.run()
+                if quantization == "dequantise":
+                    arms = *found.values(), engine.prefers
+                    rows.measure("fp8 and dequantised", functools.partial(compare, *arms))
 
 
 @dataclasses.dataclass

@@ -24,7 +24,9 @@ OPTIONS: dict[str, dict[str, Any]] = {  # parts that are an option of the engine
     "float16 states": {"state_dtype": "float16"},
     "auto drafts": {"speculative_config": "auto"},
 }
-ON_TWO_DEVICES = "exact on two devices", "two devices"  # run only if they are named
+ON_TWO_DEVICES = "exact on two devices", "two devices"
+IN_FLOAT8 = "exact in float8"
+NAMED = (*ON_TWO_DEVICES, IN_FLOAT8)  # run only if they are named
 SECONDS_TO_STOP = 0.1  # of the others
 LIGHT_PARTS = "features", "exact", "without drafts"
 
@@ -126,6 +128,7 @@ def main(argument: str) -> None:
         "serving": serving.serving,
         "exact": exact.exact,
         "exact on two devices": exact.exact_on_two_devices,
+        IN_FLOAT8: exact.exact_in_float8,
         "two devices": speed.two_devices,
     }
     code = 0

@@ -414,7 +414,6 @@ def _loaded(config: EngineConfig, folder: Path, node: Node, *, progress: bool) -
     tokenizer = _tokenizer(config, folder, progress=progress)
     defaults = default_params(config.generation_config, folder)
     dtype = dtype_of(config.dtype)
-    is_background = config.background_compilation
     # Measured before anything is loaded: the budget is the memory that other engines leave free.
     group = Group.of(config.tensor_parallel_size, config.nnodes)
     budget = node.agreed(MemoryBudget.of(config.gpu_memory_utilization, config.num_pages, group))
@@ -425,6 +424,7 @@ def _loaded(config: EngineConfig, folder: Path, node: Node, *, progress: bool) -
                 dtype,
                 load_format=config.load_format,
                 overrides=config.hf_overrides,
+                quantization=config.quantization,
                 group=group,
                 whole_experts=config.enable_expert_parallel,
             ) as found,
@@ -447,7 +447,7 @@ def _loaded(config: EngineConfig, folder: Path, node: Node, *, progress: bool) -
                 processors=settled.processors.device,
             )
             early = blueprint.trace_early(
-                first_programs(shapes, settled.limits) if is_background else ()
+                first_programs(shapes, settled.limits) if config.background_compilation else ()
             )
             failed.callback(early.close)
             model = found.read(progress)

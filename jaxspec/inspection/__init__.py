@@ -7,7 +7,7 @@ from typing import Any
 from jaxspec import device
 from jaxspec.api.loading import ResolvedOptions, settle, unread_drafter
 from jaxspec.cache import Recurrent
-from jaxspec.inspection.find import find
+from jaxspec.inspection.find import Quantised, find
 from jaxspec.inspection.report import Inspection
 from jaxspec.inspection.sizes import (
     CacheBytes,
@@ -25,7 +25,7 @@ from jaxspec.options.engine_options import EngineConfig
 from jaxspec.parallel import Group
 from jaxspec.runner.memory import MemoryBudget
 
-__all__ = ["CacheBytes", "Fit", "Inspection", "Parameters", "inspect"]
+__all__ = ["CacheBytes", "Fit", "Inspection", "Parameters", "Quantised", "inspect"]
 
 
 def inspect(model: str | Path | None = None, **options: Any) -> Inspection:
@@ -33,7 +33,7 @@ def inspect(model: str | Path | None = None, **options: Any) -> Inspection:
 
     A folder needs only a config.json. If there are weights, their headers are compared as for
     loading. For a hub id, config.json is downloaded, but not the weights; if the repository has an
-    index of the weights, it determines whether there is a draft head. No tensor is read, and no
+    index of the weights, it determines whether there is a draft head. No weight is read, and no
     device memory is used.
 
     Args:
@@ -71,6 +71,7 @@ def inspect(model: str | Path | None = None, **options: Any) -> Inspection:
         refused=tuple(found.refused),
         architecture=found.architecture,
         stored_bytes=found.stored_bytes,
+        quantised=found.quantised,
         device=str(device.default_device().device_kind),
         devices=group.size,
         max_bytes=None if budget is None else budget.max_bytes,

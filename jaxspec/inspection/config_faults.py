@@ -8,6 +8,7 @@ from jaxspec.models.base import Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import Block, Kind
+from jaxspec.models.quantised.scheme import FIELD, Scheme
 
 _Value = TypeVar("_Value")
 
@@ -98,3 +99,7 @@ def _stand_in(kind: Kind[_Value]) -> _Value:
 
 class _NotingFields(_NotingBlock, Fields):
     """Fields of a config.json that record faulty entries."""
+
+    def scheme(self) -> Scheme | None:
+        """Return the formats of quantised weights; None without them, or if they are refused."""
+        return self._noted(FIELD, super().scheme, None)

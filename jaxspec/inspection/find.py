@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,9 @@ from jaxspec.models.checkpoint import INDEX, Checkpoint, read_index
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields, overridden
 from jaxspec.models.layers.moe import sharing_experts
+from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint, StoredFormat
+from jaxspec.models.quantised.option import check_asked
+from jaxspec.models.quantised.scheme import Scheme
 from jaxspec.models.source import giving_sizes, naming, open_checkpoint, read_fields
 from jaxspec.models.weights import compared, undefined
 from jaxspec.options.engine_options import EngineConfig
@@ -26,6 +29,16 @@ from jaxspec.parallel import Group
 
 CONFIG_ALONE = "config.json alone"  # value of `Found.read` without tensor names
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin")
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantised:
+    """Quantised weights of a folder."""
+
+    kind: str  # in config.json
+    dtype: str  # to which they are dequantised
+    formats: Mapping[str, StoredFormat] = dataclasses.field(default_factory=dict)  # in files
+    kv_scales: int = 0  # number of scales of keys and values, which are not used
 
 
 @dataclasses.dataclass
@@ -38,6 +51,7 @@ class Found:
     model: Model | None = None  # without values; None if config.json was refused
     local: Model | None = None  # the same with the sizes of one device; None if they don't divide
     stored_bytes: dict[str, int] = dataclasses.field(default_factory=dict)  # by dtype
+    quantised: Quantised | None = None  # None for weights of 16 or 32 bits
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -50,7 +64,7 @@ class Found:
 
 
 def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
-    """Find the model of the options, with weights in `dtype` if it were loaded; no tensor is read.
+    """Find the model of the options, with weights in `dtype` if it were loaded; no weight is read.
 
     Raises:
         FileNotFoundError: there is no such model.
@@ -58,7 +72,7 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
     """
     place = _locate(options)
     found = Found(CONFIG_ALONE, [])
-    fields = family = config = None
+    fields = family = config = scheme = None
     with found.noting(), naming(place.path):
         overrides = options.hf_overrides or {}
         fields = (
@@ -73,11 +87,16 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
         for fault in faults:
             with found.noting(), naming(place.path):
                 raise ValueError(fault)
+        if config is not None:
+            scheme = fields.scheme()
+            check_asked(options.quantization, scheme, place.path)
     checkpoint = names = None  # without names, config.json decides on a draft head
     with contextlib.ExitStack() as files:
         with found.noting():
-            checkpoint = place.checkpoint(files)
+            checkpoint = place.checkpoint(files, scheme)
             names = place.indexed_names() if checkpoint is None else checkpoint.names
+        if scheme is not None:
+            found.quantised = _quantised(scheme, checkpoint, dtype)
         if checkpoint is not None:
             found.read, found.stored_bytes = _stored(checkpoint)
         elif names is not None:
@@ -128,7 +147,7 @@ class _Place(NamedTuple):
     def is_config(self) -> bool:
         return self.path.is_file() and not is_gguf(self.path)
 
-    def checkpoint(self, files: contextlib.ExitStack) -> Checkpoint | None:
+    def checkpoint(self, files: contextlib.ExitStack, scheme: Scheme | None) -> Checkpoint | None:
         """Return the checkpoint, open until `files` closes it; None if there is none to compare.
 
         Raises:
@@ -138,7 +157,7 @@ class _Place(NamedTuple):
         if not self.has_weights:
             return None
         try:
-            return files.enter_context(open_checkpoint(self.path))
+            return files.enter_context(open_checkpoint(self.path, scheme))
         except FileNotFoundError:
             if self.is_hub:  # not downloaded here, but may be cached
                 return None
@@ -163,6 +182,12 @@ def _locate(options: EngineConfig) -> _Place:
     is_hub = is_hub and not is_gguf(folder)
     has_weights = is_hub or is_gguf(folder) or any(map(_is_weights, os.listdir(folder)))
     return _Place(folder, has_weights and options.load_format != "dummy", is_hub)
+
+
+def _quantised(scheme: Scheme, checkpoint: Checkpoint | None, dtype: jnp.dtype) -> Quantised:
+    if not isinstance(checkpoint, QuantisedCheckpoint):
+        return Quantised(scheme.kind, dtype.name)
+    return Quantised(scheme.kind, dtype.name, checkpoint.formats(), checkpoint.kv_scales)
 
 
 def _is_weights(name: str) -> bool:

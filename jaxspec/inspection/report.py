@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from jaxspec.inspection.find import CONFIG_ALONE
+from jaxspec.inspection.find import CONFIG_ALONE, Quantised
 from jaxspec.inspection.sizes import CacheBytes, Fit, Parameters
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.runner.memory import human
@@ -35,6 +35,7 @@ class Inspection:
     parameters: Parameters | None = None  # text model without draft heads
     draft_parameters: Parameters | None = None  # draft head alone
     stored_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # in files, by dtype
+    quantised: Quantised | None = None  # None for weights of 16 or 32 bits
     weight_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # on a device
     num_drafts: int | None = None  # drafts per verify step
     kv_dtype: str | None = None  # dtype of keys and values
@@ -83,12 +84,27 @@ def _about_the_model(found: Inspection) -> Iterator[tuple[str, str]]:
         yield "", f"and in the draft head {_counted(found.draft_parameters)}"
     if found.stored_bytes:
         yield "stored", _by_dtype(found.stored_bytes)
+    if found.quantised is not None:
+        yield from _about_quantised(found.quantised)
     if found.devices > 1 and found.weight_bytes:
         yield "devices", f"{found.devices} share the model; what follows is of each of them"
         if found.held_experts is not None:
             yield "experts here", _held(found.held_experts)
     if found.weight_bytes:
         yield "weights here", _by_dtype(found.weight_bytes)
+
+
+def _about_quantised(quantised: Quantised) -> Iterator[tuple[str, str]]:
+    name = "quantised"
+    for label, stored in quantised.formats.items():
+        words = f"{_number(stored.parameters)} parameters in {label}"
+        yield name, f"{words}, {stored.bits:.2f} bits per parameter"
+        name = ""
+    if name:
+        yield name, f"{quantised.kind}, by config.json; a checkpoint's tensors decide"
+    yield "", f"dequantised to {quantised.dtype}; activations are not rounded"
+    if quantised.kv_scales:
+        yield "", f"{quantised.kv_scales:,} scales of keys and values are not used"
 
 
 def _held(experts: MoEConfig) -> str:

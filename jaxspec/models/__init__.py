@@ -17,6 +17,8 @@ from jaxspec.models.fields import Fields
 from jaxspec.models.hub import resolve_folder
 from jaxspec.models.layers.moe import sharing_experts
 from jaxspec.models.layers.parameters import Placement
+from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint
+from jaxspec.models.quantised.option import check_asked, log_dequantised
 from jaxspec.models.shards import shards
 from jaxspec.models.source import giving_sizes, naming, open_checkpoint, read_fields
 from jaxspec.models.weights import (
@@ -149,12 +151,14 @@ def unread(
     *,
     load_format: str = "auto",
     overrides: Mapping[str, Any] | None = None,
+    quantization: str | None = None,
     group: Group = ALONE,
     whole_experts: bool | None = None,
 ) -> Iterator[AbstractModel[Model]]:
     """Open the model in a checkpoint folder; its weights can be read until the block ends.
 
-    `overrides` replaces entries of config.json, and `whole_experts` is that of `MoEConfig`.
+    `overrides` replaces entries of config.json, `quantization` is the option of `LLM`, and
+    `whole_experts` is that of `MoEConfig`.
 
     Tensor names, shapes and dtypes are checked against config.json. No tensor is read and no device
     memory is allocated before `AbstractModel.read`. The devices of `group` share the model.
@@ -162,9 +166,11 @@ def unread(
     Raises:
         FileNotFoundError: config.json or the weights are missing.
         ValueError: The architecture is not in `MODELS`, an option is not implemented, `load_format`
-            is unknown, the weights do not match config.json, or the group can't share the model.
+            is unknown, the weights do not match config.json or `quantization`, or the group can't
+            share the model.
     """
-    with _unread(folder, dtype, load_format, family_of, group, overrides, whole_experts) as found:
+    asked = _Asked(load_format, overrides, quantization, whole_experts)
+    with _unread(folder, dtype, asked, family_of, group) as found:
         yield found
 
 
@@ -173,36 +179,47 @@ def unread_model_or_head(
     folder: Path | str, dtype: jnp.dtype, *, load_format: str = "auto", group: Group = ALONE
 ) -> Iterator[AbstractModel[CheckpointModule]]:
     """Like `unread`, but the folder may also hold one of `HEADS`."""
-    with _unread(folder, dtype, load_format, _model_or_head, group) as found:
+    with _unread(folder, dtype, _Asked(load_format), _model_or_head, group) as found:
         yield found
+
+
+class _Asked(NamedTuple):
+    """Arguments of `unread`."""
+
+    load_format: str
+    overrides: Mapping[str, Any] | None = None
+    quantization: str | None = None
+    whole_experts: bool | None = None
 
 
 @contextlib.contextmanager
 def _unread(
     folder: Path | str,
     dtype: jnp.dtype,
-    load_format: str,
+    asked: _Asked,
     family_of: Callable[[str, Path], type[Some]],
     group: Group,
-    overrides: Mapping[str, Any] | None = None,
-    whole_experts: bool | None = None,
 ) -> Iterator[AbstractModel[Some]]:
-    if load_format not in ("auto", "dummy"):
-        raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}.")
+    if asked.load_format not in ("auto", "dummy"):
+        raise ValueError(f"load_format must be 'auto' or 'dummy', got {asked.load_format!r}.")
     folder = Path(folder)
     with naming(folder):
-        fields = read_fields(folder, overrides)
+        fields = read_fields(folder, asked.overrides)
         family = family_of(fields.architecture, folder / "config.json")
-        config = sharing_experts(family.parse_config(fields), whole_experts)
+        config = sharing_experts(family.parse_config(fields), asked.whole_experts)
         shared = config.local(group.size)
+    scheme = fields.scheme()
+    check_asked(asked.quantization, scheme, folder)
     dtype = jnp.dtype(dtype)
-    if load_format == "dummy":
+    if asked.load_format == "dummy":
         model = undefined(family, shared, dtype, None)
         yield AbstractModel(model, lambda progress: draw_weights(model, group))
         return
-    with open_checkpoint(folder) as checkpoint:
+    with open_checkpoint(folder, scheme) as checkpoint:
         with giving_sizes(fields, folder):
             model, placements, published = compared(family, config, dtype, checkpoint)
+        if isinstance(checkpoint, QuantisedCheckpoint):
+            log_dequantised(checkpoint, dtype, by_choice=asked.quantization == "dequantise")
         of_ranks: list[Iterable[Placement]] = [placements]
         if group.size > 1:
             model = undefined(family, shared, dtype, frozenset(published))

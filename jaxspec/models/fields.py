@@ -19,6 +19,7 @@ from jaxspec.models.config import (
 from jaxspec.models.kinds import (
     FLAG,
     MAX_LAYERS,
+    OBJECT,
     SIZE,
     TOKEN_IDS,
     WORD,
@@ -28,6 +29,7 @@ from jaxspec.models.kinds import (
     whole,
     words,
 )
+from jaxspec.models.quantised.scheme import FIELD, FILES, Scheme
 from jaxspec.models.rope_fields import read_rope
 
 _MAX_ARCHITECTURES = 8
@@ -44,8 +46,7 @@ _COMMON_OPTIONS = {
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
     "layer_scale": (False,),
-    "quantization": (),  # mlx's name of the next
-    "quantization_config": (),
+    "quantization": (),  # mlx's; other formats are in quantization_config
 }
 
 
@@ -63,6 +64,7 @@ class Fields(Block):
         generation: Mapping[str, Any] | None = None,
         *,
         remedy: str | None = None,
+        quantised: tuple[str, Mapping[str, Any]] | None = None,
     ):
         """Read the entries that all families share.
 
@@ -70,6 +72,7 @@ class Fields(Block):
             published: Content of config.json.
             generation: Content of generation_config.json, if any.
             remedy: See `Block`; for sources other than a config.json.
+            quantised: Name and content of a file that replaces a missing `quantization_config`.
 
         Raises:
             ValueError: No model is named, or one of the shared fields has the wrong kind.
@@ -79,11 +82,21 @@ class Fields(Block):
         given = {name: value for name, value in text.entries.items() if value is not None}
         super().__init__({**published, **given}, remedy=remedy)
         self.architecture = _architecture(top, text)
+        self._quantised = quantised
         generated = Block(generation or {}, file="generation_config.json")
         self.eos_token_ids = _joined(generated, text, top)
         # A vision-language config has the flag on both levels, and one of them may be stale.
         flags = [block.find("tie_word_embeddings", FLAG) for block in (text, top)]
         self.tie_word_embeddings = True if True in flags else False if False in flags else None
+
+    def scheme(self) -> Scheme | None:
+        """Return the formats of quantised weights; None for weights of 16 or 32 bits."""
+        if self.find(FIELD, OBJECT) is not None:
+            return Scheme.of(self.entries[FIELD])
+        if self._quantised is None:
+            return None
+        file, content = self._quantised
+        return Scheme.of(content, file, "")
 
     def layer_types(self) -> tuple[str, ...]:
         """Return the mixer of each layer from Qwen's fields: a list, or attention at an interval.
@@ -165,6 +178,7 @@ class Fields(Block):
             ValueError: A field is missing, malformed or not implemented.
         """
         self.refuse_all_but(_COMMON_OPTIONS)
+        self.scheme()
         hidden_size = self.need("hidden_size", SIZE)
         heads = self._heads(hidden_size, head_dim) if has_attention else (0, 0, 0)
         rope = None
@@ -217,7 +231,7 @@ def read_fields(folder: Path, overrides: Mapping[str, Any] | None = None) -> Fie
 
     Raises:
         FileNotFoundError: There is no config.json.
-        ValueError: It or generation_config.json is not valid JSON, or no model is named.
+        ValueError: It or a file beside it is not valid JSON, or no model is named.
     """
     path, generation = folder / "config.json", folder / "generation_config.json"
     if not os.path.lexists(path):
@@ -231,7 +245,10 @@ def read_fields(folder: Path, overrides: Mapping[str, Any] | None = None) -> Fie
             f"A model folder must hold a config.json, and {folder} has none. {way_out}"
         )
     published = overridden(read_json(path), overrides or {})
-    return Fields(published, read_json(generation) if os.path.lexists(generation) else {})
+    beside = (folder / name for name in FILES if os.path.lexists(folder / name))
+    quantised = next(((path.name, read_json(path)) for path in beside), None)
+    generated = read_json(generation) if os.path.lexists(generation) else {}
+    return Fields(published, generated, quantised=quantised)
 
 
 def overridden(published: Any, overrides: Mapping[str, Any]) -> Any:

@@ -28,7 +28,14 @@ DTYPES = {
 INTEGERS = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
 """Supported dtypes of token ids, by their names in the format."""
 
-_SIZES = {name: dtype.itemsize for name, dtype in (DTYPES | INTEGERS).items()}
+QUANTISED = {
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
+    "U8": np.dtype(np.uint8),
+}
+"""Supported dtypes of quantised values and their scales, by their names in the format."""
+
+_SIZES = {name: dtype.itemsize for name, dtype in (DTYPES | INTEGERS | QUANTISED).items()}
 
 _LENGTH_BYTES = 8
 _MAX_DIMENSIONS = 8  # supported by NumPy and XLA
@@ -39,7 +46,7 @@ _MAX_SIZE = 2**63  # exclusive limit of a dimension or offset
 class StoredTensor:
     """A tensor's entry in the header."""
 
-    dtype: str  # a key of `DTYPES` or `INTEGERS`, or an unsupported dtype
+    dtype: str  # a key of `DTYPES`, `INTEGERS` or `QUANTISED`, or an unsupported dtype
     shape: tuple[int, ...]
     start: int  # offset in the file, in bytes
     num_bytes: int
@@ -70,8 +77,8 @@ class SafetensorsFile:
     def read(self, name: str, first: int, into: np.ndarray) -> None:
         """Fill `into`, `[elements]`, with a tensor's elements from `first` on, in C order.
 
-        `into` must have the tensor's dtype, one of `DTYPES` or `INTEGERS`. Threads may read
-        concurrently.
+        `into` must have the tensor's dtype, one of `DTYPES`, `INTEGERS` or `QUANTISED`. Threads may
+        read concurrently.
 
         Raises:
             ValueError: The file was truncated after it was opened.

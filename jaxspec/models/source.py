@@ -11,6 +11,8 @@ from jaxspec.models import fields
 from jaxspec.models.checkpoint import Checkpoint, SafetensorsCheckpoint
 from jaxspec.models.fields import Fields
 from jaxspec.models.mlx import MLXCheckpoint, is_mlx
+from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint
+from jaxspec.models.quantised.scheme import Scheme
 
 _FILES = ("config.json", "generation_config.json")
 
@@ -36,15 +38,23 @@ def read_fields(source: Path, overrides: Mapping[str, Any] | None = None) -> Fie
     return gguf_fields.read_fields(source)
 
 
-def open_checkpoint(source: Path) -> Checkpoint:
+def open_checkpoint(source: Path, scheme: Scheme | None = None) -> Checkpoint:
     """Open the model's tensors. The result is a context manager that closes the files.
 
+    `scheme` is that of a folder of quantised weights.
+
     Raises:
-        FileNotFoundError, ValueError: As `SafetensorsCheckpoint` or `GGUFCheckpoint`.
+        FileNotFoundError, ValueError: As `SafetensorsCheckpoint`, `QuantisedCheckpoint` or
+            `GGUFCheckpoint`.
     """
     if not is_gguf(source):
-        checkpoint = SafetensorsCheckpoint(source)
-        return MLXCheckpoint(checkpoint) if is_mlx(checkpoint) else checkpoint
+        with contextlib.ExitStack() as opened:
+            checkpoint = opened.enter_context(SafetensorsCheckpoint(source))
+            if scheme is not None:
+                checkpoint = QuantisedCheckpoint(checkpoint, scheme)
+            found = MLXCheckpoint(checkpoint) if is_mlx(checkpoint) else checkpoint
+            opened.pop_all()
+        return found
     from jaxspec.models.gguf.checkpoint import GGUFCheckpoint
 
     return GGUFCheckpoint(source)

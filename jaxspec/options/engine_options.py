@@ -103,6 +103,25 @@ class EngineConfig:
         "auto",
         "dtype of the weights: float32, bfloat16 or auto (bfloat16 on a GPU, float32 elsewhere)",
     )
+    quantization: (
+        Literal[
+            "dequantise",
+            "fp8",
+            "compressed-tensors",
+            "modelopt",
+            "awq",
+            "gptq",
+            "auto-round",
+            "mxfp4",
+            "gguf",
+        ]
+        | None
+    ) = option(
+        None,
+        "quantised weights (docs/quantised.md): dequantise runs them in dtype; the checkpoint's "
+        "kind (fp8, compressed-tensors, modelopt, awq, gptq, auto-round, mxfp4 or gguf) means None",
+        none="as the checkpoint is",
+    )
     kv_dtype: Literal["bfloat16", "float8_e4m3fn"] | None = option(
         None,
         "dtype of the KV cache: bfloat16 or float8_e4m3fn, which is unscaled and saturates at 448",

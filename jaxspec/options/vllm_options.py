@@ -73,6 +73,13 @@ def _listed(values: tuple[Any, ...]) -> str:
     return "/".join(map(repr, values))
 
 
+_QUANTISED = {
+    "auto_round": "auto-round",
+    "awq_marlin": "awq",
+    "gptq_marlin": "gptq",
+    "modelopt_fp4": "modelopt",
+    "modelopt_mixed": "modelopt",
+}
 _KV_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 
 RENAMED: dict[str, Renamed] = {
@@ -82,6 +89,7 @@ RENAMED: dict[str, Renamed] = {
     "mamba_ssm_cache_dtype": Renamed("state_dtype", {"auto": "float32"}),
     "num_gpu_blocks_override": Renamed("num_pages"),
     "max_num_partial_prefills": Renamed("max_prefill_seqs"),
+    "quantization": Renamed("quantization", _QUANTISED),
     "use_tqdm_on_load": Renamed("show_progress"),
     "dtype": Renamed("dtype", {"float": "float32"}),
     "load_format": Renamed("load_format", {"safetensors": "auto"}),
@@ -92,11 +100,13 @@ _ONE_DEVICE = "Use tensor_parallel_size or data_parallel_size for several GPUs"
 _NOT_LOADED = "Adapters are not supported: merge them into the weights"
 _FOLDER = "Pass as `model` a folder with the files you need"
 _CONFIG = "Change config.json in a folder of your own"
-_PLAIN = "Use a checkpoint in float32, bfloat16 or float16"
 
 UNDERSTOOD: dict[str, Given] = {
     "aggregate_engine_logging": Given("there is one engine", (False, True)),
     "async_scheduling": Given("steps overlap", (True, None), "Set max_in_flight=0"),
+    "calculate_kv_scales": Given(
+        "keys and values in 8 bits have no scales", (False,), "See kv_dtype"
+    ),
     "code_revision": Given("no code is loaded from a hub", (None,)),
     "config_format": Given("config.json is read", ("auto", "hf")),
     "compilation_config": Given("XLA compiles", (None, {}), "Leave it out"),
@@ -146,7 +156,6 @@ UNDERSTOOD: dict[str, Given] = {
     "pipeline_parallel_size": Given("layers are not split among devices", (1,), _ONE_DEVICE),
     "prefix_caching_hash_algo": Given("tokens are compared, not hashes"),
     "profiler_config": Given("JAX's profiler is used", (None, {}), "Set profiler_folder"),
-    "quantization": Given("weights are as published", (None,), _PLAIN),
     "rope_scaling": Given("config.json has it", (None, {}), _CONFIG),
     "rope_theta": Given("config.json has it", (None,), _CONFIG),
     "runner": Given("it generates text", ("auto", "generate"), "Pooling is not supported"),

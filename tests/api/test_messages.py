@@ -66,7 +66,7 @@ DAMAGE = {
     "NOISE": lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 5000),
     "MISFIT": tensors(misfit),
     "UNKNOWN": config(architectures=["DeepseekV3ForCausalLM"]),
-    "QUANTIZED": config(quantization_config={"quant_method": "fp8"}),
+    "QUANTIZED": config(quantization_config={"quant_method": "hqq"}),
     "BIASED": config(attention_bias=True),
     "SCALED": config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
     "NO_TOKENIZER": lambda folder: (folder / "tokenizer.json").unlink(),
@@ -285,9 +285,10 @@ COMMAND = [
     ),
     (
         ["x", "--model", "QUANTIZED"],
-        "QUANTIZED/config.json: `quantization_config` must be absent, got {'quant_method': 'fp8'}, "
-        "which jaxspec does not implement; without it the output would be wrong. Use a checkpoint "
-        "that does not need it.",
+        "QUANTIZED/config.json: `quantization_config.quant_method` must be 'fp8' or "
+        "'compressed-tensors' or 'modelopt' or 'awq' or 'gptq' or 'auto-round' or 'mxfp4', got "
+        "'hqq'. Use a folder in a format that jaxspec reads (docs/quantised.md), or the 16-bit "
+        "folder.",
     ),
     (
         ["x", "--model", "BIASED"],
@@ -472,9 +473,9 @@ CALLS = [
         "LLM, which has the same calls.",
     ),
     (
-        lambda llm: LLM(quantization="fp8"),
-        "quantization must be None with jaxspec (weights are as published), got 'fp8'. Use a "
-        "checkpoint in float32, bfloat16 or float16.",
+        lambda llm: LLM(quantization="hqq"),
+        "quantization must be 'dequantise', 'fp8', 'compressed-tensors', 'modelopt', 'awq', "
+        "'gptq', 'auto-round', 'mxfp4', 'gguf' or None, as the checkpoint is, got 'hqq'.",
     ),
     (
         lambda llm: LLM(block_size=16, page_size=16),

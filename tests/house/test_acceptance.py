@@ -78,6 +78,14 @@ def test_two_devices_have_the_tokens_of_one_and_all_features(monkeypatch, tmp_pa
         assert "ms_per_token" in found["two devices", feature.name]
 
 
+@pytest.mark.soak
+def test_a_folder_in_float8_has_the_tokens_of_its_weights(monkeypatch, tmp_path, capsys):
+    arguments = ["--only", "tiny", "--parts", job.IN_FLOAT8, "--seconds", "1500"]
+    found = accept(monkeypatch, tmp_path / "accepted.json", arguments)
+    row = found[job.IN_FLOAT8, "fp8 and dequantised"]
+    assert row["differing"] == 0 and row["identical"] + row["ties"] == row["generations"] > 0
+
+
 def test_a_part_that_fails_or_has_no_time_is_listed_and_ends_no_other(
     monkeypatch, tmp_path, capsys
 ):

@@ -12,7 +12,7 @@ from jaxspec.models.fields import Fields
 # Of two fixtures fields, each changed so that it is refused.
 FAULTS = {
     "attention_bias": True,
-    "quantization_config": {"quant_method": "fp8"},
+    "quantization_config": "fp8",
     "hidden_size": "large",
     "vocab_size": -1,
     "rms_norm_eps": None,

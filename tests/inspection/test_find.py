@@ -168,7 +168,7 @@ def test_faults_of_config_and_weights_are_told_together(copy):
     folder = copy("qwen3_5", attention_bias=True, quantization_config={"bits": 4})
     cut(folder)
     bias, bits, damaged = found_in(folder).refused
-    assert "`attention_bias`" in bias and "`quantization_config`" in bits
+    assert "`attention_bias`" in bias and "`quantization_config." in bits
     assert "cut short or damaged" in damaged
 
 

@@ -1,12 +1,15 @@
 """`jaxspec.inspect` and what it prints."""
 
+import json
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from harness import FIXTURES
+from quantised_folders import FORMATS, write_pair, write_safetensors
 
 import jaxspec
 from jaxspec import Inspection, parallel
@@ -166,3 +169,41 @@ def test_nothing_is_put_on_the_device():
     before = {id(array) for array in jax.live_arrays()}
     jaxspec.inspect(FIXTURES / "qwen3_5", speculative_config={"draft_vocab": 9})
     assert {id(array) for array in jax.live_arrays()} <= before
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "gptq order", "ct nvfp4"])
+def test_quantised_weights_are_reported_by_format(form, tmp_path):
+    pair = write_pair(FIXTURES / "qwen3_5", tmp_path, FORMATS[form])
+    held = {name: np.array(2, np.float32) for name in ("a.k_scale", "a.v_scale")}
+    write_safetensors(pair.quantised / "model-scales.safetensors", held)
+    found = jaxspec.inspect(pair.quantised, dtype="bfloat16")
+    assert found.refused == ()
+    kind = FORMATS[form].config["quant_method"]
+    assert found.quantised is not None and found.quantised.kv_scales == 2
+    assert (found.quantised.kind, found.quantised.dtype) == (kind, "bfloat16")
+    plain = jaxspec.inspect(pair.plain, dtype="bfloat16")
+    assert plain.quantised is None and plain.weight_bytes == found.weight_bytes
+    assert plain.parameters == found.parameters
+    ((label, stored),) = found.quantised.formats.items()
+    assert stored.num_bytes < sum(found.stored_bytes.values())
+    (line,) = (line for line in str(found).splitlines() if line.startswith("  quantised"))
+    assert label in line and f"{stored.bits:.2f} bits" in line
+    assert "dequantised to bfloat16" in str(found) and "2 scales" in str(found)
+
+
+def test_a_quantised_configuration_alone_is_reported_by_its_kind(copy):
+    folder = copy("qwen3_5", quantization_config=FORMATS["awq"].config)
+    found = jaxspec.inspect(folder / "config.json")
+    assert found.refused == () and found.quantised is not None
+    assert (found.quantised.kind, found.quantised.formats) == ("awq", {})
+    assert "awq" in str(found)
+
+
+def test_quantised_tensors_that_do_not_fit_are_refused_as_loading_does(tmp_path):
+    pair = write_pair(FIXTURES / "llama", tmp_path, FORMATS["fp8 blocks"])
+    config = json.loads((pair.quantised / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [32, 32]
+    (pair.quantised / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="weight_scale_inv") as caught:
+        load_model(pair.quantised, jnp.dtype("float32"))
+    assert jaxspec.inspect(pair.quantised).refused == (str(caught.value),)

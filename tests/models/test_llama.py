@@ -122,7 +122,7 @@ def test_the_base_of_llama_2_is_not_in_its_config():
         ("mlp_bias", True, "`mlp_bias` must be False, got True, .* Use a checkpoint"),
         ("sliding_window", 4096, "`sliding_window` must be absent, got 4096, .* Use a checkpoint"),
         ("hidden_act", "gelu", "`hidden_act` must be 'silu' or"),
-        ("quantization_config", {"bits": 4}, "`quantization_config` must be absent"),
+        ("quantization_config", {"bits": 4}, "must give `quantization_config.quant_method`"),
         ("layer_types", ["sliding_attention"] * 16, "unknown kinds .*sliding_attention"),
         ("layer_types", ["linear_attention"] * 16, "attention layers only"),
         ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope type.* got 'linear'"),

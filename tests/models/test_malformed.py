@@ -764,7 +764,7 @@ def test_a_field_on_either_level_of_a_nested_configuration_is_checked(corpus):
     """But the text's own comes first."""
     text = corpus.config["text_config"]
     for name, value in {
-        "quantization_config": {"quant_method": "fp8"},
+        "quantization_config": {"quant_method": "hqq"},
         "rope_scaling": {"type": "yarn", "factor": 4.0},
         "eos_token_id": 264,
         "tie_word_embeddings": "no",

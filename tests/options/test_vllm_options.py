@@ -80,6 +80,8 @@ def test_one_is_no_true():
         ({"num_gpu_blocks_override": 9}, {"num_pages": 9}),
         ({"load_format": "safetensors"}, {}),
         ({"dtype": "float"}, {"dtype": "float32"}),
+        ({"quantization": "gptq_marlin"}, {"quantization": "gptq"}),
+        ({"quantization": "modelopt_fp4"}, {"quantization": "modelopt"}),
         ({"use_tqdm_on_load": False}, {"show_progress": False}),
     ],
 )
@@ -92,8 +94,10 @@ def test_an_option_under_two_names_and_a_wrong_value_of_another_name_are_refused
         translated({"block_size": 8, "page_size": 16})
     with pytest.raises(ValueError, match="page_size must be an integer of at least 1, got 'a'"):
         EngineConfig.of(None, {"block_size": "a"})
-    with pytest.raises(ValueError, match="quantization must be None .* Use a checkpoint in"):
-        EngineConfig.of(None, {"quantization": "fp8"})
+    with pytest.raises(ValueError, match="quantization must be 'dequantise', .* got 'bitsandb"):
+        EngineConfig.of(None, {"quantization": "bitsandbytes"})
+    with pytest.raises(ValueError, match="calculate_kv_scales must be False"):
+        EngineConfig.of(None, {"calculate_kv_scales": True})
 
 
 def test_a_word_close_to_one_of_vllms_is_led_there():

@@ -1,0 +1,161 @@
+"""The formats of quantised weights: how each is dequantised to float32, rows by rows.
+
+Products of stored numbers and scales of up to 16 bits are exact in float32; others are rounded
+once.
+"""
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+
+from jaxspec.checks import shown
+from jaxspec.models.quantised.tensors import Matrix2D, Rows, Tensor
+from jaxspec.models.safetensors_file import QUANTISED
+
+_FLOAT32 = np.dtype(np.float32)
+_E4M3 = np.arange(256, dtype=np.uint8).view(QUANTISED["F8_E4M3"]).astype(np.float32)
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_E2M1 = np.concatenate([_E2M1, -_E2M1])
+# A lookup of two numbers at once is one of 8 bytes.
+_E2M1_PAIRS = (
+    np.stack([_E2M1[np.arange(256) & 15], _E2M1[np.arange(256) >> 4]], 1)
+    .view(np.float64)
+    .reshape(256)
+)
+
+
+class Matrix(Protocol):
+    """A weight as the folder stores it."""
+
+    @property
+    def label(self) -> str:
+        """The format, for reports."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight in a 16-bit folder."""
+        ...
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors with its values, its scales and other parts, in this order."""
+        ...
+
+    def dequantise(self, first: int, into: np.ndarray) -> None:
+        """Fill `into`, `[rows, columns]` in float32, with rows from `first` on.
+
+        Raises:
+            ValueError: A scale is not finite.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8:
+    """FP8 (E4M3) with a scale per tensor, per row or per block.
+
+    `W[o, i] = weight[o, i] * scale[o // block[0], i // block[1]]`; the last blocks may be partial.
+    """
+
+    label: str
+    shape: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
+    block: tuple[int, int]
+    scale: np.ndarray  # float32, a row per row of blocks
+
+    def dequantise(self, first: int, into: np.ndarray) -> None:
+        count, width = into.shape
+        values = Rows(self.tensors[0], width).rows(first, count)
+        np.take(_E4M3, values.view(np.uint8), out=into, mode="clip")  # other modes copy
+        scale = self.scale[np.arange(first, first + count) // self.block[0]]
+        _multiply(into, scale, self.block[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Float4:
+    """FP4 (E2M1) with a scale per group of columns, and one for the tensor (NVFP4) or none (MXFP4).
+
+    The low nibble of a byte is the first number. ModelOpt's NVFP4 multiplies by the tensor's
+    scale, and compressed-tensors' divides by it.
+    """
+
+    label: str
+    shape: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
+    scale: Matrix2D
+    group: int
+    rescale: np.ufunc
+    by: np.float32
+
+    def dequantise(self, first: int, into: np.ndarray) -> None:
+        count, width = into.shape
+        content = Rows(self.tensors[0], width // 2).rows(first, count)
+        np.take(_E2M1_PAIRS, content, out=into.view(np.float64), mode="clip")
+        _multiply(into, _finite(self.scale.rows(first, count), self.tensors[1]), self.group)
+        self.rescale(into, self.by, out=into)
+
+
+@dataclasses.dataclass(frozen=True)
+class Integers:
+    """Integers of 4 or 8 bits with a scale, and a zero point, per group of columns.
+
+    `W[o, i] = (number[o, i] - zero[o, g]) * scale[o, g]`, where g is `order[i]`, or `i // group`.
+    """
+
+    label: str
+    shape: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
+    numbers: Matrix2D
+    scale: Matrix2D
+    zero: Matrix2D | int
+    group: int
+    order: np.ndarray | None
+
+    def dequantise(self, first: int, into: np.ndarray) -> None:
+        count = len(into)
+        into[...] = self.numbers.rows(first, count)
+        scale = _finite(self.scale.rows(first, count), self.tensors[1])
+        if isinstance(self.zero, int):
+            into -= np.float32(self.zero)
+        else:
+            self._by_group(np.subtract, into, self.zero.rows(first, count).astype(_FLOAT32))
+        self._by_group(np.multiply, into, scale)
+
+    def _by_group(self, operation: np.ufunc, into: np.ndarray, values: np.ndarray) -> None:
+        if self.order is None:
+            _by_group(operation, into, values, self.group)
+        else:
+            operation(into, np.take(values, self.order, axis=1), out=into)
+
+
+def _multiply(into: np.ndarray, scale: np.ndarray, group: int) -> None:
+    _by_group(np.multiply, into, scale, group)
+
+
+def _by_group(operation: np.ufunc, into: np.ndarray, values: np.ndarray, group: int) -> None:
+    """Apply an operation with `values`, `[rows, groups]`; the last group may be partial."""
+    count, width = into.shape
+    whole = width // group
+    parts = into[:, : whole * group].reshape(count, whole, group)
+    operation(parts, values[:, :whole, None], out=parts)
+    if width % group:
+        rest = into[:, whole * group :]
+        operation(rest, values[:, whole:], out=rest)
+
+
+def _finite(scale: np.ndarray, tensor: Tensor) -> np.ndarray:
+    """Return scales in float32.
+
+    Raises:
+        ValueError: One of them is not finite.
+    """
+    scale = scale.astype(_FLOAT32)
+    if not np.isfinite(scale).all():
+        wrong = scale[~np.isfinite(scale)][0]
+        raise ValueError(
+            f"{tensor.checkpoint.path}: the scales in {tensor.name} must be finite, got "
+            f"{shown(float(wrong))}. {tensor.checkpoint.remedy}"
+        )
+    return scale

@@ -1,0 +1,286 @@
+"""Scheme: what a checkpoint folder says about the formats of its quantised weights."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from jaxspec.checks import shown
+from jaxspec.models.kinds import FLAG, OBJECT, SIZE, WORD, Block, Kind, whole
+
+FIELD = "quantization_config"
+FILES = ("hf_quant_config.json", "quantize_config.json")
+"""Files that have the content of `FIELD` where config.json lacks it."""
+
+Grain = tuple[int | None, int | None]
+"""Rows and columns that share a scale; None means all of them."""
+
+PER_TENSOR: Grain = (None, None)
+PER_ROW: Grain = (1, None)
+
+_REMEDY = "Use a folder in a format that jaxspec reads (docs/quantised.md), or the 16-bit folder."
+_MAX_RULES = 10_000  # groups or rules for modules; published configs have fewer than a hundred
+_MAX_LAYERS = 200_000  # entries of `quantized_layers`, at most one per matrix
+_BITS = frozenset((4, 8))
+_GROUP = Kind[int](
+    "an integer from 1 to 1,048,576, or -1 for whole rows",
+    lambda value: SIZE.holds(value) or (type(value) is int and value == -1),
+)
+_BLOCK = Kind[list[int]](
+    "a list of two sizes",
+    lambda value: isinstance(value, list) and len(value) == 2 and all(map(SIZE.holds, value)),
+)
+
+
+class AWQ(NamedTuple):
+    """Integers of AWQ, whose zero points are as stored."""
+
+
+class GPTQ(NamedTuple):
+    """Integers of GPTQ."""
+
+    added: int | None  # to stored zero points; None means the middle, whatever is stored
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """Formats that a folder declares; the tensors of each weight select one of them.
+
+    Names of modules are not read, because weights in 16 bits are recognised by their tensors.
+    """
+
+    kind: str  # value of the option `quantization`
+    grains: frozenset[Grain] = frozenset()  # of FP8 scales
+    bits: frozenset[int] = frozenset()  # of integers
+    groups: frozenset[int | None] = frozenset()  # columns that share a scale of integers
+    integers: AWQ | GPTQ | None = None  # weights named `qweight`
+    input_bits: int | None = None  # to which other engines round activations
+
+    @staticmethod
+    def of(
+        entries: Mapping[str, Any], file: str = "config.json", prefix: str = f"{FIELD}."
+    ) -> "Scheme":
+        """Read the content of `quantization_config`.
+
+        Args:
+            entries: The JSON object.
+            file: Its file, for errors.
+            prefix: Its path in the file, for errors.
+
+        Raises:
+            ValueError: a format is not implemented, or an entry is malformed.
+        """
+        block = Block(entries, file=file, prefix=prefix, remedy=_REMEDY)
+        if "quantization" in entries:  # ModelOpt's own file
+            block = block.block("quantization")
+            method = "modelopt"
+        elif file == FILES[1]:
+            method = block.find("quant_method", WORD) or "gptq"
+        else:
+            method = block.need("quant_method", one_of(_READERS))
+        if method not in _READERS:
+            block.need("quant_method", one_of(_READERS))
+        return _READERS[method](block)
+
+
+def one_of(values: Iterable[Any]) -> Kind[Any]:
+    """The kind of entries that equal one of `values`."""
+    accepted = tuple(values)
+    words = " or ".join(map(repr, accepted))
+    return Kind(words, lambda value: any(type(value) is type(a) and value == a for a in accepted))
+
+
+def _refuse(block: Block, *names: str) -> None:
+    """Raise ValueError for an entry that is neither absent nor empty."""
+    for name in names:
+        if value := block.entries.get(name):
+            raise ValueError(
+                f"{block.file}: `{block.prefix}{name}` must be absent, got {shown(value)}, which "
+                f"jaxspec does not implement. {block.remedy}"
+            )
+
+
+def _objects(block: Block, name: str, most: int) -> dict[str, Mapping[str, Any]]:
+    """Return the objects in the object under `name`; entries that are null are left out."""
+    found = block.find(name, OBJECT) or {}
+    if len(found) > most:
+        raise ValueError(
+            f"{block.file}: `{block.prefix}{name}` must have at most {most:,} entries, got "
+            f"{len(found):,}. {block.remedy}"
+        )
+    inner = Block(found, file=block.file, prefix=f"{block.prefix}{name}.", remedy=block.remedy)
+    return {key: inner.find(key, OBJECT) or {} for key in found}
+
+
+def _float8(block: Block) -> Scheme:
+    block.find("fmt", one_of(("e4m3", "float8_e4m3fn")))
+    block.find("activation_scheme", one_of(("dynamic", "static")))
+    size = block.find("weight_block_size", _BLOCK)
+    grains = {(size[0], size[1])} if size else {PER_TENSOR, PER_ROW}
+    return Scheme("fp8", grains=frozenset[Grain](grains), input_bits=8)
+
+
+_MODELOPT_GRAINS: dict[str, Grain | None] = {
+    "FP8": PER_TENSOR,
+    "FP8_PER_CHANNEL_PER_TOKEN": PER_ROW,
+    "FP8_PB_WO": (128, 128),
+    "FP8_BLOCK_SCALES": (128, 128),
+    "NVFP4": None,
+    "W4A16_NVFP4": None,
+}
+
+
+def _modelopt(block: Block) -> Scheme:
+    if block.find("quant_algo", WORD) is None and (
+        block.entries.get("kv_cache_scheme") or block.entries.get("kv_cache_quant_algo")
+    ):
+        return Scheme("modelopt")  # scales of keys and values alone
+    algorithm = block.need("quant_algo", one_of((*_MODELOPT_GRAINS, "MIXED_PRECISION")))
+    if algorithm == "MIXED_PRECISION":
+        layers = _objects(block, "quantized_layers", _MAX_LAYERS)
+        prefix = f"{block.prefix}quantized_layers."
+        parts = [
+            Block(entries, file=block.file, prefix=f"{prefix}{name}.", remedy=block.remedy)
+            for name, entries in layers.items()
+        ]
+    else:
+        parts = [block]
+    algorithms = set[str]()
+    for part in parts:
+        algorithms.add(part.need("quant_algo", one_of(_MODELOPT_GRAINS)))
+        if "NVFP4" in part.entries["quant_algo"]:
+            part.find("group_size", one_of((16,)))
+    grains = {_MODELOPT_GRAINS[each] for each in algorithms}
+    bits = 8 if any(grains) else 4 if "NVFP4" in algorithms else None
+    groups = _objects(block, "config_groups", _MAX_RULES).values()
+    if groups and not any(group.get("input_activations") for group in groups):
+        bits = None  # NVFP4 also names weights alone
+    return Scheme("modelopt", frozenset(each for each in grains if each), input_bits=bits)
+
+
+def _mxfp4(block: Block) -> Scheme:
+    return Scheme("mxfp4")
+
+
+def _awq(block: Block) -> Scheme:
+    block.need("bits", one_of((4,)))
+    block.find("zero_point", one_of((True,)))
+    if str(block.find("version", WORD) or "gemm").lower() != "gemm":
+        block.need("version", one_of(("gemm",)))
+    groups = frozenset([_group(block)])
+    return Scheme("awq", bits=frozenset((4,)), groups=groups, integers=AWQ())
+
+
+def _gptq(block: Block) -> Scheme:
+    _refuse(block, "is_marlin_format")
+    version = block.find("checkpoint_format", one_of(("gptq", "gptq_v2"))) or block.find(
+        "format", one_of(("gptq", "gptq_v2"))
+    )
+    is_symmetric = block.find("sym", FLAG)
+    is_symmetric = True if is_symmetric is None else is_symmetric
+    bits, groups = {block.need("bits", one_of(sorted(_BITS)))}, {_group(block)}
+    for name in ("dynamic", "extra_config"):
+        for pattern, entries in _objects(block, name, _MAX_RULES).items():
+            _read_rule(
+                Block(
+                    entries,
+                    file=block.file,
+                    prefix=f"{block.prefix}{name}.{shown(pattern)}.",
+                    remedy=block.remedy,
+                ),
+                bits,
+                groups,
+                is_symmetric,
+            )
+    added = None if is_symmetric else 0 if version == "gptq_v2" else 1
+    return Scheme("gptq", bits=frozenset(bits), groups=frozenset(groups), integers=GPTQ(added))
+
+
+def _read_rule(rule: Block, bits: set[int], groups: set[int | None], is_symmetric: bool) -> None:
+    """Add the sizes of a rule for some modules; more than 8 bits means not quantised."""
+    found = rule.find("bits", whole(1, 32))
+    if found is not None and found <= max(_BITS):
+        bits.add(rule.need("bits", one_of(sorted(_BITS))))
+    if rule.find("group_size", _GROUP) is not None:
+        groups.add(_group(rule))
+    rule.find("sym", one_of((is_symmetric,)))
+
+
+def _auto_round(block: Block) -> Scheme:
+    block.find("data_type", one_of(("int",)))
+    block.find("act_bits", whole(16, 32))
+    packing = block.need("packing_format", one_of(("auto_round:auto_gptq", "auto_round:auto_awq")))
+    scheme = _gptq(block) if packing.endswith("gptq") else _awq(block)
+    return dataclasses.replace(scheme, kind="auto-round")
+
+
+def _group(block: Block) -> int | None:
+    size = block.need("group_size", _GROUP)
+    return None if size == -1 else size
+
+
+_CT_FORMATS = (
+    "float-quantized",
+    "naive-quantized",
+    "pack-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mixed-precision",
+)
+
+
+def _compressed_tensors(block: Block) -> Scheme:
+    if (block.find("sparsity_config", OBJECT) or {}).get("format") != "dense":
+        _refuse(block, "sparsity_config")
+    _refuse(block, "transform_config")
+    block.find("format", one_of(_CT_FORMATS))
+    block.need("config_groups", OBJECT)
+    scheme = Scheme("compressed-tensors")
+    for name, entries in _objects(block, "config_groups", _MAX_RULES).items():
+        prefix = f"{block.prefix}config_groups.{name}."
+        group = Block(entries, file=block.file, prefix=prefix, remedy=block.remedy)
+        group.find("format", one_of(_CT_FORMATS))
+        _refuse(group, "output_activations")
+        scheme = _with_group(scheme, group)
+    return scheme
+
+
+def _with_group(scheme: Scheme, group: Block) -> Scheme:
+    """Return the scheme with the formats of one of compressed-tensors' groups."""
+    inputs, weights = group.block("input_activations"), group.block("weights")
+    if inputs.entries:
+        inputs.need("type", one_of(("float",)))
+        bits = inputs.need("num_bits", one_of((4, 8)))
+        scheme = dataclasses.replace(scheme, input_bits=max(bits, scheme.input_bits or 0))
+    kind, bits = (
+        weights.need("type", one_of(("int", "float"))),
+        weights.need("num_bits", one_of(sorted(_BITS))),
+    )
+    if kind == "int":
+        strategy = weights.need("strategy", one_of(("group", "channel")))
+        size = _group(weights) if strategy == "group" else None
+        return dataclasses.replace(scheme, bits=scheme.bits | {bits}, groups=scheme.groups | {size})
+    if bits == 4:
+        weights.need("group_size", one_of((16, 32)))
+        return scheme
+    return dataclasses.replace(scheme, grains=scheme.grains | {_grain(weights)})
+
+
+def _grain(weights: Block) -> Grain:
+    strategy = weights.need("strategy", one_of(("tensor", "channel", "group", "block")))
+    if strategy == "block":
+        rows, columns = weights.need("block_structure", _BLOCK)
+        return rows, columns
+    if strategy == "group":
+        return 1, weights.need("group_size", SIZE)
+    return PER_TENSOR if strategy == "tensor" else PER_ROW
+
+
+_READERS: dict[str, Callable[[Block], Scheme]] = {
+    "fp8": _float8,
+    "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
+    "awq": _awq,
+    "gptq": _gptq,
+    "auto-round": _auto_round,
+    "mxfp4": _mxfp4,
+}
