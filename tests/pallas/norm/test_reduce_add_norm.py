@@ -1,14 +1,11 @@
 """The sum of a group's parts, beside the kernel's order of adding them (the kernel needs GPUs)."""
 
-import functools
-import operator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fused_sums import sums_by_rank
 
-from jaxspec import parallel
 from jaxspec.pallas.norm import mailbox, residual
 from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.mailbox import Mailbox
@@ -25,15 +22,6 @@ def norm_of(weight):
     return Norm(weight, 1e-6, zero_centred=True)
 
 
-def twin(stream, own, norm):
-    """The kernel's arithmetic: float32 sums by rank, rounded as the stream, then the norm."""
-    parts = own if own.ndim == 2 else functools.reduce(operator.add, own)
-    of_devices = jax.lax.all_gather(parts, parallel.AXIS).astype(jnp.float32)
-    new = functools.reduce(operator.add, of_devices).astype(stream.dtype)
-    total = (stream.astype(jnp.float32) + new.astype(jnp.float32)).astype(stream.dtype)
-    return total, norm(total)
-
-
 def drawn(devices, shape, dtype):
     """Other values on each device."""
     rng = np.random.default_rng(devices)
@@ -43,27 +31,34 @@ def drawn(devices, shape, dtype):
 
 @pytest.mark.devices
 @pytest.mark.parametrize("devices", [2, 4])
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [((3, FEATURES), jnp.bfloat16), ((2, 3, FEATURES), jnp.float32)]
-)
-def test_a_sum_by_rank_is_that_of_an_all_reduce(devices, shape, dtype):
-    group, weight = Group(devices), jnp.linspace(-1, 1, FEATURES, dtype=jnp.bfloat16)
+@pytest.mark.parametrize("parts", [(), (2,)], ids=["whole", "parts"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_a_sum_by_rank_is_that_of_an_all_reduce(devices, parts, dtype):
+    """Both are the exact sum, rounded; the sum by rank has the same bits on all devices."""
+    group, weight = Group(devices), jnp.linspace(-1, 1, FEATURES, dtype=dtype)
 
     def both(own, stream):
         norm = norm_of(weight)
-        return twin(stream, own, norm), add_norm(stream, OfDevices(own), norm)
+        return sums_by_rank(stream, own, norm), add_norm(stream, OfDevices(own), norm)
 
-    stream = drawn(1, (3, FEATURES), jnp.bfloat16)
-    own = drawn(devices, shape, dtype)
+    stream = drawn(1, (3, FEATURES), dtype)
+    own = drawn(devices, (*parts, 3, FEATURES), jnp.float32 if parts else dtype)
     on_each = jax.jit(group.on_each(both, whole=1, equal=False), compiler_options=XLA_OPTIONS)
     (total, normed), plain = on_each(own, stream)
+    each = np.float64(own).reshape(-1, 3, FEATURES)
+    exact = np.float64(stream) + each.sum(axis=0)
+    # Two roundings: of the sum, and of the stream with it. In float32 each addition is one, too.
+    wide, narrow = (float(jnp.finfo(each).eps) for each in (jnp.float32, dtype))
+    step = narrow * (abs(exact) + abs(each.sum(axis=0))) + len(each) * wide * abs(each).sum(axis=0)
+    assert (abs(np.float64(total).reshape(devices, 3, FEATURES) - exact) <= step).all()
+    loose = {"rtol": 0.05, "atol": 0.05} if dtype != jnp.float32 else {"rtol": 1e-5, "atol": 1e-5}
     for found, expected in zip((total, normed), plain, strict=True):
         of_ranks = np.float32(found).reshape(devices, 3, FEATURES)
         assert (of_ranks == of_ranks[:1]).all()
         if devices == 2:  # of two addends there is one order
             np.testing.assert_array_equal(np.float32(found), np.float32(expected))
-        # An all-reduce of bfloat16 rounds each time that it adds.
-        np.testing.assert_allclose(np.float32(found), np.float32(expected), rtol=0.05, atol=0.05)
+        # An all-reduce of 16 bits rounds each time that it adds.
+        np.testing.assert_allclose(np.float32(found), np.float32(expected), **loose)
 
 
 @pytest.mark.devices
