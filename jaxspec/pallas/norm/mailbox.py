@@ -55,11 +55,12 @@ the bytes of the rows, so the gain over an all-reduce shrinks with more rows
 _MAX_FEATURES = 5120  # a thread keeps 40 of each of several arrays in registers
 
 HEADER = 4 * MAX_ROWS  # bytes of the counts
+LINE = 16  # bytes that a thread writes or reads at once: two words, each with the number beside it
 
 
 def can_hold(features: int) -> bool:
-    """Return whether rows of `features` can be exchanged: whole vectors of each thread."""
-    return features % (4 * THREADS) == 0 and features <= _MAX_FEATURES
+    """Return whether rows of `features` can be exchanged: as many of each thread, 4 or more."""
+    return features % THREADS == 0 and 4 * THREADS <= features <= _MAX_FEATURES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,8 @@ class Mailbox:
 
     @property
     def bytes_per_row(self) -> int:
-        return 8 * self.features
+        words = self.features // THREADS  # of a thread, at most: one of each feature
+        return LINE * THREADS * -(-words // 2)
 
     @property
     def bytes_per_exchange(self) -> int:

@@ -1,8 +1,9 @@
 """Pallas (Mosaic GPU) kernel of `reduce_add_norm` for Hopper GPUs that write to each other."""
 
 import functools
+import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,12 +17,12 @@ from jaxlib.mlir.dialects import arith, gpu, memref, scf, vector
 
 from jaxspec.pallas.gpu import access, layouts
 from jaxspec.pallas.gpu.device import THREADS
-from jaxspec.pallas.norm.mailbox import HEADER, Mailbox, Post
+from jaxspec.pallas.gpu.layouts import RowPiece
+from jaxspec.pallas.norm.mailbox import HEADER, LINE, Mailbox, Post
 
 utils: Any = mosaic_utils  # pyright checks against jax 0.10, which has fewer; no kernel runs there
 inline_mgpu: Any = plgpu.inline_mgpu
 
-_LINE = 16  # bytes that a thread writes or reads at once: two words, each with the number beside it
 _AT_ONCE = 32  # lines that a thread holds in registers while it waits
 
 
@@ -29,25 +30,38 @@ _AT_ONCE = 32  # lines that a thread holds in registers while it waits
 def reduce_add_norm_kernel(stream, pending, norm, post: Post, *, mailbox: Mailbox):
     """Run `reduce_add_norm`: each block sends one row to all devices and waits for theirs."""
     tokens, features = stream.shape
-    [piece] = layouts.row_pieces(features, stream.dtype.itemsize)
-    layout = piece.layout
+    pieces = layouts.row_pieces(features, stream.dtype.itemsize)
 
     def body(stream, pending, weight, addresses, _, total, normed):
         row, dtype = lax.axis_index("row"), stream.dtype
         is_tokens = len(pending.shape) == 2
         indices = [(row,)] if is_tokens else [(part, row) for part in range(pending.shape[0])]
-        parts = [access.load(pending.at[*index], layout) for index in indices]
-        old, scale = access.load(stream.at[row], layout), access.load(weight, layout)
-        new = _exchange(functools.reduce(operator.add, parts), addresses, layout, mailbox)
-        new = new.astype(dtype)
-        rounded = (old.astype(jnp.float32) + new.astype(jnp.float32)).astype(dtype)
-        access.store(total.at[row], rounded)
-        wide = rounded.astype(jnp.float32)
-        root = lax.rsqrt(jnp.sum(wide * wide) * (1 / features) + norm.eps)
-        scale = scale.astype(jnp.float32)
-        if norm.zero_centred:
-            scale = scale + 1.0
-        access.store(normed.at[row], (wide * root * scale).astype(dtype))
+
+        def load(piece):
+            """Load parts, stream and weight; all loads are issued before the first use."""
+            of_piece = functools.partial(access.load, layout=piece.layout)
+            parts = [of_piece(pending.at[*index, piece.columns]) for index in indices]
+            return (
+                parts,
+                of_piece(stream.at[row, piece.columns]),
+                of_piece(weight.at[piece.columns]),
+            )
+
+        parts, old, scales = zip(*map(load, pieces), strict=True)
+        own, wide = [functools.reduce(operator.add, of_piece) for of_piece in parts], []
+        sums = _exchange(own, addresses, pieces, mailbox)
+        for piece, before, new in zip(pieces, old, sums, strict=True):
+            rounded = before.astype(jnp.float32) + new.astype(dtype).astype(jnp.float32)
+            rounded = rounded.astype(dtype)
+            access.store(total.at[row, piece.columns], rounded)
+            wide.append(rounded.astype(jnp.float32))
+        square = functools.reduce(operator.add, [jnp.sum(x * x) for x in wide])
+        root = lax.rsqrt(square * (1 / features) + norm.eps)
+        for piece, x, scale in zip(pieces, wide, scales, strict=True):
+            scale = scale.astype(jnp.float32)
+            if norm.zero_centred:
+                scale = scale + 1.0
+            access.store(normed.at[row, piece.columns], (x * root * scale).astype(dtype))
         _count(addresses, mailbox)
 
     out = jax.ShapeDtypeStruct(stream.shape, stream.dtype)
@@ -63,43 +77,55 @@ def reduce_add_norm_kernel(stream, pending, norm, post: Post, *, mailbox: Mailbo
     return kernel(stream, pending, norm.weight, post.addresses, post.box)
 
 
-def _exchange(own, addresses, layout, mailbox: Mailbox):
-    """Return the float32 sum of `own`, a row, over all devices, in the order of their ranks.
+def _exchange(own, addresses, pieces: list[RowPiece], mailbox: Mailbox):
+    """Return the float32 sums of `own`, the pieces of a row, over all devices, by rank.
 
     A thread sends its elements to those threads of other devices that hold the same ones, and
     waits for them alone. It also sends them to itself, so that all devices add in one way.
     """
+    own = [_in_words(array, piece) for array, piece in zip(own, pieces, strict=True)]
 
     @inline_mgpu(
-        arg_types=(layout, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct(own.shape, jnp.float32, layout=layout),
+        arg_types=(*(piece.layout for piece in pieces), plgpu.RefType()),
+        return_type=[
+            plgpu.ShapeDtypeStruct((piece.size,), jnp.float32, layout=piece.layout)
+            for piece in pieces
+        ],
     )
-    def exchange(_: Any, own: Any, addresses: Any) -> Any:
+    def exchange(_: Any, *args: Any) -> Any:
+        *own, addresses = args
         box, row = _address(addresses, mailbox.devices), _row()
         number = arith.addi(_counted(box, row), _int(1))
         odd = arith.andi(number, _int(1))
         place = arith.addi(
             arith.muli(odd, _int(mailbox.bytes_per_exchange)),
             arith.addi(
-                arith.muli(row, _int(mailbox.bytes_per_row)), arith.muli(_thread(), _int(_LINE))
+                arith.muli(row, _int(mailbox.bytes_per_row)), arith.muli(_thread(), _int(LINE))
             ),
         )
-        words = [word for register in own.registers.flat for word in _words(register)]
-        lines, total = len(words) // 2, None
+        words = [word for array in own for reg in array.registers.flat for word in _words(reg)]
+        words += words[-1:] * (len(words) % 2)  # a line has two
+        lines, totals = len(words) // 2, None
         for device in range(mailbox.devices):
             start = _after(_address(addresses, device), place)
             for line in range(lines):
                 _send(start, line, words[2 * line], words[2 * line + 1], number)
         of_first = _after(box, arith.addi(place, _int(HEADER)))
         for devices in _together(mailbox.devices, lines):
-            if total is not None:  # added before the next wait, which needs the registers
-                total = mgpu.optimization_barrier(total)
+            if totals is not None:  # added before the next wait, which needs the registers
+                totals = _computed(totals)
             for of_device in _received(of_first, devices, lines, number, mailbox):
                 wide = _wide(of_device, own)
-                total = wide if total is None else total + wide
-        return total
+                totals = wide if totals is None else list(map(operator.add, totals, wide))
+        return totals
 
-    return exchange(own, addresses)
+    return exchange(*own, addresses)
+
+
+def _in_words(own, piece: RowPiece):
+    """Return `own`, in float32 if a thread's elements are no whole words of 32 bits."""
+    is_whole = piece.size // THREADS * own.dtype.itemsize % 4 == 0
+    return own if is_whole else own.astype(jnp.float32)
 
 
 def _count(addresses, mailbox: Mailbox) -> None:
@@ -157,7 +183,7 @@ def _counted(box: Any, row: Any) -> Any:
 
 def _send(start: Any, line: int, first: Any, second: Any, number: Any) -> None:
     utils.inline_ptx(
-        f"st.volatile.global.v4.u32 [$0+{line * THREADS * _LINE}], {{$1, $3, $2, $3}};",
+        f"st.volatile.global.v4.u32 [$0+{line * THREADS * LINE}], {{$1, $3, $2, $3}};",
         start,
         first,
         second,
@@ -177,7 +203,7 @@ def _received(
 ) -> Iterator[list[Any]]:
     """Wait for this thread's letters with this number; yield the words of each device."""
     places = [
-        device * mailbox.bytes_per_sender + line * THREADS * _LINE
+        device * mailbox.bytes_per_sender + line * THREADS * LINE
         for device in devices
         for line in range(lines)
     ]
@@ -215,12 +241,24 @@ def _words(register: Any) -> list[Any]:
     return [vector.extract(words, dynamic_position=[], static_position=[n]) for n in range(size)]
 
 
-def _wide(words: list[Any], like: Any) -> Any:
-    """Return the float32 array of the words of an array with the layout and dtype of `like`."""
-    registers, size = like.registers.copy(), len(words) // like.registers.size
-    packed = ir.VectorType.get((size,), words[0].type)
+def _computed(arrays: list[Any]) -> list[Any]:
+    """Return `arrays`, computed before the side effects after this call."""
+    found = mgpu.optimization_barrier(*arrays)
+    return [found] if len(arrays) == 1 else list(found)
+
+
+def _wide(words: list[Any], like: Sequence[Any]) -> list[Any]:
+    """Return the float32 arrays of the words of arrays with the layouts and dtypes of `like`."""
+    rest = iter(words)
+    return [_wide_array(rest, array) for array in like]
+
+
+def _wide_array(words: Iterator[Any], like: Any) -> Any:
+    registers = like.registers.copy()
     for n, register in enumerate(like.registers.flat):
-        here = vector.from_elements(packed, words[n * size : (n + 1) * size])
+        size = utils.bitwidth(register.type) // 32
+        packed = ir.VectorType.get((size,), _int(0).type)
+        here = vector.from_elements(packed, list(itertools.islice(words, size)))
         found = vector.bitcast(register.type, here)
         wide = ir.VectorType.get(register.type.shape, ir.F32Type.get())
         registers.flat[n] = found if found.type == wide else arith.extf(wide, found)

@@ -15,9 +15,12 @@ from jaxspec.parallel import ALONE, Group
 LINE = 16  # bytes
 
 
-def test_no_two_letters_share_a_place():
-    box = Mailbox(3, 512)
+@pytest.mark.parametrize("features", [512, 640])
+def test_no_two_letters_share_a_place(features):
+    """A row has a place for each feature as a word, with its number beside it, and whole lines."""
+    box = Mailbox(3, features)
     lines = box.bytes_per_row // (LINE * THREADS)
+    assert 0 <= 2 * lines * THREADS - features < 2 * THREADS
     places = {
         HEADER
         + sender * box.bytes_per_sender
@@ -57,14 +60,15 @@ def test_a_group_without_mailboxes(monkeypatch, off):
     monkeypatch.setattr(peers, "all_reach_each_other", lambda devices: off != "peers")
     monkeypatch.setattr(Group, "devices", (None, None))
     group = ALONE if off == "alone" else Group(2, nodes=2 if off == "nodes" else 1)
-    assert Mailbox.of(group, 2688 if off == "features" else 4096) is None
+    assert Mailbox.of(group, 2720 if off == "features" else 4096) is None
 
 
-def test_a_group_with_mailboxes(monkeypatch):
+@pytest.mark.parametrize("features", [2688, 4096])
+def test_a_group_with_mailboxes(monkeypatch, features):
     monkeypatch.setattr(mailbox.dispatch, "has_kernels", lambda: True)
     monkeypatch.setattr(peers, "all_reach_each_other", lambda devices: True)
     monkeypatch.setattr(Group, "devices", (None, None))
-    assert Mailbox.of(Group(2), 4096) == Mailbox(2, 4096)
+    assert Mailbox.of(Group(2), features) == Mailbox(2, features)
 
 
 class Device:

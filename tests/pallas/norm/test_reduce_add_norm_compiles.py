@@ -66,7 +66,7 @@ def array(*dims, dtype=jnp.bfloat16):
 
 @pytest.mark.mosaic
 @pytest.mark.parametrize("devices", [2, 4, 8])
-@pytest.mark.parametrize("features", [512, *sorted(set(HIDDEN.values()))])
+@pytest.mark.parametrize("features", [512, 640, 2688, 2944, *sorted(set(HIDDEN.values()))])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_tokens_are_summed(h200, monkeypatch, capfd, features, dtype, devices):
     tokens = array(4, features, dtype=dtype)
@@ -75,7 +75,7 @@ def test_tokens_are_summed(h200, monkeypatch, capfd, features, dtype, devices):
 
 @pytest.mark.mosaic
 @pytest.mark.parametrize("devices", [2, 4, 8])
-@pytest.mark.parametrize("features", [2048, 5120])
+@pytest.mark.parametrize("features", [2048, 2688, 5120])
 def test_the_most_rows_of_parts_are_summed(h200, monkeypatch, capfd, features, devices):
     rows = Mailbox(devices, features).rows
     parts = array(8, rows, features, dtype=jnp.float32)
