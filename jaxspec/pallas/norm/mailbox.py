@@ -20,7 +20,8 @@ for exchange e - 2. It has completed exchange e - 1 of the row by then, for whic
 sent letters, after it had completed its exchange e - 2: kernels of a device run one after another.
 This holds between launches of programs, too, since all devices run the same programs in the same
 order, and the counts stay in the mailbox. Exchanges of a program must depend on each other, as
-those of a model's layers do: kernels that XLA could run at the same time would count together.
+those of a model's layers do: kernels that XLA could run at the same time would count together. No
+code enforces this; `tests/laws/test_exchanges.py` checks the programs of all families and drafters.
 
 A kernel spins until the other devices have sent, so the host must be able to launch theirs
 meanwhile. A program with a collective of XLA guarantees this: XLA loads its kernels on all devices

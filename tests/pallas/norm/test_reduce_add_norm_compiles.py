@@ -1,5 +1,7 @@
 """reduce_add_norm compiles to sm_90a machine code without spills, and without peers of XLA's."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,7 @@ from jaxspec.pallas.norm.rms_norm import Norm
 OPTIMIZED = True  # as for a user
 
 
-def compiled_for(count, monkeypatch, capfd, stream, own, weight):
+def compiled_for(count, monkeypatch, capfd, stream, own, weight, results=lambda *found: found):
     """The program and ptxas' report."""
     from jax.experimental import topologies
 
@@ -32,7 +34,7 @@ def compiled_for(count, monkeypatch, capfd, stream, own, weight):
 
     def step(stream, own, weight, post):
         with mailbox.use(box, post):
-            return add_norm(stream, OfDevices(own), Norm(weight, 1e-6, zero_centred=True))
+            return results(*add_norm(stream, OfDevices(own), Norm(weight, 1e-6, zero_centred=True)))
 
     mesh = Mesh(np.array(there), (parallel.AXIS,))
     split = PartitionSpec(parallel.AXIS)
@@ -80,3 +82,14 @@ def test_the_most_rows_of_parts_are_summed(h200, monkeypatch, capfd, features, d
     rows = Mailbox(devices, features).rows
     parts = array(8, rows, features, dtype=jnp.float32)
     check(devices, monkeypatch, capfd, array(rows, features), parts, array(features))
+
+
+@pytest.mark.mosaic
+def test_an_exchange_is_removed_if_nothing_needs_it(h200, monkeypatch, capfd):
+    """So the first of a draft model's passes, of which only the states are used, ends early."""
+    tokens, weight = array(4, 512), array(512)
+    args = 2, monkeypatch, capfd, tokens, tokens, weight
+    needed, _ = compiled_for(*args)
+    unneeded, _ = compiled_for(*args, results=lambda *found: jax.tree.map(jnp.zeros_like, found))
+    kernel = r"custom-call\(.*reduce_add_norm"
+    assert [len(re.findall(kernel, text)) for text in (needed, unneeded)] == [1, 0]
