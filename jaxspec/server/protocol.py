@@ -147,6 +147,11 @@ class Sampling(Body):
         return structure.field_of(vars(self))
 
     @property
+    def extra_args_field(self) -> str:
+        """Name of the field that gives the arguments of logits processors."""
+        return type(self).model_fields["vllm_xargs"].alias or "vllm_xargs"
+
+    @property
     def usage_options(self) -> StreamOptions:
         """The stream options, with defaults."""
         return self.stream_options or StreamOptions()

@@ -85,15 +85,21 @@ def field_of(fields: Mapping[str, Any]) -> str | None:
     return next((name for name in names if fields.get(name) is not None), None)
 
 
-def named_error(error: ValueError | TypeError, field: str) -> ApiError | None:
-    """Return the 400 for a form or `extra_args`, by the field of the request that gives it."""
+def named_error(
+    error: ValueError | TypeError, form: str | None, extra_args: str | None
+) -> ApiError | None:
+    """Return the 400 for a form or `extra_args`, by the field of the request that gives it.
+
+    None as a field means the form of `tools`, or that of completions for `extra_args`.
+    """
     message = str(error)
     if message.startswith("extra_args"):
-        message = message.replace("extra_args", "vllm_xargs", 1)
-        return ApiError(400, message, param="vllm_xargs")
+        name = extra_args or "vllm_xargs"
+        return ApiError(400, message.replace("extra_args", name, 1), param=name)
     if not message.startswith(_FORM):
         return None
-    return ApiError(400, f"{field} {message.partition('}')[2].strip()}", param=field)
+    name = form or "tools"
+    return ApiError(400, f"{name} {message.partition('}')[2].strip()}", param=name)
 
 
 class ToolChoice(NamedTuple):

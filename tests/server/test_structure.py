@@ -102,10 +102,16 @@ def test_a_budget_of_thinking_is_a_number_or_unlimited():
 
 def test_an_error_of_the_grammar_s_library_names_the_client_s_field():
     told = ValueError("structured_outputs={'json': ...} must be one that llguidance supports.")
-    error = named_error(told, "response_format")
+    error = named_error(told, "response_format", None)
     assert error is not None and error.param == "response_format"
     assert error.message == "response_format must be one that llguidance supports."
-    assert named_error(ValueError("n must be 1"), "response_format") is None
+    assert named_error(ValueError("n must be 1"), "response_format", None) is None
+
+
+@pytest.mark.parametrize("field", ["vllm_xargs", "extra_args"])
+def test_an_error_of_a_processor_s_arguments_names_the_client_s_field(field):
+    error = named_error(ValueError("extra_args['a'] must be 1"), None, field)
+    assert error is not None and (error.param, error.message) == (field, f"{field}['a'] must be 1")
 
 
 def chat(tools=(ADD, NOW), **fields):

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import orjson
+from pydantic import Field
 from starlette.responses import Response
 
 from jaxspec.requests.outputs import TextDelta
@@ -62,8 +63,6 @@ class GenerateRequest(Body):
         if not self.token_ids:
             raise ValueError("token_ids must hold at least one token id, got [].")
         own = {name: getattr(self, name) for name in ("stream", "cache_salt", "priority")}
-        if "extra_args" in self.sampling_params:
-            own["vllm_xargs"] = self.sampling_params["extra_args"]
         options = self.stream_options and self.stream_options.model_dump()
         body = TokenSampling.model_validate(
             {**self.sampling_params, **own, "stream_options": options}
@@ -76,6 +75,7 @@ class TokenSampling(Sampling):
     """Fields of `GenerateRequest.sampling_params`."""
 
     logprobs: int | None = None
+    vllm_xargs: Json | None = Field(None, alias="extra_args")
 
 
 @router.post("/inference/v1/generate")

@@ -193,8 +193,9 @@ class Service:
             self.metrics.rejections[_REJECTIONS[kind]] += 1
             raise
         except (ValueError, TypeError) as error:
-            field = body.form_field if isinstance(body, Sampling) else None
-            known = named_error(error, field or "tools")
+            is_sampling = isinstance(body, Sampling)
+            fields = (body.form_field, body.extra_args_field) if is_sampling else (None, None)
+            known = named_error(error, *fields)
             raise known or ApiError.of_value(error, type(body).model_fields) from error
 
     async def _submit_each(
