@@ -1,6 +1,9 @@
 """Logits processors of users: their interfaces, and the `extra_args` of requests that use them."""
 
 import abc
+import contextlib
+import hashlib
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -167,6 +170,21 @@ def place_of(entry: AnyProcessor) -> str:
         return entry
     kind = entry if isinstance(entry, type) else type(entry)
     return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def source_digest(processor: LogitsProcessor | HostLogitsProcessor) -> str:
+    """Return a digest of the source of a processor's class and of the user's classes it extends.
+
+    Args:
+        processor: The processor. Classes without a source, such as those of an interactive
+            session, are left out.
+    """
+    digest = hashlib.sha256()
+    for kind in type(processor).__mro__:
+        if kind.__module__ != __name__:
+            with contextlib.suppress(OSError, TypeError):
+                digest.update(inspect.getsource(kind).encode())
+    return digest.hexdigest()
 
 
 def extra_args(value: Any) -> dict[str, Any] | None:

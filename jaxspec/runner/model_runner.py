@@ -27,6 +27,7 @@ from jaxspec.plan.plan import (
     plan_layout,
 )
 from jaxspec.proposers.base import Proposer
+from jaxspec.requests.logits_processors import LogitsProcessor
 from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.runner.batch_state import EngineState
 from jaxspec.runner.blocks import BlockCopies
@@ -83,6 +84,11 @@ class ModelRunner:
     def group(self) -> Group:
         """Devices that run the programs."""
         return self._config.group
+
+    @property
+    def processors(self) -> tuple[LogitsProcessor, ...]:
+        """Logits processors that programs are compiled for."""
+        return self._holdings.processors
 
     def dispatch(self, plan: StepPlan) -> PendingOutput:
         """Enqueue a plan after all earlier ones, and return its pending output.

@@ -17,6 +17,7 @@ from jaxspec.nodes.handshake import differences
 from jaxspec.nodes.leader import Leader
 from jaxspec.nodes.wire import Frame
 from jaxspec.plan.plan import AnyProgram, StepOutput, entry_of, plan_layout, program_of
+from jaxspec.requests.logits_processors import place_of, source_digest
 from jaxspec.runner.blueprint import Blueprint
 from jaxspec.runner.memory import MemoryBudget
 from jaxspec.runner.model_runner import ModelRunner
@@ -231,4 +232,6 @@ def _program(frame: Frame) -> AnyProgram:
 
 def _built(runner: ModelRunner) -> dict[str, Any]:
     """Return what the programs of all nodes must have in common."""
-    return {"shapes": repr(runner.shapes), "device": runner.group.devices[0].device_kind}
+    shared = {"shapes": repr(runner.shapes), "device": runner.group.devices[0].device_kind}
+    sources = {f"source of {place_of(each)}": source_digest(each) for each in runner.processors}
+    return shared | sources

@@ -106,6 +106,29 @@ def test_differences_are_named_on_both_sides(tmp_path):
             assert "digest of the weights" in node.text
 
 
+PROCESSOR = """
+import jaxspec
+
+class Shift(jaxspec.LogitsProcessor):
+    params = ("shift",)
+
+    def __call__(self, logits, prefix, params):
+        return logits.at[{}].add(params["shift"])
+"""
+
+
+def test_processors_with_other_sources_are_named(tmp_path):
+    nodes = of_nodes(2, 1, FIXTURES / "lfm2", logits_processors=["shifts:Shift"])
+    for number, node in enumerate(nodes):
+        modules = tmp_path / f"{number}"
+        modules.mkdir()
+        (modules / "shifts.py").write_text(PROCESSOR.format(number))
+        node["modules"] = [str(modules)]
+    with group(*nodes) as (leader, follower):
+        assert leader.wait() == follower.wait() == 1
+        assert "source of shifts:Shift is" in leader.text
+
+
 def test_too_few_devices_are_named_on_all_nodes():
     first, second = of_nodes(2, 2, FIXTURES / "lfm2")
     with group(first, second | {"devices": 1}, devices=2) as nodes:

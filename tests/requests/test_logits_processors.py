@@ -1,6 +1,7 @@
 """Arguments of logits processors: what a request may give, and what an engine's processors read."""
 
 import dataclasses
+import importlib
 import pickle
 
 import numpy as np
@@ -14,6 +15,7 @@ from jaxspec.requests.logits_processors import (
     ProcessorParams,
     check_entry,
     place_of,
+    source_digest,
 )
 from jaxspec.requests.request import Request
 from jaxspec.requests.sampling_features import BIAS
@@ -107,6 +109,18 @@ def test_entries_are_instances_classes_or_places():
     for entry in (*ALL, Walk, HostWalk, "walks:Walk", "a.b:c.d"):
         assert check_entry(entry) is entry
     assert place_of(Walk()) == place_of(Walk) == place_of("walks:Walk") == "walks:Walk"
+
+
+def test_a_digest_is_that_of_the_sources_of_the_class_and_its_bases(tmp_path, monkeypatch):
+    """So it is another one for another body, of the class or of one that it extends."""
+    monkeypatch.syspath_prepend(tmp_path)
+    base = "from walks import Walk\nclass Base(Walk):\n    def shift(self):\n        return {}\n"
+    digests = [source_digest(Walk()), source_digest(dataclasses.replace(Walk()))]
+    for number, (shift, own) in enumerate([(1, 2), (1, 2), (3, 2), (1, 3)]):
+        end = f"class Own(Base):\n    step = {own}\n"
+        (tmp_path / f"processor_{number}.py").write_text(base.format(shift) + end)
+        digests.append(source_digest(importlib.import_module(f"processor_{number}").Own()))
+    assert [digests.index(each) for each in digests] == [0, 0, 2, 2, 4, 5]
 
 
 @dataclasses.dataclass

@@ -1,6 +1,7 @@
 """`python node_program.py RANK JSON`: a node of a group; node 0 prints what it generates.
 
-The JSON has `model`, `options`, `devices` (CPU devices of a node), and `calls`: keyword arguments
+The JSON has `model`, `options`, `devices` (CPU devices of a node), `modules` (a folder to import
+from, if there is one), and `calls`: keyword arguments
 of `SamplingParams` for each prompt. Node 0 prints `begin` before the last call, and for each call a
 line of JSON, or `error` and the error.
 """
@@ -18,6 +19,7 @@ from jaxspec import SamplingParams  # noqa: E402
 
 def main(rank: int, given: dict) -> None:
     jax.config.update("jax_num_cpu_devices", given["devices"])
+    sys.path[:0] = given.get("modules", [])
     if rank:
         jaxspec.follow(given["model"], node_rank=rank, **given["options"])
         return
