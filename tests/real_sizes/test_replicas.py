@@ -46,10 +46,14 @@ def test_kinds_of_requests_beside_each_other(folder, texts_of_one_engine):
     def make():
         return AsyncLLM(folder, data_parallel_size=2, load_format="dummy", **OPTIONS)
 
-    with serving(make) as served, ThreadPoolExecutor(len(KINDS)) as clients:
+    with (
+        serving(make) as served,
+        served.client(timeout=600) as client,  # both engines compile for the first requests
+        ThreadPoolExecutor(len(KINDS)) as clients,
+    ):
 
         def texts(kind):
-            answer = served.post("/v1/completions", prompt=PROMPT, **SAME, **kind)
+            answer = client.post("/v1/completions", json={"prompt": PROMPT} | SAME | kind)
             assert answer.status_code == 200, answer.text
             return [choice["text"] for choice in answer.json()["choices"]]
 

@@ -38,7 +38,7 @@ class Served:
         return f"{self.root}/v1"
 
     def client(self, **options) -> httpx.Client:
-        return httpx.Client(base_url=self.root, timeout=120, **options)
+        return httpx.Client(**{"base_url": self.root, "timeout": 120} | options)
 
     def post(self, path: str, **body) -> httpx.Response:
         with self.client() as client:
