@@ -48,6 +48,7 @@ FORMAT = 7  # file format; `read` refuses others
 MAX_BYTES = 2**36  # limit for an unpacked file; a copy of the state is most of it
 _MAX_HEADER_BYTES = 2**20
 _MAX_UNPACKED_BYTES = 2**30  # limit for compressed members: plans and outputs, which are small
+_IDS_OF_TABLES = "bias_ids", "bad_words", "more_stop_ids", "recent"
 _MEMBER = re.compile(r"(header|steps|has_output|plans|outputs|leaf_\d{1,4})\.npy")
 
 
@@ -236,8 +237,8 @@ def _check_plan(
     """Raise ValueError if an index of the plan is out of range."""
     fields = plan_layout(program, shapes).unpack(packed)
     if isinstance(program, WriteTables):
-        ids = dict.fromkeys(("bias_ids", "bad_words", "more_stop_ids"), (-1, vocab_size - 1))
-        _check_bounds("tables", fields, ids | {"slot": (0, shapes.num_slots - 1)})
+        bounds = dict.fromkeys(_IDS_OF_TABLES, (-1, vocab_size - 1))
+        _check_bounds("tables", fields, bounds | {"slot": (0, shapes.num_slots - 1)})
         return
     if isinstance(program, WriteMasks):
         _check_bounds("masks", fields, {"slots": (0, shapes.num_slots - 1)})
@@ -245,8 +246,7 @@ def _check_plan(
     if isinstance(program, WriteProcessorArgs):
         if not shapes.processor_tokens:
             raise ValueError("a plan has arguments of processors, and the engine has no processors")
-        bounds = {"slot": (0, shapes.num_slots - 1), "recent": (-1, vocab_size - 1)}
-        _check_bounds("arguments of processors", fields, bounds)
+        _check_bounds("arguments of processors", fields, {"slot": (0, shapes.num_slots - 1)})
         return
     if isinstance(program, WriteAutomaton):
         _check_bounds("an automaton", fields, {"automaton": (0, NUM_AUTOMATA - 1)})

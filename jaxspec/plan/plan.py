@@ -166,7 +166,7 @@ def plan_layout(program: AnyProgram, shapes: StepShapes) -> PackedLayout:
             moves = 1 if program.restores else shapes.max_new_rows
             return _row_layout(shapes, moves=moves)
         case WriteTables():
-            return table_layout(shapes.vocab_size)
+            return table_layout(shapes.vocab_size, shapes.recent_tokens)
         case WriteMasks():
             return mask_layout(shapes)
         case WriteAutomaton():

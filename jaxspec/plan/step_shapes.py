@@ -7,6 +7,7 @@ import dataclasses
 from typing import Literal, NamedTuple, get_args
 
 from jaxspec.checks import INT32_MAX, integer, shown
+from jaxspec.plan.table_plan import MAX_BAD_WORD_TOKENS
 from jaxspec.requests.logits_processors import MAX_PARAMS, MAX_PROCESSORS, MAX_WINDOW
 
 MAX_DRAFTS = 15
@@ -58,7 +59,7 @@ class StepShapes:
     num_checkpoints: int = 0  # state slots of cached states, without the null slot
     block_pages: int = 0  # pages per block; 0 means `BLOCK_TOKENS` tokens
     processor_params: int = 0  # numbers that logits processors read per request
-    processor_tokens: int = 0  # newest tokens of a request stored for them; 0 without processors
+    processor_tokens: int = 0  # newest tokens of a request that they need; 0 without processors
 
     def __post_init__(self) -> None:
         if not self.draft_buckets:
@@ -104,6 +105,11 @@ class StepShapes:
                 f"max_model_len must be at least 2, one token in and one out, got "
                 f"{self.max_model_len}."
             )
+
+    @property
+    def recent_tokens(self) -> int:
+        """Newest tokens of a request stored for bad words and logits processors."""
+        return max(MAX_BAD_WORD_TOKENS, self.processor_tokens)
 
     @property
     def width(self) -> int:

@@ -1,4 +1,4 @@
-"""Sampling tables: allowed ids, biases, bad words and further stop ids of one state slot.
+"""Sampling tables of one state slot: allowed ids, biases, bad words, stop ids, newest tokens.
 
 They are too large for a batch row or for the plan of every step. So a separate plan (`plan.TABLES`)
 writes the tables of a slot before the step in which the request enters. Imports no JAX.
@@ -23,8 +23,13 @@ MORE_STOP_IDS = MAX_STOP_IDS - ROW_STOP_IDS  # stored in the tables
 
 
 @functools.cache
-def table_layout(vocab_size: int) -> PackedLayout:
-    """Return the layout of a plan that writes the sampling tables of a slot."""
+def table_layout(vocab_size: int, recent: int = MAX_BAD_WORD_TOKENS) -> PackedLayout:
+    """Return the layout of a plan that writes the sampling tables of a slot.
+
+    Args:
+        vocab_size: Number of token ids.
+        recent: Newest tokens stored for a slot.
+    """
     words = MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS
     return PackedLayout(
         [
@@ -34,21 +39,23 @@ def table_layout(vocab_size: int) -> PackedLayout:
             Field("biases", "Biases of these ids.", shape=(MAX_BIASES,), dtype=np.float32),
             Field("bad_words", "Token sequences, each padded with -1 in front.", shape=words),
             Field("more_stop_ids", "Those beyond the row's, then -1.", shape=(MORE_STOP_IDS,)),
+            Field("recent", "Newest tokens; token `i` is at `i % length`, or -1.", shape=(recent,)),
         ]
     )
 
 
-def pack_tables(request: Request, vocab_size: int) -> np.ndarray:
+def pack_tables(request: Request, vocab_size: int, recent: int = MAX_BAD_WORD_TOKENS) -> np.ndarray:
     """Return the packed plan (int32) that writes the sampling tables of a request that has a slot.
 
-    Its ids are in the vocabulary and within the limits above: `inputs` validates them.
+    Its ids are in the vocabulary and within the limits above: `inputs` validates them. Steps add
+    only the tokens that they compute, so the newest ones of a cached prefix are written here.
     """
-    params, layout = request.params, table_layout(vocab_size)
+    params, layout = request.params, table_layout(vocab_size, recent)
     packed = np.zeros(layout.size, np.int32)
     fields = layout.unpack(packed)
     fields["slot"][...] = request.slot
     fields["allowed"][:] = bits_of(params.allowed_token_ids, len(fields["allowed"]))
-    for name in ("bias_ids", "bad_words", "more_stop_ids"):
+    for name in ("bias_ids", "bad_words", "more_stop_ids", "recent"):
         fields[name][...] = -1
     biases = params.logit_bias or {}
     fields["bias_ids"][: len(biases)] = list(biases)
@@ -57,6 +64,9 @@ def pack_tables(request: Request, vocab_size: int) -> np.ndarray:
         entry[len(entry) - len(word) :] = word
     more = request.stop_ids[ROW_STOP_IDS:]
     fields["more_stop_ids"][: len(more)] = more
+    end = request.num_computed
+    index = np.arange(max(0, end - recent), end)
+    fields["recent"][index % recent] = request.tokens[max(0, end - recent) : end]
     return packed
 
 

@@ -169,7 +169,12 @@ def empty_state(
         pools=allocate(specs, sizes),
         draft_logits=jnp.zeros(distributions, jnp.float32) if drawn_ids else None,
         tables=SamplingTables.empty(
-            num_slots, vocab_size, shapes.max_model_len, shapes.width, custom
+            num_slots,
+            vocab_size,
+            shapes.max_model_len,
+            shapes.width,
+            shapes.recent_tokens,
+            custom,
         ),
         checkpoints=allocate_checkpoints(specs, sizes, shapes.num_checkpoints),
         forward=jax.tree.map(lambda x: jnp.zeros((num_tokens, x.shape[1]), x.dtype), forward),

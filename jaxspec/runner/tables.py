@@ -26,23 +26,17 @@ def with_chunks(tables: SamplingTables, inputs: StepInputs) -> SamplingTables:
     seq = jnp.sum(token[:, None] >= prefill.query_start[None, 1:], axis=1, dtype=jnp.int32)
     is_real = token < prefill.query_start[-1]
     seq = jnp.where(is_real, seq, 0)
-    seen, bias, custom = tables.seen, tables.bias, tables.custom
-
-    def slots_of_last(length: int) -> Int[Array, " tokens"]:
-        """Return the table slots of the last `length` tokens of each chunk, 0 for others."""
-        is_new = is_real & (token >= prefill.query_start[1:][seq] - length)
-        return jnp.where(is_new, rows.table_slot[seq], 0)
-
+    seen, bias = tables.seen, tables.bias
     if seen is not None:
         begins = (prefill.query_len > 0) & (prefill.num_computed == 0)
         seen = seen.cleared(jnp.where(begins, rows.slot, seen.counts.shape[0]))
         is_prompt = positions < rows.prompt_len[seq]
         seen = seen.with_tokens(rows.slot[seq], tokens, is_prompt, is_real)
     if bias is not None:
-        bias = bias.with_tokens(slots_of_last(bias.recent.shape[1]), tokens, positions)
-    if custom is not None:
-        custom = custom.with_tokens(slots_of_last(custom.recent.shape[1]), tokens, positions)
-    return dataclasses.replace(tables, seen=seen, bias=bias, custom=custom)
+        is_new = is_real & (token >= prefill.query_start[1:][seq] - bias.recent.shape[1])
+        slots = jnp.where(is_new, rows.table_slot[seq], 0)
+        bias = bias.with_tokens(slots, tokens, positions)
+    return dataclasses.replace(tables, seen=seen, bias=bias)
 
 
 def with_verified(
@@ -58,7 +52,7 @@ def with_verified(
     is_true = (place < num_valid[:, None]).reshape(-1)
     index = rows.num_computed[:, None] + place
     tokens = step_tokens(inputs).reshape(-1)
-    seen, bias, custom = tables.seen, tables.bias, tables.custom
+    seen, bias = tables.seen, tables.bias
     if seen is not None:
         is_prompt = (index < rows.prompt_len[:, None]).reshape(-1)
         slots = jnp.repeat(rows.slot, width)
@@ -66,9 +60,7 @@ def with_verified(
     if bias is not None:
         slots = jnp.where(is_true, jnp.repeat(rows.table_slot, width), 0)
         bias = bias.with_tokens(slots, tokens, index.reshape(-1))
-        if custom is not None:
-            custom = custom.with_tokens(slots, tokens, index.reshape(-1))
-    return dataclasses.replace(tables, seen=seen, bias=bias, custom=custom)
+    return dataclasses.replace(tables, seen=seen, bias=bias)
 
 
 def grammar_states(

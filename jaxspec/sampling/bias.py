@@ -56,7 +56,7 @@ def _newest_output(
 
     Entries that would lie in the prompt are -1.
     """
-    count = tables.recent.shape[1] - 1
+    count = tables.bad_words.shape[2] - 1
     newest, index = newest_tokens(tables.recent, inputs, positions, count)
     return jnp.where(index >= inputs.prompt_len[:, None], newest, NO_TOKEN)
 

@@ -1,4 +1,4 @@
-"""Tables of the biases and forbidden ids that do not fit in a request's row."""
+"""Tables of the biases, forbidden ids and newest tokens that do not fit in a request's row."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from jaxspec.plan.table_plan import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MORE_STO
 
 @flax.struct.dataclass
 class BiasTables:
-    """Biases, bad words and additional stop ids of each slot.
+    """Biases, bad words, additional stop ids and newest tokens of each slot.
 
     A row reads the entry of its `table_slot`: its slot, or 0 if its request has no tables. Slot 0
     changes nothing and is never written. The whole entry of a slot is written before its request
@@ -26,21 +26,26 @@ class BiasTables:
     recent: Int[Array, "slots length"]  # newest tokens; token `i` is at `i % length`
 
     @staticmethod
-    def empty(num_slots: int, vocab_size: int, width: int) -> "BiasTables":
-        """Create tables that change nothing, for a verify of `width` tokens per row."""
+    def empty(
+        num_slots: int, vocab_size: int, width: int, recent: int = MAX_BAD_WORD_TOKENS
+    ) -> "BiasTables":
+        """Create tables that change nothing, for a verify of `width` tokens per row.
+
+        They store the newest `recent` tokens of a slot.
+        """
         words = num_slots, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS
         return BiasTables(
             bias=jnp.zeros((num_slots, vocab_size), jnp.float32),
             allowed=jnp.full((num_slots, width, -(-vocab_size // 32)), -1, jnp.int32),
             bad_words=jnp.full(words, NO_TOKEN, jnp.int32),
             more_stop_ids=jnp.full((num_slots, MORE_STOP_IDS), NO_TOKEN, jnp.int32),
-            recent=jnp.full((num_slots, MAX_BAD_WORD_TOKENS), NO_TOKEN, jnp.int32),
+            recent=jnp.full((num_slots, recent), NO_TOKEN, jnp.int32),
         )
 
     def with_slot(self, packed: Int[Array, " plan"]) -> "BiasTables":
         """Return tables with one slot written from a packed plan (`jaxspec.plan.table_plan`)."""
         slots, vocab_size = self.bias.shape
-        plan = table_layout(vocab_size).unpack(packed)
+        plan = table_layout(vocab_size, self.recent.shape[1]).unpack(packed)
         ids = jnp.where(plan["bias_ids"] < 0, vocab_size, plan["bias_ids"])
         bias = jnp.zeros(vocab_size, jnp.float32).at[ids].add(plan["biases"], mode="drop")
         where = jnp.where(plan["slot"] > 0, plan["slot"], slots)
@@ -49,7 +54,7 @@ class BiasTables:
             allowed=self.allowed.at[where].set(plan["allowed"][None, :], mode="drop"),
             bad_words=self.bad_words.at[where].set(plan["bad_words"], mode="drop"),
             more_stop_ids=self.more_stop_ids.at[where].set(plan["more_stop_ids"], mode="drop"),
-            recent=self.recent.at[where].set(NO_TOKEN, mode="drop"),
+            recent=self.recent.at[where].set(plan["recent"], mode="drop"),
         )
 
     def with_masks(
@@ -82,7 +87,7 @@ class BiasTables:
     ) -> Int[Array, "n words"]:
         """Return the ids (int32) that would complete a bad word after the tokens `before`; else -1.
 
-        `before` holds the last `length - 1` tokens of output, and -1 where there are none.
+        `before` holds the output's last tokens, one fewer than words have, and -1 for none.
         """
         words = self.bad_words[slots]
         start, end = words[:, :, :-1], words[:, :, -1]

@@ -18,15 +18,15 @@ def apply_processors(
     position, drafts included. Masked ids stay masked and NaNs stay, so an invalid row still ends
     with an error. An engine without processors has no tables, and nothing is computed.
     """
-    tables = None if inputs.tables is None else inputs.tables.custom
-    if tables is None:
+    if inputs.tables is None or inputs.tables.custom is None:
         return logits
+    tables = inputs.tables.custom
     used, params, start = tables.used[inputs.table_slot], _params_of(tables, inputs), 0
     for number, processor in enumerate(tables.processors):
         end = start + len(processor.params)
         own = dict(zip(processor.params, params[:, start:end].T, strict=True))
         start = end
-        changed = jax.vmap(processor)(logits, _prefix(processor, tables, inputs, positions), own)
+        changed = jax.vmap(processor)(logits, _prefix(processor, inputs, positions), own)
         is_used = (used >> number & 1)[:, None] == 1
         is_fixed = jnp.isneginf(logits) | jnp.isnan(logits)
         logits = jnp.where(is_used & ~is_fixed, changed, logits)
@@ -38,12 +38,11 @@ def _params_of(tables: ProcessorTables, inputs: SamplingInputs) -> Float[Array, 
 
 
 def _prefix(
-    processor: LogitsProcessor,
-    tables: ProcessorTables,
-    inputs: SamplingInputs,
-    positions: Int[Array, " n"],
+    processor: LogitsProcessor, inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Prefix:
-    newest, index = newest_tokens(tables.recent, inputs, positions, processor.window)
+    assert inputs.tables is not None and inputs.tables.bias is not None  # as processors
+    recent = inputs.tables.bias.recent
+    newest, index = newest_tokens(recent, inputs, positions, processor.window)
     ids = jnp.where(index >= 0, newest, NO_TOKEN)
     return Prefix(ids, positions, jnp.broadcast_to(inputs.prompt_len, positions.shape))
 

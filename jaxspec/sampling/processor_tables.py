@@ -1,4 +1,4 @@
-"""Arguments of users' logits processors, and the newest tokens of their requests, by slot."""
+"""Arguments of users' logits processors, by slot."""
 
 import dataclasses
 
@@ -6,7 +6,6 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas.matmul.scores import NO_TOKEN
 from jaxspec.plan.processor_plan import processor_layout
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.requests.logits_processors import LogitsProcessor
@@ -21,7 +20,6 @@ class ProcessorTables:
 
     used: Int[Array, " slots"]  # one bit per processor
     params: Float[Array, "slots params"]
-    recent: Int[Array, "slots length"]  # newest tokens; token `i` is at `i % length`
     processors: tuple[LogitsProcessor, ...] = flax.struct.field(pytree_node=False)
 
     @staticmethod
@@ -35,7 +33,6 @@ class ProcessorTables:
         return ProcessorTables(
             used=jnp.zeros(slots, jnp.int32),
             params=jnp.zeros((slots, shapes.processor_params), jnp.float32),
-            recent=jnp.full((slots, shapes.processor_tokens), NO_TOKEN, jnp.int32),
             processors=processors,
         )
 
@@ -47,15 +44,4 @@ class ProcessorTables:
             self,
             used=self.used.at[where].set(plan["used"], mode="drop"),
             params=self.params.at[where].set(plan["params"], mode="drop"),
-            recent=self.recent.at[where].set(plan["recent"], mode="drop"),
-        )
-
-    def with_tokens(
-        self, slots: Int[Array, " n"], tokens: Int[Array, " n"], indices: Int[Array, " n"]
-    ) -> "ProcessorTables":
-        """Return tables with newer tokens, as `BiasTables.with_tokens` does."""
-        where = jnp.where(slots > 0, slots, len(self.recent))
-        column = indices % self.recent.shape[1]
-        return dataclasses.replace(
-            self, recent=self.recent.at[where, column].set(tokens, mode="drop")
         )

@@ -2,6 +2,7 @@
 
 import flax.struct
 
+from jaxspec.plan.table_plan import MAX_BAD_WORD_TOKENS
 from jaxspec.requests.sampling_features import BIAS, PENALTIES, SamplingFeatures
 from jaxspec.sampling.automata import Automata
 from jaxspec.sampling.bias_tables import BiasTables
@@ -24,12 +25,16 @@ class SamplingTables:
         vocab_size: int,
         max_model_len: int,
         width: int,
+        recent: int = MAX_BAD_WORD_TOKENS,
         custom: ProcessorTables | None = None,
     ) -> "SamplingTables":
-        """Create the tables of an engine that verifies `width` tokens per row."""
+        """Create the tables of an engine that verifies `width` tokens per row.
+
+        They store the newest `recent` tokens of a slot.
+        """
         return SamplingTables(
             seen=SeenTokens.empty(num_slots, vocab_size, max_model_len),
-            bias=BiasTables.empty(num_slots, vocab_size, width),
+            bias=BiasTables.empty(num_slots, vocab_size, width, recent),
             automata=Automata.empty(vocab_size),
             custom=custom,
         )

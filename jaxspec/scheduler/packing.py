@@ -84,7 +84,8 @@ def pack_step(
         },
     )
     entering = [rows[row] for row in new_rows if rows[row].has_tables]
-    tables = [StepPlan(TABLES, pack_tables(each, shapes.vocab_size)) for each in entering]
+    sizes = shapes.vocab_size, shapes.recent_tokens
+    tables = [StepPlan(TABLES, pack_tables(each, *sizes)) for each in entering]
     if shapes.processor_tokens:
         written = (pack_processor_args(each, shapes) for each in entering)
         tables += [StepPlan(PROCESSOR_ARGS, packed) for packed in written]

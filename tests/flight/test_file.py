@@ -16,7 +16,6 @@ from jaxspec.plan.plan import (
     AUTOMATON,
     EXPORT,
     MOVES,
-    PROCESSOR_ARGS,
     RESTORE,
     TABLES,
     ForwardPass,
@@ -336,7 +335,7 @@ def test_what_was_kept_is_read_and_its_places_are_bounded(tmp_path):
 def test_tokens_that_follow_from_a_grammar_or_precede_an_entry_are_not_in_a_hashed_flight():
     shapes = dataclasses.replace(with_tables(2).shapes, processor_params=1, processor_tokens=4)
     flight = dataclasses.replace(with_tables(2), shapes=shapes)
-    for program, name in ((AUTOMATON, "forced"), (PROCESSOR_ARGS, "recent")):
+    for program, name in ((AUTOMATON, "forced"), (TABLES, "recent")):
         packed = np.zeros(plan_layout(program, shapes).size, np.int32)
         fields = plan_layout(program, shapes).unpack(packed)
         fields[name][...] = np.arange(fields[name].size) % 9

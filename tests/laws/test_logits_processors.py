@@ -14,6 +14,7 @@ from jaxspec.plan.plan import MASKS, PROCESSOR_ARGS, Program
 from jaxspec.requests.sampling_features import GREEDY, TOP_K
 from jaxspec.runner.warmup import first_programs
 from jaxspec.sampling import custom
+from jaxspec.sampling.bias_tables import BiasTables
 from jaxspec.sampling.processor_tables import ProcessorTables
 
 SIZES = {"max_num_seqs": 4, "decode_buckets": [4], "prefill_buckets": [16], "max_model_len": 128}
@@ -174,7 +175,7 @@ def test_all_devices_of_a_group_apply_processors_to_whole_logits():
 # Planted bugs
 
 real_newest, real_params = custom.newest_tokens, custom._params_of
-real_with_slot = ProcessorTables.with_slot
+real_with_slot, real_bias = ProcessorTables.with_slot, BiasTables.with_slot
 
 
 def one_place_late(recent, inputs, positions, count):
@@ -199,8 +200,8 @@ def of_the_former_tenant(self, packed, shapes):
     return tables.replace(used=tables.used | self.used)
 
 
-def without_the_cached_prefix(self, packed, shapes):
-    return real_with_slot(self, packed, shapes).replace(recent=self.recent)
+def without_the_cached_prefix(self, packed):
+    return real_bias(self, packed).replace(recent=self.recent)
 
 
 BUGS = [
@@ -209,7 +210,7 @@ BUGS = [
     (custom, "_params_of", of_the_neighbour),
     (ProcessorTables, "with_slot", used_by_all),
     (ProcessorTables, "with_slot", of_the_former_tenant),
-    (ProcessorTables, "with_slot", without_the_cached_prefix),
+    (BiasTables, "with_slot", without_the_cached_prefix),
 ]
 
 

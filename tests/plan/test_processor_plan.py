@@ -1,8 +1,6 @@
-"""Arguments of processors in a plan, with the newest tokens before a request's entry."""
+"""Arguments of processors in a plan."""
 
 import dataclasses
-
-import pytest
 
 from jaxspec.plan.plan import PROCESSOR_ARGS, entry_of, plan_layout, program_of
 from jaxspec.plan.processor_plan import pack_processor_args, processor_layout
@@ -24,25 +22,14 @@ SHAPES = StepShapes(
 )
 
 
-def fields_of(num_computed, args, output=()):
+def fields_of(num_computed, args):
     request = Request((10, 11, 12, 13, 14), SamplingParams(), 0, processor_args=args)
-    request.tokens += output
     request.slot, request.num_computed = 2, num_computed
     return processor_layout(SHAPES).unpack(pack_processor_args(request, SHAPES))
 
 
-@pytest.mark.parametrize(
-    ("num_computed", "recent"),
-    [
-        (0, [-1, -1, -1, -1]),
-        (2, [10, 11, -1, -1]),
-        (4, [10, 11, 12, 13]),
-        (7, [14, 20, 21, 13]),  # after a preemption, of which output is cached, too
-    ],
-)
-def test_the_newest_tokens_are_those_that_are_computed(num_computed, recent):
-    fields = fields_of(num_computed, ProcessorArgs(2, (0.0, 1.5, 0.0)), (20, 21, 22))
-    assert fields["recent"].tolist() == recent
+def test_the_arguments_are_those_of_the_request():
+    fields = fields_of(7, ProcessorArgs(2, (0.0, 1.5, 0.0)))
     assert (fields["slot"], fields["used"]) == (2, 2)
     assert fields["params"].tolist() == [0.0, 1.5, 0.0]
 

@@ -23,6 +23,23 @@ def fields(stop_ids=(), words=(), **params):
     return table_layout(VOCAB).unpack(pack_tables(request, VOCAB))
 
 
+@pytest.mark.parametrize(
+    ("num_computed", "recent"),
+    [
+        (0, [-1, -1, -1, -1]),
+        (2, [10, 11, -1, -1]),
+        (4, [10, 11, 12, 13]),
+        (7, [14, 20, 21, 13]),  # after a preemption, of which output is cached, too
+    ],
+)
+def test_the_newest_tokens_are_those_that_are_computed(num_computed, recent):
+    request = Request((10, 11, 12, 13, 14), SamplingParams(), 0)
+    request.tokens += (20, 21, 22)
+    request.slot, request.num_computed = 2, num_computed
+    plan = table_layout(VOCAB, 4).unpack(pack_tables(request, VOCAB, 4))
+    assert plan["recent"].tolist() == recent
+
+
 @pytest.mark.parametrize("allowed", [[0], [31, 32, 63, 64, 69], list(range(VOCAB)), [5, 5]])
 def test_there_is_a_bit_for_each_id_that_may_come(allowed):
     words = fields(allowed_token_ids=allowed)["allowed"]
@@ -33,7 +50,7 @@ def test_there_is_a_bit_for_each_id_that_may_come(allowed):
 def test_what_is_not_asked_for_is_neutral():
     plan = fields()
     assert plan["slot"] == 3 and (plan["allowed"] == -1).all()
-    for name in ("bias_ids", "bad_words", "more_stop_ids"):
+    for name in ("bias_ids", "bad_words", "more_stop_ids", "recent"):
         assert (plan[name] == -1).all()
 
 
@@ -52,4 +69,4 @@ def test_no_other_plan_has_room_for_it():
     from fake_device import make_buckets
 
     shapes = make_buckets(vocab_size=VOCAB)
-    assert plan_layout(TABLES, shapes) is table_layout(VOCAB)
+    assert plan_layout(TABLES, shapes) is table_layout(VOCAB, shapes.recent_tokens)

@@ -7,9 +7,11 @@ import numpy as np
 
 from jaxspec.plan.processor_plan import pack_processor_args
 from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan.table_plan import pack_tables
 from jaxspec.requests.logits_processors import LogitsProcessor, ProcessorArgs
 from jaxspec.requests.request import Request
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.sampling.bias_tables import BiasTables
 from jaxspec.sampling.custom import apply_processors
 from jaxspec.sampling.params import SamplingInputs
 from jaxspec.sampling.processor_tables import ProcessorTables
@@ -57,6 +59,7 @@ BOTH = Show(), Sum()
 def inputs_of(rows, processors=BOTH):
     """Sampling inputs of rows (prompt, output, args), whose last tokens are those of the step."""
     tables = ProcessorTables.empty(SHAPES, processors)
+    bias = BiasTables.empty(SHAPES.num_slots, VOCAB, WIDTH, SHAPES.processor_tokens)
     tokens, computed, slots = np.zeros((len(rows), WIDTH), np.int32), [], []
     for row, (prompt, output, args) in enumerate(rows):
         whole = [*prompt, *output]
@@ -66,8 +69,9 @@ def inputs_of(rows, processors=BOTH):
         request.slot, request.num_computed = row + 1, max(0, start - 2)
         tables = tables.with_slot(jnp.asarray(pack_processor_args(request, SHAPES)), SHAPES)
         index = np.arange(request.num_computed, start, dtype=np.int32)
+        bias = bias.with_slot(jnp.asarray(pack_tables(request, VOCAB, SHAPES.processor_tokens)))
         own = np.full(len(index), row + 1, np.int32)
-        tables = tables.with_tokens(own, np.array(whole, np.int32)[index], index)
+        bias = bias.with_tokens(own, np.array(whole, np.int32)[index], index)
         tokens[row] = whole[start:]
         computed.append(start)
         slots.append(row + 1 if args else 0)
@@ -77,7 +81,7 @@ def inputs_of(rows, processors=BOTH):
         "table_slot": np.array(slots, np.int32),
     }
     columns = {name: jnp.asarray(column) for name, column in columns.items()}
-    given = SamplingInputs(columns, SamplingTables(custom=tables), jnp.asarray(tokens))
+    given = SamplingInputs(columns, SamplingTables(bias=bias, custom=tables), jnp.asarray(tokens))
     positions = np.array(computed)[:, None] + 1 + np.arange(WIDTH)
     return given.repeat(WIDTH), jnp.asarray(positions.reshape(-1), jnp.int32)
 
