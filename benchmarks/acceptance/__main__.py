@@ -16,7 +16,7 @@ one of them measures the others are stopped:
   every model on a tensor-parallel group, and its tokens in float32 beside those of one device.
 * exact in float8 (with `--parts`): the tokens of a folder in FP8 by blocks, and those of its
   dequantised weights.
-* options: 8-bit keys and values, float16 states, "auto" drafts and no drafts.
+* options: 8-bit keys and values, float16 states, "auto" drafts, no drafts and logits processors.
 
 It ends with status 1 if anything failed, if a program was compiled while a request waited, or if
 tokens differ. Parts that there was no time for are listed as skipped; a later call with the same

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from typing import Any
 
+from benchmarks.acceptance.processors import follows
 from benchmarks.measure.words import word
 from jaxspec import RequestOutput, SamplingParams
 from jaxspec.requests.outputs import CompletionOutput
@@ -73,6 +74,14 @@ EVERYTHING = Feature(
 TWO_IDS = Feature("all and two ids", EVERYTHING.params | {"allowed_token_ids": [40, 41]})
 MIXED = Feature("each in a row of one batch", mixes=FEATURES)
 FEW_MIXED = Feature("the three in one batch", mixes=(GREEDY, DEFAULTS, EVERYTHING))
+PROCESSED = Feature(
+    "on the device, on the host and none in one batch",
+    mixes=(
+        Feature("on the device", SAMPLED | {"extra_args": {"step": 3}}),
+        Feature("on the host", SAMPLED | {"extra_args": {"host_step": 5}}),
+        GREEDY,
+    ),
+)
 FULL_TABLE = (*FEATURES, EVERYTHING, MIXED)
 SHORT_TABLE = (GREEDY, DEFAULTS, EVERYTHING, FEW_MIXED)
 
@@ -107,7 +116,12 @@ def violation(params: SamplingParams, output: RequestOutput, vocab: int) -> str 
         found = output.prompt_logprobs or []
         if len(found) != len(output.prompt_token_ids) or not all(found[1:]):
             return "prompt_logprobs are missing"
-    return next((why for each in output.outputs if (why := _broken(params, each, vocab))), None)
+    samples, prompt = output.outputs, output.prompt_token_ids
+    if params.extra_args and not all(
+        follows(prompt, each.token_ids, params.extra_args) for each in samples
+    ):
+        return "tokens other than those of its logits processor"
+    return next((why for each in samples if (why := _broken(params, each, vocab))), None)
 
 
 def _broken(params: SamplingParams, sample: CompletionOutput, vocab: int) -> str | None:

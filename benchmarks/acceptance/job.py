@@ -23,6 +23,13 @@ OPTIONS: dict[str, dict[str, Any]] = {  # parts that are an option of the engine
     "float8 keys and values": {"kv_dtype": "float8_e4m3fn"},
     "float16 states": {"state_dtype": "float16"},
     "auto drafts": {"speculative_config": "auto"},
+    # In an engine of its own, because programs are compiled for them.
+    "logits processors": {
+        "logits_processors": [
+            "benchmarks.acceptance.processors:Step",
+            "benchmarks.acceptance.processors:HostStep",
+        ]
+    },
 }
 ON_TWO_DEVICES = "exact on two devices", "two devices"
 IN_FLOAT8 = "exact in float8"

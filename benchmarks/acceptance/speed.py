@@ -10,6 +10,7 @@ import numpy as np
 from benchmarks.acceptance.features import (
     FULL_TABLE,
     GREEDY,
+    PROCESSED,
     SHORT_TABLE,
     Feature,
     params_of,
@@ -23,6 +24,8 @@ from jaxspec import LLM, RequestMetrics, RequestOutput
 
 FIRST_TOKENS = 4
 REPEATS = 2
+# Requests of an option that are not greedy ones, and their programs.
+USES = {"logits processors": (PROCESSED, ["greedy", "everything"])}
 SHORT_PROMPT = 64  # of the batches that are timed: the other processes wait for them
 
 
@@ -127,12 +130,15 @@ def _feature(bench: Bench, events: CompileEvents, feature: Feature) -> Row:
 
 
 def option(rows: Rows) -> None:
-    """Add the row of greedy requests with an option of the engine."""
+    """Add the row of greedy requests, or those that use it, with an option of the engine."""
     job = rows.job
+    feature, kinds = USES.get(job.part, (GREEDY, ["greedy"]))
     with folder_of(job.model, config_of(job.model, is_small=job.is_small)) as folder:
 
         def measure() -> dict[str, Any]:
-            llm, figures = ready(folder, job.options(**OPTIONS[job.part]), ["greedy"])
-            return figures | Bench(llm, rows).speed(GREEDY)
+            llm, figures = ready(folder, job.options(**OPTIONS[job.part]), kinds)
+            bench = Bench(llm, rows)
+            bench.run(feature, FIRST_TOKENS)  # what only the first requests cost is no speed
+            return figures | bench.speed(feature)
 
-        rows.measure("greedy", measure, needs=20.0)
+        rows.measure(feature.name, measure, needs=20.0)

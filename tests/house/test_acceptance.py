@@ -40,6 +40,14 @@ def test_a_part_of_a_tiny_model_has_its_rows(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.soak
+def test_logits_processors_have_a_row(monkeypatch, tmp_path, capsys):
+    arguments = ["--only", "tiny-all", "--parts", "logits processors"]
+    rows = accept(monkeypatch, tmp_path / "accepted.json", arguments)
+    row = rows["logits processors", features.PROCESSED.name]
+    assert row["tokens_per_sample"] == 5 and "ms_per_token" in row
+
+
+@pytest.mark.soak
 def test_every_part_of_a_tiny_model_has_its_rows(monkeypatch, tmp_path, capsys):
     file = tmp_path / "accepted.json"
     arguments = ["--only", "tiny-all", "--seconds", "1500"]
@@ -155,6 +163,7 @@ BROKEN = {
     "after a stop id": ({"stop_token_ids": [5]}, [5, 6], {}),
     "after a stop string": ({"stop": ["ci"]}, [5, 6], {"text": "f ci"}),
     "logprobs are missing": ({"logprobs": 1}, [5, 6], {}),
+    "of its logits processor": ({"extra_args": {"step": 1}}, [4, 6], {}),
     "prompt_logprobs are missing": ({"prompt_logprobs": 1}, [5, 6], {}),
 }
 
@@ -167,9 +176,10 @@ def test_an_output_that_breaks_a_promise_is_found(why):
 
 
 def test_an_output_that_keeps_all_promises_is_taken():
-    params = SamplingParams(max_tokens=2, n=2, logprobs=1, min_tokens=1, stop_token_ids=[6])
+    about = {"logprobs": 1, "stop_token_ids": [6], "extra_args": {"host_step": 1}}
+    params = SamplingParams(max_tokens=3, n=2, min_tokens=1, **about)
     entry = {5: Logprob(-1.0, 1)}
-    output = output_of(params, [5, 6], finish="stop", logprobs=[entry, entry])
+    output = output_of(params, [4, 5, 6], finish="stop", logprobs=[entry] * 3)
     assert features.violation(params, output, 512) is None
     assert "1 samples of 2" in features.violation(
         params, dataclasses.replace(output, outputs=output.outputs[:1]), 512
