@@ -24,7 +24,7 @@ from jaxspec import parallel
 from jaxspec.pallas.matmul.feed_forward import feed_forward
 from jaxspec.pallas.norm import mailbox
 from jaxspec.pallas.norm.add_norm import add_norm
-from jaxspec.pallas.norm.mailbox import Mailbox, Post
+from jaxspec.pallas.norm.mailbox import Mailbox, MailboxArgs
 from jaxspec.pallas.norm.residual import OfDevices
 from jaxspec.pallas.norm.rms_norm import Norm
 from jaxspec.parallel import Group
@@ -46,10 +46,10 @@ class Chain:
 
 
 def step_of(program: str, chain: Chain, box: Mailbox) -> Callable[..., Any]:
-    def step(post: Post, stream: Any, pending: Any, scale: Any, weights: Any) -> Any:
+    def step(mailbox_args: MailboxArgs, stream: Any, pending: Any, scale: Any, weights: Any) -> Any:
         norm = Norm(scale, 1e-6, zero_centred=True)
         fused = program == "fused"
-        with mailbox.use(box, post) if fused else contextlib.nullcontext():
+        with mailbox.use(box, mailbox_args) if fused else contextlib.nullcontext():
             for link in range(LINKS):
                 parts = pending if program == "none" else OfDevices(pending)
                 if chain.kind == "alone":

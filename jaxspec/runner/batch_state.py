@@ -115,7 +115,7 @@ class EngineState:
             case WriteAutomaton():
                 return self._with(SamplingTables(automata=self.tables.automata))
             case WriteProcessorArgs():
-                return self._with(SamplingTables(custom=self.tables.custom))
+                return self._with(SamplingTables(processors=self.tables.processors))
             case _:
                 return self._with(SamplingTables(), self.checkpoints)
 
@@ -158,7 +158,7 @@ def empty_state(
         forward: Output of the model for one token; its values are not read.
         processors: Logits processors of the engine.
     """
-    custom = ProcessorTables.empty(shapes, processors)
+    processor_tables = ProcessorTables.empty(shapes, processors)
     num_slots, num_drafts = shapes.num_slots, shapes.num_drafts
     sizes = PoolSizes(shapes.num_pages, shapes.page_size, num_slots, shapes.width)
     distributions = (num_slots, num_drafts, drawn_ids)
@@ -174,7 +174,7 @@ def empty_state(
             shapes.max_model_len,
             shapes.width,
             shapes.recent_tokens,
-            custom,
+            processor_tables,
         ),
         checkpoints=allocate_checkpoints(specs, sizes, shapes.num_checkpoints),
         forward=jax.tree.map(lambda x: jnp.zeros((num_tokens, x.shape[1]), x.dtype), forward),

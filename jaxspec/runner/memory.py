@@ -146,7 +146,7 @@ class MemoryUsage:
         held |= {"checkpoints": state.checkpoints} if state.checkpoints else {}
         held |= {"seen_tokens": state.tables.seen, "bias_tables": state.tables.bias}
         held |= {"automata": state.tables.automata, "forward_output": state.forward}
-        held |= {"logits_processors": state.tables.custom} if self.processors else {}
+        held |= {"logits_processors": state.tables.processors} if self.processors else {}
         held |= {"mailboxes": self.mailbox.like()} if self.mailbox else {}
         return {
             name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))

@@ -107,12 +107,12 @@ def new_step(config: StepConfig, program: AnyProgram) -> jax.stages.Wrapped:
 
 
 def _with_mailbox(step: Callable[..., Any], mailbox: Mailbox) -> Callable[..., Any]:
-    """Return `step` with the device's `Post` beside the tables."""
+    """Return `step` with the device's `MailboxArgs` beside the tables."""
 
     @functools.wraps(step)
     def with_mailbox(weights: Any, given: Any, state: EngineState, packed: Any) -> Any:
-        tables, post = given
-        with mailboxes.use(mailbox, post):
+        tables, mailbox_args = given
+        with mailboxes.use(mailbox, mailbox_args):
             return step(weights, tables, state, packed)
 
     return with_mailbox
@@ -263,9 +263,9 @@ def _make_write(
                 assert automata is not None  # an argument of this program
                 written = {"automata": automata.written(packed)}
             case WriteProcessorArgs():
-                custom = state.tables.custom
-                assert custom is not None
-                written = {"custom": custom.with_slot(packed, config.shapes)}
+                processors = state.tables.processors
+                assert processors is not None
+                written = {"processors": processors.with_slot(packed, config.shapes)}
         sampling = dataclasses.replace(state.tables, **written)
         return dataclasses.replace(state, tables=sampling), _no_output(config)
 

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.sampling.automata import Automata
 from jaxspec.sampling.bias_tables import BiasTables
 from jaxspec.sampling.bits import is_set
-from jaxspec.sampling.custom import newest_tokens
+from jaxspec.sampling.logits_processors import newest_tokens
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 
 
@@ -23,9 +23,10 @@ def add_bias(
         ValueError: the inputs have no tables.
     """
     tables = _tables_of(inputs)
-    place = positions - inputs.num_computed - 1
-    state = jnp.take_along_axis(inputs.grammar_states, place[:, None], axis=1)[:, 0]
-    masks = tables.masks_at(inputs.table_slot, place) & _automata_of(inputs).masks_of(state)
+    verify_position = positions - inputs.num_computed - 1
+    state = jnp.take_along_axis(inputs.grammar_states, verify_position[:, None], axis=1)[:, 0]
+    masks = tables.masks_at(inputs.table_slot, verify_position)
+    masks &= _automata_of(inputs).masks_of(state)
     # XLA would fuse the gathers into the pass over all logits, and index them for each id.
     is_allowed = is_set(lax.optimization_barrier(masks), logits.shape[1])
     return jnp.where(is_allowed, logits + tables.bias[inputs.table_slot], -jnp.inf)

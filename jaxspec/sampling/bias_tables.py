@@ -20,7 +20,7 @@ class BiasTables:
     """
 
     bias: Float[Array, "slots vocab"]  # added to logits
-    allowed: Int[Array, "slots places words"]  # one bit per id, for each position of a verify
+    allowed: Int[Array, "slots width words"]  # one bit per id, by verify position
     bad_words: Int[Array, "slots words length"]  # right-aligned, padded with -1
     more_stop_ids: Int[Array, "slots stops"]  # those that do not fit in the row, padded with -1
     recent: Int[Array, "slots length"]  # newest tokens; token `i` is at `i % length`
@@ -58,15 +58,17 @@ class BiasTables:
         )
 
     def with_masks(
-        self, slots: Int[Array, " n"], masks: Int[Array, "n places words"]
+        self, slots: Int[Array, " n"], masks: Int[Array, "n width words"]
     ) -> "BiasTables":
         """Return tables with `masks` as the allowed ids of `slots`; slot 0 is skipped."""
         where = jnp.where(slots > 0, slots, self.allowed.shape[0])
         return dataclasses.replace(self, allowed=self.allowed.at[where].set(masks, mode="drop"))
 
-    def masks_at(self, slots: Int[Array, " n"], places: Int[Array, " n"]) -> Int[Array, "n words"]:
-        """Return the masks (int32) of allowed ids at `places` of a verify, the first being 0."""
-        return self.allowed[slots, places]
+    def masks_at(
+        self, slots: Int[Array, " n"], verify_positions: Int[Array, " n"]
+    ) -> Int[Array, "n words"]:
+        """Return the masks (int32) of allowed ids at `verify_positions`, from 0 on."""
+        return self.allowed[slots, verify_positions]
 
     def with_tokens(
         self, slots: Int[Array, " n"], tokens: Int[Array, " n"], indices: Int[Array, " n"]

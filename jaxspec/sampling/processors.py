@@ -16,7 +16,7 @@ from jaxspec.requests.sampling_features import (
     SamplingFeatures,
 )
 from jaxspec.sampling.bias import add_bias, more_forbidden_ids
-from jaxspec.sampling.custom import apply_processors
+from jaxspec.sampling.logits_processors import apply_processors
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 from jaxspec.sampling.penalties import penalize
 from jaxspec.sampling.top_k_top_p import mask_small_top_k, mask_top_k_top_p

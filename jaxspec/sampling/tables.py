@@ -17,7 +17,7 @@ class SamplingTables:
     seen: SeenTokens | None = None  # PENALTIES; by slot
     bias: BiasTables | None = None  # BIAS; by slot
     automata: Automata | None = None  # BIAS
-    custom: ProcessorTables | None = None  # BIAS, in engines with logits processors; by slot
+    processors: ProcessorTables | None = None  # BIAS, in engines with logits processors; by slot
 
     @staticmethod
     def empty(
@@ -26,7 +26,7 @@ class SamplingTables:
         max_model_len: int,
         width: int,
         recent: int = MAX_BAD_WORD_TOKENS,
-        custom: ProcessorTables | None = None,
+        processors: ProcessorTables | None = None,
     ) -> "SamplingTables":
         """Create the tables of an engine that verifies `width` tokens per row.
 
@@ -36,7 +36,7 @@ class SamplingTables:
             seen=SeenTokens.empty(num_slots, vocab_size, max_model_len),
             bias=BiasTables.empty(num_slots, vocab_size, width, recent),
             automata=Automata.empty(vocab_size),
-            custom=custom,
+            processors=processors,
         )
 
     @property
@@ -49,7 +49,7 @@ class SamplingTables:
             seen=self.seen if PENALTIES in features else None,
             bias=self.bias if BIAS in features else None,
             automata=self.automata if BIAS in features else None,
-            custom=self.custom if BIAS in features else None,
+            processors=self.processors if BIAS in features else None,
         )
 
     def replaced_by(self, newer: "SamplingTables") -> "SamplingTables":
@@ -58,5 +58,5 @@ class SamplingTables:
             seen=self.seen if newer.seen is None else newer.seen,
             bias=self.bias if newer.bias is None else newer.bias,
             automata=self.automata if newer.automata is None else newer.automata,
-            custom=self.custom if newer.custom is None else newer.custom,
+            processors=self.processors if newer.processors is None else newer.processors,
         )

@@ -104,8 +104,8 @@ def two_exchanges(second):
     """A program that exchanges twice, and what the second exchange takes of the first."""
     box, norm = Mailbox(2, 512), Norm(jnp.ones(512), 1e-6, zero_centred=False)
 
-    def program(own, post):
-        with mailbox.use(box, post):
+    def program(own, mailbox_args):
+        with mailbox.use(box, mailbox_args):
             stream, normed = add_norm(own, OfDevices(own), norm)
             return second(lambda x: add_norm(x, OfDevices(own), norm), own, stream), normed
 

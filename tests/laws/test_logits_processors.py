@@ -13,7 +13,7 @@ from jaxspec import LLM, SamplingParams
 from jaxspec.plan.plan import MASKS, PROCESSOR_ARGS, Program
 from jaxspec.requests.sampling_features import GREEDY, TOP_K
 from jaxspec.runner.warmup import first_programs
-from jaxspec.sampling import custom
+from jaxspec.sampling import logits_processors
 from jaxspec.sampling.bias_tables import BiasTables
 from jaxspec.sampling.processor_tables import ProcessorTables
 
@@ -159,7 +159,7 @@ def test_rungs_below_the_top_are_those_of_an_engine_without(features, short_mode
     program = Program(4, 0, features)
     with LLM(short_model, **SIZES, **SYNCHRONOUS) as without:
         ours, theirs = (each._runner.lower(program).as_text() for each in (plain, without))
-        assert ours == theirs and without._runner.state.tables.custom is None
+        assert ours == theirs and without._runner.state.tables.processors is None
     assert PROCESSOR_ARGS not in first_programs(without.shapes, without.limits)
 
 
@@ -174,7 +174,7 @@ def test_all_devices_of_a_group_apply_processors_to_whole_logits():
 
 # Planted bugs
 
-real_newest, real_params = custom.newest_tokens, custom._params_of
+real_newest, real_params = logits_processors.newest_tokens, logits_processors._params_of
 real_with_slot, real_bias = ProcessorTables.with_slot, BiasTables.with_slot
 
 
@@ -205,9 +205,9 @@ def without_the_cached_prefix(self, packed):
 
 
 BUGS = [
-    (custom, "newest_tokens", one_place_late),
-    (custom, "newest_tokens", without_drafts),
-    (custom, "_params_of", of_the_neighbour),
+    (logits_processors, "newest_tokens", one_place_late),
+    (logits_processors, "newest_tokens", without_drafts),
+    (logits_processors, "_params_of", of_the_neighbour),
     (ProcessorTables, "with_slot", used_by_all),
     (ProcessorTables, "with_slot", of_the_former_tenant),
     (BiasTables, "with_slot", without_the_cached_prefix),

@@ -26,9 +26,9 @@ def sums_by_rank(stream, own, norm):
     return total, norm(total)
 
 
-def reduce_add_norm_kernel(stream, own, norm, post, *, mailbox):
+def reduce_add_norm_kernel(stream, own, norm, mailbox_args, *, mailbox):
     assert stream.shape[0] <= mailbox.rows
-    del post  # an argument of the program alone
+    del mailbox_args  # an argument of the program alone
     return jax.jit(sums_by_rank)(stream, own, norm)
 
 

@@ -3,21 +3,21 @@
 A group's devices exchange rows of features through memory that is allocated once per engine and
 never moves. Programs take the addresses of all mailboxes as an array. They also take the device's
 own mailbox, which kernels do not access as an operand: JAX frees it only when the programs that
-have it are complete, and then all letters to it have been read. XLA does not order the accesses, so
-that nothing but the kernels themselves takes time, on host and device.
+have it are complete, and then all messages to it have been read. XLA does not order the accesses,
+so that nothing but the kernels themselves takes time, on host and device.
 
 A mailbox of a group of n devices has
 
-    counts    the number of exchanges so far of each row, `[MAX_ROWS]` int32
-    letters   `[n senders, 2, rows, features, 2]` int32, for an even and an odd exchange
+    counts     the number of exchanges so far of each row, `[MAX_ROWS]` int32
+    messages   `[n senders, 2, rows, features, 2]` int32, for an even and an odd exchange
 
-The letters of a sender are words of its data, each with the number of the exchange beside it. Both
+The messages of a sender are words of its data, each with the number of the exchange beside it. Both
 are written as one access of 8 bytes, so a reader that finds the number has the word, too: no fence
 and no flag is needed, and no address of a peer is read.
 
-No exchange overtakes another. A device writes a row's letters for exchange e in the places of those
-for exchange e - 2. It has completed exchange e - 1 of the row by then, for which every other device
-sent letters, after it had completed its exchange e - 2: kernels of a device run one after another.
+No exchange overtakes another. A device writes a row's messages for exchange e over those for
+exchange e - 2. It has completed exchange e - 1 of the row by then, for which every other device
+sent messages, after it had completed its exchange e - 2: kernels of a device run one after another.
 This holds between launches of programs, too, since all devices run the same programs in the same
 order, and the counts stay in the mailbox. Exchanges of a program must depend on each other, as
 those of a model's layers do: kernels that XLA could run at the same time would count together. No
@@ -32,6 +32,7 @@ because it gathers scores; so groups that do not share the head get no mailbox.
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Generator
 
 import flax.struct
@@ -93,10 +94,11 @@ class Mailbox:
     def num_bytes(self) -> int:
         return HEADER + self.devices * self.bytes_per_sender
 
-    def like(self) -> "Post":
-        """Return the shapes and dtypes of a device's `Post`."""
+    def like(self) -> "MailboxArgs":
+        """Return the shapes and dtypes of a device's `MailboxArgs`."""
         shapes = (self.devices + 1, 2), (self.num_bytes // 4,)
-        return jax.eval_shape(lambda: Post(*(jnp.zeros(shape, jnp.int32) for shape in shapes)))
+        zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
+        return jax.eval_shape(lambda: MailboxArgs(*map(zeros, shapes)))
 
     @staticmethod
     def of(group: Group, features: int) -> "Mailbox | None":
@@ -110,25 +112,25 @@ class Mailbox:
             return None
         return Mailbox(group.size, features) if peers.all_reach_each_other(group.devices) else None
 
-    def allocate(self, group: Group) -> "Post":
+    def allocate(self, group: Group) -> "MailboxArgs":
         """Allocate the mailboxes of all devices, with counts of 0; return the group's arrays."""
         zeros = np.zeros(self.num_bytes // 4, np.int32)
         boxes = [jax.device_put(zeros, device) for device in group.devices]
         starts = [box.block_until_ready().unsafe_buffer_pointer() for box in boxes]
         addresses = []
         for rank, (device, own) in enumerate(zip(group.devices, starts, strict=True)):
-            letters = [start + HEADER + rank * self.bytes_per_sender for start in starts]
-            words = np.array([*letters, own], np.uint64).view(np.int32)
+            messages = [start + HEADER + rank * self.bytes_per_sender for start in starts]
+            words = np.array([*messages, own], np.uint64).view(np.int32)
             addresses.append(jax.device_put(words.reshape(len(starts) + 1, 2), device))
-        return Post(group.stacked(addresses), group.stacked(boxes))
+        return MailboxArgs(group.stacked(addresses), group.stacked(boxes))
 
 
 @flax.struct.dataclass
-class Post:
+class MailboxArgs:
     """Arguments of a program by which a device exchanges rows with the others."""
 
     addresses: Int[Array, "devices_and_own two"]
-    """Low and high words: where its letters to each device are, and its own mailbox."""
+    """Low and high words: where its messages to each device are, and its own mailbox."""
 
     box: Int[Array, " words"]  # its own mailbox
 
@@ -138,16 +140,16 @@ class Opened:
     """The mailbox of the program that is being traced."""
 
     mailbox: Mailbox
-    post: Post
+    args: MailboxArgs
 
 
 _opened = contextvars.ContextVar[Opened | None]("_opened", default=None)
 
 
 @contextlib.contextmanager
-def use(mailbox: Mailbox, post: Post) -> Generator[None]:
+def use(mailbox: Mailbox, mailbox_args: MailboxArgs) -> Generator[None]:
     """Let the ops that are traced inside the context exchange rows through a mailbox."""
-    token = _opened.set(Opened(mailbox, post))
+    token = _opened.set(Opened(mailbox, mailbox_args))
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ def reduce_add_norm(stream: Stream, pending: OfDevices, norm: Norm) -> tuple[Str
     assert opened is not None
     from jaxspec.pallas.norm.reduce_add_norm_kernel import reduce_add_norm_kernel
 
-    return reduce_add_norm_kernel(stream, pending.own, norm, opened.post, mailbox=opened.mailbox)
+    return reduce_add_norm_kernel(stream, pending.own, norm, opened.args, mailbox=opened.mailbox)
 
 
 def settled(stream: Stream, pending: Pending, norm: Norm) -> Pending:

@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, gpu, memref, scf, vector
 from jaxspec.pallas.gpu import access, layouts
 from jaxspec.pallas.gpu.device import THREADS
 from jaxspec.pallas.gpu.layouts import RowPiece
-from jaxspec.pallas.norm.mailbox import HEADER, LINE, Mailbox, Post
+from jaxspec.pallas.norm.mailbox import HEADER, LINE, Mailbox, MailboxArgs
 
 utils: Any = mosaic_utils  # pyright checks against jax 0.10, which has fewer; no kernel runs there
 inline_mgpu: Any = plgpu.inline_mgpu
@@ -27,7 +27,7 @@ _AT_ONCE = 32  # lines that a thread holds in registers while it waits
 
 
 @functools.partial(jax.jit, static_argnames="mailbox")
-def reduce_add_norm_kernel(stream, pending, norm, post: Post, *, mailbox: Mailbox):
+def reduce_add_norm_kernel(stream, pending, norm, mailbox_args: MailboxArgs, *, mailbox: Mailbox):
     """Run `reduce_add_norm`: each block sends one row to all devices and waits for theirs."""
     tokens, features = stream.shape
     pieces = layouts.row_pieces(features, stream.dtype.itemsize)
@@ -74,7 +74,7 @@ def reduce_add_norm_kernel(stream, pending, norm, post: Post, *, mailbox: Mailbo
         # No automatic barriers: threads share the scratch of the sum alone, and `_count` has one.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
-    return kernel(stream, pending, norm.weight, post.addresses, post.box)
+    return kernel(stream, pending, norm.weight, mailbox_args.addresses, mailbox_args.box)
 
 
 def _exchange(own, addresses, pieces: list[RowPiece], mailbox: Mailbox):
@@ -97,7 +97,7 @@ def _exchange(own, addresses, pieces: list[RowPiece], mailbox: Mailbox):
         box, row = _address(addresses, mailbox.devices), _row()
         number = arith.addi(_counted(box, row), _int(1))
         odd = arith.andi(number, _int(1))
-        place = arith.addi(
+        offset = arith.addi(
             arith.muli(odd, _int(mailbox.bytes_per_exchange)),
             arith.addi(
                 arith.muli(row, _int(mailbox.bytes_per_row)), arith.muli(_thread(), _int(LINE))
@@ -107,10 +107,10 @@ def _exchange(own, addresses, pieces: list[RowPiece], mailbox: Mailbox):
         words += words[-1:] * (len(words) % 2)  # a line has two
         lines, totals = len(words) // 2, None
         for device in range(mailbox.devices):
-            start = _after(_address(addresses, device), place)
+            start = _after(_address(addresses, device), offset)
             for line in range(lines):
                 _send(start, line, words[2 * line], words[2 * line + 1], number)
-        of_first = _after(box, arith.addi(place, _int(HEADER)))
+        of_first = _after(box, arith.addi(offset, _int(HEADER)))
         for devices in _together(mailbox.devices, lines):
             if totals is not None:  # added before the next wait, which needs the registers
                 totals = _computed(totals)
@@ -159,7 +159,7 @@ def _thread() -> Any:
 
 
 def _address(addresses: Any, number: int) -> Any:
-    """Load one of `Post.addresses` as a 64-bit integer."""
+    """Load one of `MailboxArgs.addresses` as a 64-bit integer."""
     long, index = ir.IntegerType.get_signless(64), ir.IndexType.get()
     low, high = (
         arith.extui(long, memref.load(addresses, [utils.c(number, index), utils.c(half, index)]))
@@ -192,7 +192,7 @@ def _send(start: Any, line: int, first: Any, second: Any, number: Any) -> None:
 
 
 def _together(devices: int, lines: int) -> Iterator[range]:
-    """Yield the ranks of as many devices as registers have room for the letters of, in order."""
+    """Yield the ranks of as many devices as registers have room for the messages of, in order."""
     count = max(1, _AT_ONCE // lines)
     for first in range(0, devices, count):
         yield range(first, min(first + count, devices))
@@ -201,26 +201,26 @@ def _together(devices: int, lines: int) -> Iterator[range]:
 def _received(
     of_first: Any, devices: range, lines: int, number: Any, mailbox: Mailbox
 ) -> Iterator[list[Any]]:
-    """Wait for this thread's letters with this number; yield the words of each device."""
-    places = [
+    """Wait for this thread's messages with this number; yield the words of each device."""
+    offsets = [
         device * mailbox.bytes_per_sender + line * THREADS * LINE
         for device in devices
         for line in range(lines)
     ]
-    words = _awaited(of_first, places, number)
+    words = _awaited(of_first, offsets, number)
     for n in range(len(devices)):
         yield words[2 * lines * n : 2 * lines * (n + 1)]
 
 
-def _awaited(of_first: Any, places: list[int], number: Any) -> list[Any]:
-    """Read the lines at these places again and again, until all of them have the number."""
+def _awaited(of_first: Any, offsets: list[int], number: Any) -> list[Any]:
+    """Read the lines at these offsets again and again, until all of them have the number."""
     i32 = number.type
-    loop = scf.WhileOp([i32] * (2 * len(places)), [])
+    loop = scf.WhileOp([i32] * (2 * len(offsets)), [])
     with ir.InsertionPoint.at_block_begin(loop.before.blocks.append()):
         words, differs = [], _int(0)
-        for place in places:
+        for offset in offsets:
             first, number_1, second, number_2 = utils.inline_ptx(
-                f"ld.volatile.global.v4.u32 {{$0, $1, $2, $3}}, [$4+{place}];",
+                f"ld.volatile.global.v4.u32 {{$0, $1, $2, $3}}, [$4+{offset}];",
                 of_first,
                 result_types=[i32] * 4,
                 has_side_effects=True,

@@ -1,4 +1,4 @@
-"""Mailboxes: places of letters, and exchanges in any order in which devices may run."""
+"""Mailboxes: places of messages, and exchanges in any order in which devices may run."""
 
 import itertools
 import random
@@ -38,19 +38,19 @@ def test_no_two_letters_share_a_place(features):
 
 @pytest.mark.devices
 def test_addresses_are_those_of_the_devices_mailboxes():
-    """Each device's letters to another are where that one reads those of this rank."""
+    """Each device's messages to another are where that one reads those of this rank."""
     group, box = Group(2), Mailbox(2, 512)
-    post = box.allocate(group)
-    assert [leaf.shape for leaf in (post.addresses, post.box)] == [
+    mailbox_args = box.allocate(group)
+    assert [leaf.shape for leaf in (mailbox_args.addresses, mailbox_args.box)] == [
         leaf.shape for leaf in (group.like(box.like()).addresses, group.like(box.like()).box)
     ]
-    table = np.asarray(post.addresses).view(np.uint64).reshape(2, 3).astype(int)
+    table = np.asarray(mailbox_args.addresses).view(np.uint64).reshape(2, 3).astype(int)
     own = table[:, 2]
-    starts = [shard.data.unsafe_buffer_pointer() for shard in post.box.addressable_shards]
+    starts = [shard.data.unsafe_buffer_pointer() for shard in mailbox_args.box.addressable_shards]
     assert own.tolist() == starts
     for rank, to in itertools.product(range(2), range(2)):
         assert table[rank, to] == own[to] + HEADER + rank * box.bytes_per_sender
-    assert not np.asarray(post.box).any()
+    assert not np.asarray(mailbox_args.box).any()
 
 
 @pytest.mark.parametrize("off", ["switch", "nodes", "features", "kernels", "peers", "alone"])
@@ -72,7 +72,7 @@ def test_a_group_with_mailboxes(monkeypatch, features):
 
 
 class Device:
-    """What the kernel does for one row, an access of memory at a time; letters are one word."""
+    """What the kernel does for one row, an access of memory at a time; messages are one word."""
 
     def __init__(self, rank, boxes, buffers):
         self.rank, self.boxes, self.buffers = rank, boxes, buffers
@@ -89,7 +89,7 @@ class Device:
             for sender in range(len(self.boxes)):
                 while self.boxes[self.rank][sender][place][1] != exchange:
                     yield
-                yield  # another device may write between the reads of two letters
+                yield  # another device may write between the reads of two messages
                 total += self.boxes[self.rank][sender][place][0]
             self.sums.append(total)
             self.count = exchange

@@ -32,8 +32,8 @@ def compiled_for(count, monkeypatch, capfd, stream, own, weight, results=lambda 
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     box = Mailbox(count, stream.shape[1])
 
-    def step(stream, own, weight, post):
-        with mailbox.use(box, post):
+    def step(stream, own, weight, mailbox_args):
+        with mailbox.use(box, mailbox_args):
             return results(*add_norm(stream, OfDevices(own), Norm(weight, 1e-6, zero_centred=True)))
 
     mesh = Mesh(np.array(there), (parallel.AXIS,))

@@ -12,7 +12,7 @@ from jaxspec.requests.logits_processors import LogitsProcessor, ProcessorArgs
 from jaxspec.requests.request import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.sampling.bias_tables import BiasTables
-from jaxspec.sampling.custom import apply_processors
+from jaxspec.sampling.logits_processors import apply_processors
 from jaxspec.sampling.params import SamplingInputs
 from jaxspec.sampling.processor_tables import ProcessorTables
 from jaxspec.sampling.tables import SamplingTables
@@ -81,7 +81,9 @@ def inputs_of(rows, processors=BOTH):
         "table_slot": np.array(slots, np.int32),
     }
     columns = {name: jnp.asarray(column) for name, column in columns.items()}
-    given = SamplingInputs(columns, SamplingTables(bias=bias, custom=tables), jnp.asarray(tokens))
+    given = SamplingInputs(
+        columns, SamplingTables(bias=bias, processors=tables), jnp.asarray(tokens)
+    )
     positions = np.array(computed)[:, None] + 1 + np.arange(WIDTH)
     return given.repeat(WIDTH), jnp.asarray(positions.reshape(-1), jnp.int32)
 

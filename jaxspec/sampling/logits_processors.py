@@ -18,9 +18,9 @@ def apply_processors(
     position, drafts included. Masked ids stay masked and NaNs stay, so an invalid row still ends
     with an error. An engine without processors has no tables, and nothing is computed.
     """
-    if inputs.tables is None or inputs.tables.custom is None:
+    if inputs.tables is None or inputs.tables.processors is None:
         return logits
-    tables = inputs.tables.custom
+    tables = inputs.tables.processors
     used, params, start = tables.used[inputs.table_slot], _params_of(tables, inputs), 0
     for number, processor in enumerate(tables.processors):
         end = start + len(processor.params)
@@ -63,7 +63,8 @@ def newest_tokens(
     newest = jnp.take_along_axis(recent[inputs.table_slot], index % length, axis=1)
     width = 0 if inputs.tokens is None else inputs.tokens.shape[1]
     if inputs.tokens is not None and width:
-        place = index - inputs.num_computed[:, None]
-        of_step = jnp.take_along_axis(inputs.tokens, jnp.clip(place, 0, width - 1), axis=1)
-        newest = jnp.where(place >= 0, of_step, newest)
+        verify_position = index - inputs.num_computed[:, None]
+        known = jnp.clip(verify_position, 0, width - 1)
+        of_step = jnp.take_along_axis(inputs.tokens, known, axis=1)
+        newest = jnp.where(verify_position >= 0, of_step, newest)
     return newest, index
