@@ -60,15 +60,14 @@ def test_a_group_without_mailboxes(monkeypatch, off):
     monkeypatch.setattr(peers, "all_reach_each_other", lambda devices: off != "peers")
     monkeypatch.setattr(Group, "devices", (None, None))
     group = ALONE if off == "alone" else Group(2, nodes=2 if off == "nodes" else 1)
-    assert Mailbox.of(group, 2720 if off == "features" else 4096) is None
+    assert Mailbox.of(group, 2688 if off == "features" else 4096) is None
 
 
-@pytest.mark.parametrize("features", [2688, 4096])
-def test_a_group_with_mailboxes(monkeypatch, features):
+def test_a_group_with_mailboxes(monkeypatch):
     monkeypatch.setattr(mailbox.dispatch, "has_kernels", lambda: True)
     monkeypatch.setattr(peers, "all_reach_each_other", lambda devices: True)
     monkeypatch.setattr(Group, "devices", (None, None))
-    assert Mailbox.of(Group(2), features) == Mailbox(2, features)
+    assert Mailbox.of(Group(2), 4096) == Mailbox(2, 4096)
 
 
 class Device:
