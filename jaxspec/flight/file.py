@@ -30,6 +30,7 @@ from jaxspec.plan.plan import (
     CopyBlock,
     ExportState,
     ForwardPass,
+    MoveRows,
     Program,
     WriteAutomaton,
     WriteMasks,
@@ -258,13 +259,19 @@ def _check_plan(
         bounds = {"classes": (0, MAX_CLASSES - 1), "next": (-1, NUM_STATES - 1)}
         _check_bounds("an automaton", halves, bounds)
         return
-    last_row, last_slot = shapes.max_num_seqs - 1, shapes.num_slots - 1
-    last_page = shapes.num_pages - 1
     if isinstance(program, ExportState | CopyBlock):
         _check_bounds("a plan that copies a prefix", fields, bounds_of_copy(program, shapes))
         return
-    if isinstance(program, ForwardPass):
-        program = program.rest
+    _check_rows(
+        program.rest if isinstance(program, ForwardPass) else program, fields, shapes, vocab_size
+    )
+
+
+def _check_rows(
+    program: Program | MoveRows, fields: dict[str, np.ndarray], shapes: StepShapes, vocab_size: int
+) -> None:
+    last_row, last_slot = shapes.max_num_seqs - 1, shapes.num_slots - 1
+    last_page = shapes.num_pages - 1
     is_step = isinstance(program, Program)
     num_decode, num_prompt_tokens = program.shape[:2] if is_step else (0, 0)
     num_sources = last_slot if is_step or not program.restores else shapes.num_checkpoints

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import CacheSpec, Pools, PoolSizes, allocate, allocate_checkpoints
 from jaxspec.layout import PackedLayout
-from jaxspec.models.model_inputs import ForwardOutput
+from jaxspec.models.base import ForwardOutput
 from jaxspec.plan.plan import (
     AfterForwardPass,
     AnyProgram,
