@@ -4,10 +4,16 @@ An op may select its kernel by `type(weight)`, as it does by the number of rows.
 a program is traced, so the compiled program has only the weight's arrays as inputs.
 """
 
+import math
+from collections.abc import Sequence
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+PUBLISHED_BLOCK = 128  # columns and features with one scale in published matrices
+_SCALED_COLUMNS = 64  # columns with one scale in `Float8Blocks`
 
 
 @flax.struct.dataclass
@@ -78,6 +84,132 @@ class Float8:
 
 
 @flax.struct.dataclass
+class Float8Blocks:
+    """A published matrix in float8_e4m3fn, with a scale for each 64 columns and 128 features.
+
+    Stored as `[outer, inner]`, the checkpoint's layout. Published blocks have 128 columns; half of
+    that is held because the parts of a fused matrix may begin at any multiple of 64. Scales beyond
+    the last column or feature belong to partial blocks.
+    """
+
+    array: Float[Array, "outer inner"]
+    scale: Float[Array, "rows columns"]  # float32
+
+    @staticmethod
+    def of_parts(parts: Sequence[tuple[jax.Array, jax.Array]]) -> "Float8Blocks":
+        """Join published matrices side by side; each keeps its scales.
+
+        Args:
+            parts: matrices `[outer, inner]` in float8_e4m3fn, and their scales, one per 128 columns
+                and 128 features. The last block of each part may be partial.
+
+        Raises:
+            ValueError: there are too few or too many scales, or a part but the last is no multiple
+                of 64 columns.
+        """
+        for i, (array, scale) in enumerate(parts):
+            expected = tuple(-(-size // PUBLISHED_BLOCK) for size in array.shape)
+            if scale.shape != expected:
+                raise ValueError(
+                    f"Scales must be {expected[0]} x {expected[1]} for a matrix of "
+                    f"{array.shape[0]} x {array.shape[1]}, one per block of 128 x 128, got "
+                    f"{scale.shape[0]} x {scale.shape[1]}; pass those of the same matrix."
+                )
+            if i < len(parts) - 1 and array.shape[0] % _SCALED_COLUMNS:
+                raise ValueError(
+                    f"A part must have a multiple of {_SCALED_COLUMNS} columns, got "
+                    f"{array.shape[0]}; keep it as a weight of its own."
+                )
+        halves = [
+            jnp.repeat(scale.astype(jnp.float32), PUBLISHED_BLOCK // _SCALED_COLUMNS, axis=0)[
+                : -(-array.shape[0] // _SCALED_COLUMNS)
+            ]
+            for array, scale in parts
+        ]
+        arrays = [array for array, _ in parts]
+        return Float8Blocks(jnp.concatenate(arrays), jnp.concatenate(halves))
+
+    @property
+    def inner(self) -> int:
+        """Size of the contracted axis."""
+        return self.array.shape[1]
+
+    @property
+    def outer(self) -> int:
+        """Number of output columns."""
+        return self.array.shape[0]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.array.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix and its scales."""
+        return _bytes(self.array) + _bytes(self.scale)
+
+    def columns(self, ids: Int[Array, " ids"]) -> Dense:
+        """Copy the columns `ids` (int32, all in range) to a new weight in float32.
+
+        Neighbours then have different scales, so no block has one.
+        """
+        scale = self.scale[ids // _SCALED_COLUMNS]
+        return Dense(_dequantised(self.array[ids], scale).T)
+
+    def dense(self, start: int = 0, count: int | None = None) -> Dense:
+        """Return up to `count` columns from `start` in float32, by default all.
+
+        Both are multiples of 64.
+        """
+        stop = self.outer if count is None else min(start + count, self.outer)
+        scale = self.scale[start // _SCALED_COLUMNS : -(-stop // _SCALED_COLUMNS)]
+        array = self.array[start:stop]
+        by_column = jnp.repeat(scale, _SCALED_COLUMNS, axis=0)[: array.shape[0]]
+        return Dense(_dequantised(array, by_column).T)
+
+
+@flax.struct.dataclass
+class Float8Rows:
+    """A published matrix in float8_e4m3fn, with a scale for each column.
+
+    Stored as `[outer, inner]`, the checkpoint's layout, whose rows are the columns. A scale per
+    matrix, or per part of a fused one, is repeated.
+    """
+
+    array: Float[Array, "outer inner"]
+    scale: Float[Array, " outer"]  # float32
+
+    @property
+    def inner(self) -> int:
+        """Size of the contracted axis."""
+        return self.array.shape[1]
+
+    @property
+    def outer(self) -> int:
+        """Number of output columns."""
+        return self.array.shape[0]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.array.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix and its scales."""
+        return _bytes(self.array) + _bytes(self.scale)
+
+    def columns(self, ids: Int[Array, " ids"]) -> "Float8Rows":
+        """Copy the columns `ids` (int32, all in range) to a new weight."""
+        return Float8Rows(self.array[ids], self.scale[ids])
+
+    def dense(self, start: int = 0, count: int | None = None) -> Dense:
+        """Return up to `count` columns from `start` in float32, by default all."""
+        stop = self.outer if count is None else start + count
+        array = self.array[start:stop].astype(jnp.float32)
+        return Dense((array * self.scale[start:stop, None]).T)
+
+
+@flax.struct.dataclass
 class DenseExperts:
     """One matrix per expert of a layer, in the dtype of the activations.
 
@@ -106,7 +238,8 @@ class DenseExperts:
         return self.array.dtype
 
 
-Weight = Dense | Float8
+Published8Bit = Float8Blocks | Float8Rows
+Weight = Dense | Float8 | Published8Bit
 
 
 def to_float8(
@@ -127,3 +260,13 @@ def to_float8(
 def _float8_of(array):
     transposed, scale = to_float8(array.T)
     return transposed, scale
+
+
+def _dequantised(array, scale):
+    """Return `array` in float32, each row times its scales of 128 features."""
+    by_feature = jnp.repeat(scale, PUBLISHED_BLOCK, axis=1)[:, : array.shape[1]]
+    return array.astype(jnp.float32) * by_feature
+
+
+def _bytes(array):
+    return math.prod(array.shape) * array.dtype.itemsize

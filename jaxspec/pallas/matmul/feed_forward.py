@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.matmul import gemm
+from jaxspec.pallas.matmul import float8_ops, gemm
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.products import check_inner, matmul
@@ -12,7 +12,7 @@ from jaxspec.pallas.matmul.split_matmul import gated_matmul, split_matmul, squar
 from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.residual import Pending, Stream
 from jaxspec.pallas.norm.rms_norm import Norm
-from jaxspec.weight import Weight
+from jaxspec.weight import Published8Bit, Weight
 
 
 def feed_forward(
@@ -68,6 +68,8 @@ def matmul_silu(x: Float[Array, "tokens features"], weight: Weight) -> Float[Arr
     """
     check_inner(x.shape[1], weight)
     Activation.SWIGLU.check(weight.outer)
+    if isinstance(weight, Published8Bit):
+        return Activation.SWIGLU(float8_ops.plain_matmul("matmul_silu", x, weight))
     why, wave = gemm.choose(x, weight, x.shape[1], gate_up=True)
     if dispatch.runs_kernel("matmul_silu", why, rows=x.shape[0], by_choice=True):
         from jaxspec.pallas.matmul.gemm_kernel import matmul_silu_kernel
@@ -92,6 +94,9 @@ def matmul_squared_relu(
         ValueError: `weight` does not match the features of `x`.
     """
     check_inner(x.shape[1], weight)
+    if isinstance(weight, Published8Bit):
+        product = float8_ops.plain_matmul("matmul_squared_relu", x, weight)
+        return Activation.SQUARED_RELU(product)
     why, wave = gemm.choose(x, weight, x.shape[1])
     if dispatch.runs_kernel("matmul_squared_relu", why, rows=x.shape[0], by_choice=True):
         from jaxspec.pallas.matmul.gemm_kernel import matmul_squared_relu_kernel

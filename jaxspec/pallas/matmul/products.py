@@ -3,12 +3,14 @@
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec import device
-from jaxspec.weight import Float8, Weight
+from jaxspec.weight import Float8, Published8Bit, Weight
 
 BLOCK_N = 64  # columns of the weight per wgmma: its M
+_DENSE_COLUMNS = 4096  # columns of a published weight that are in float32 at a time
 DTYPES = jnp.bfloat16, jnp.float16  # multiplied by tensor cores without a conversion
 
 
@@ -21,14 +23,25 @@ def matmul(
     sums, and writes some of the multiplications to memory; a matmul of two rows is a GEMM, which
     reads the weight once.
 
-    A `Float8` weight is converted to float32, as a copy.
+    A `Float8` weight is converted to float32, as a copy. A published weight in 8 bits is too, some
+    columns at a time, and multiplied in float32 without rounding its entries.
     """
+    if isinstance(weight, Published8Bit):
+        return _published_matmul(x.astype(jnp.float32), weight).astype(dtype or x.dtype)
     if isinstance(weight, Float8):
         return matmul(x.astype(jnp.float32), weight.dense()).astype(dtype or x.dtype)
     rows = x.shape[0]
     if rows == 1 and device.default_device().platform == "gpu":
         x = jnp.broadcast_to(x, (2, x.shape[1]))
     return jnp.matmul(x, weight.array, preferred_element_type=dtype)[:rows]
+
+
+def _published_matmul(x, weight):
+    products = [
+        jnp.matmul(x, weight.dense(start, _DENSE_COLUMNS).array, precision=lax.Precision.HIGHEST)
+        for start in range(0, weight.outer, _DENSE_COLUMNS)
+    ]
+    return jnp.concatenate(products, axis=1)
 
 
 def check_inner(features: int, weight: Weight) -> None:

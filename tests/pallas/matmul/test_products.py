@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from published_8bit import blocks_of, dequantised, dequantised_rows, rows_of
 
+from jaxspec.pallas.matmul import products
 from jaxspec.pallas.matmul.products import check_inner, matmul
 from jaxspec.weight import Dense, Float8
 
@@ -37,6 +39,19 @@ def test_a_weight_in_8_bits_is_multiplied_as_it_is_rounded(dtype):
     np.testing.assert_allclose(
         np.asarray(y, np.float64), expected, rtol=2**-8 if dtype is None else 1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("columns_at_a_time", [64, 128, 4096])
+def test_a_published_weight_is_multiplied_without_rounding(monkeypatch, columns_at_a_time):
+    monkeypatch.setattr(products, "_DENSE_COLUMNS", columns_at_a_time)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 256)), jnp.bfloat16)
+    wide = np.asarray(x, np.float64)
+    weight, parts = blocks_of(256, 192, 100)
+    for of, expected in ((weight, dequantised(parts)), (rows_of(256, 100), None)):
+        expected = dequantised_rows(of) if expected is None else expected
+        y, expected = matmul(x, of, jnp.float32), wide @ expected
+        np.testing.assert_allclose(y, expected, atol=1e-6 * np.abs(expected).max())
+        assert matmul(x, of).dtype == jnp.bfloat16
 
 
 def test_no_product_on_a_gpu_has_one_row(monkeypatch):

@@ -1,0 +1,104 @@
+"""Choice and tiling of the kernel for matmuls with weights in FP8 as published.
+
+A bfloat16 number has 8 significant bits and an e4m3 number 4, so an activation is the exact sum of
+two e4m3 numbers, `factor * (high + low / 16)`. The kernel multiplies both by the weight's bytes as
+they are. Tensor cores sum FP8 products with about 14 bits, so the sum over each 128 features is
+scaled and added in float32.
+"""
+
+from math import ceil
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxspec.pallas.gpu import device
+from jaxspec.pallas.matmul.products import BLOCK_N
+from jaxspec.weight import Float8Blocks, Float8Rows
+
+CHUNK = 128  # features of a sum of FP8 products, and of a scale
+LOW = 1 / 16  # factor of the low parts
+FUSED_ROWS = 8  # rows up to which the kernel runs what precedes a matmul in every block
+_SCALES = 4  # a copy of scales is a multiple of 16 bytes
+_BLOCK_ROWS = 64
+_MAX_PARTS = 4  # split-K parts; each adds 4 bytes per output to write and to read
+_SHARED_ROWS = 16  # rows up to which two blocks share a multiprocessor
+_TOP = 7  # the largest number of a chunk is scaled to 2**7 to 2**8; e4m3 ends at 448
+_BIAS, _MANTISSA = 127, 23  # of float32
+
+
+class Float8Tiling(NamedTuple):
+    """Distribution of a matmul over blocks."""
+
+    rows: int  # rows per block, a multiple of 8
+    row_blocks: int
+    warpgroups: int  # warpgroups of a block that multiply `BLOCK_N` columns each
+    parts: int  # split-K parts
+
+    @staticmethod
+    def of(tokens: int, inner: int, outer: int, *, is_split: bool = False) -> "Float8Tiling":
+        """Return the tiling for `tokens` rows; `is_split` allows several parts.
+
+        8 rows, 12288 -> 4096, split: 64 x 2 blocks
+        8 rows, 6144 -> 5120, split: 80 x 3 blocks, two on most multiprocessors
+        128 rows, 4096 -> 24576: 2 x 192 blocks of 64 x 128
+        """
+        row_blocks = ceil(tokens / _BLOCK_ROWS)
+        rows = 8 * ceil(tokens / row_blocks / 8)
+        warpgroups = 1 if rows <= _SHARED_ROWS or outer % (2 * BLOCK_N) else 2
+        blocks = row_blocks * outer // (warpgroups * BLOCK_N)
+        limit = min(_MAX_PARTS, inner // CHUNK) if is_split else 1
+        busy = {parts: _busy(blocks * parts) for parts in range(1, limit + 1)}
+        enough = 0.95 * max(busy.values())
+        parts = min(parts for parts in busy if busy[parts] >= enough)
+        return Float8Tiling(rows, row_blocks, warpgroups, parts)
+
+    def blocks(self, outer: int) -> int:
+        return self.parts * self.row_blocks * outer // (self.warpgroups * BLOCK_N)
+
+    @property
+    def shares(self) -> bool:
+        """True if the registers of two blocks fit on a multiprocessor."""
+        return self.warpgroups == 1 and self.rows <= _SHARED_ROWS
+
+
+def _busy(blocks: int) -> float:
+    """Return the share of multiprocessors with as many blocks as any has."""
+    return blocks / (device.MULTIPROCESSORS * ceil(blocks / device.MULTIPROCESSORS))
+
+
+def split(
+    x: Float[Array, "rows features"],
+) -> tuple[Float[Array, "rows features"], Float[Array, "rows features"], Float[Array, " rows"]]:
+    """Return float8_e4m3fn arrays `high`, `low`, and the float32 power of two of each row.
+
+    `factor * (high + low / 16)` equals a 16-bit `x`, given in float32, for entries down to 2**-13
+    of the row's largest, and differs by at most 2**-21 of that largest below. A row with a number
+    that is not finite has a NaN in its place. Kernels call this, too.
+    """
+    bits = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=1), jnp.int32)
+    exponent = bits >> _MANTISSA
+    # Below 2**-119 both powers of two stay normal numbers.
+    held = jnp.where(exponent < _TOP + 1, _TOP + 1, exponent)
+    factor = lax.bitcast_convert_type((held - _TOP) << _MANTISSA, jnp.float32)
+    # Infinity times 0 is NaN; a conversion to e4m3 could saturate instead.
+    inverse = jnp.where(exponent > 2 * _BIAS, 0, (2 * _BIAS + _TOP - held) << _MANTISSA)
+    inverse = lax.bitcast_convert_type(inverse, jnp.float32)
+    scaled = x * lax.broadcast_in_dim(inverse, x.shape, (0,))
+    high = scaled.astype(jnp.float8_e4m3fn)
+    low = (scaled - high.astype(jnp.float32)) * (1 / LOW)
+    return high, low.astype(jnp.float8_e4m3fn), factor
+
+
+def why_not_kernel(
+    x: jax.Array | jax.ShapeDtypeStruct, weight: Float8Blocks | Float8Rows
+) -> str | None:
+    """Return why the kernel cannot multiply rows in the dtype of `x` by `weight`, or None."""
+    if x.dtype != jnp.bfloat16:  # 11 significant bits are not two e4m3 numbers
+        return f"{x.dtype} for 8 bits"
+    unit = CHUNK * (_SCALES if isinstance(weight, Float8Blocks) else 1)
+    if weight.inner % unit or weight.outer % BLOCK_N:
+        return f"a weight of {weight.inner} x {weight.outer}"
+    return None
