@@ -422,6 +422,23 @@ def test_a_draft_head_counts_a_byte_for_each_weight(monkeypatch):
     assert first.run((), 0, *first.operands)[0].tolist() == [0]
 
 
+def test_a_published_weight_counts_a_byte_for_each_entry(monkeypatch):
+    matmul = importlib.import_module("benchmarks.kernels.cases.matmul")
+    monkeypatch.setattr(matmul, "_WEIGHTS", 1)
+    for sizes in ("HIDDEN", "INTERMEDIATE"):
+        monkeypatch.setattr(matmul, sizes, dict.fromkeys(matmul.HIDDEN, 128))
+    monkeypatch.setattr(matmul, "_PARTS", {})
+    monkeypatch.setattr(matmul, "_draw", lambda seed, count, *dims: (jnp.ones(dims, jnp.bfloat16),))
+    cases = [*matmul.gated_matmul_cases()]
+    assert [case.about["rows"] for case in cases] == 2 * [1, 8]
+    assert {case.about["dtype"] for case in cases} == {"float8_e4m3fn"}
+    first = cases[0]
+    assert first.layer_bytes == 128 * 128 and first.total_bytes == 128 * 128 + 2 * (256 + 128)
+    out, _ = first.run((), 0, *first.operands)
+    gated = float(jax.nn.silu(jnp.bfloat16(1)))
+    assert jnp.allclose(out.astype(jnp.float32), gated * 128**0.5, rtol=2**-4)
+
+
 @pytest.fixture(scope="module")
 def ab(short_model, tmp_path_factory):
     """The A/B of a few generations: its module, what it wrote, and the requests of both arms."""

@@ -32,7 +32,7 @@ from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.norm.rms_norm import Norm
 from jaxspec.requests.request import ROW_STOP_IDS
-from jaxspec.weight import Dense, Float8
+from jaxspec.weight import Dense, Float8, Float8Blocks, to_float8
 
 _SHAPE = GDN["qwen3.5-0.8b"]  # also the 2B's
 _VALUES = _SHAPE.value_heads * _SHAPE.value_dim
@@ -44,6 +44,8 @@ _MORE_ROWS = {  # than 8
     "qwen3.5-2b": (16, 64),
     "qwen3.5-9b": (16, 64, 128, 256),
 }
+_PUBLISHED = "qwen3.5-9b", "qwen3.5-27b"  # also measured with weights in 8 bits
+_PUBLISHED_ROWS = 1, 8, 64
 _SQUARED_RELU = {  # features, and columns of a layer without a gate
     "nemotron-3-nano-4b": (3136, 12544),
     "nemotron-nano-9b-v2": (4480, 15680),
@@ -59,9 +61,14 @@ def norm_matmul_cases() -> Iterator[Case]:
                 yield _norm_matmul_case(model, name, columns, tokens)
     for tokens in (128, 256):
         yield _norm_matmul_case("qwen3.5-9b", "in_proj", GDN["qwen3.5-9b"].projected, tokens)
+    for model in _PUBLISHED:
+        columns = GDN[model].conv_dim + GDN[model].value_heads * GDN[model].value_dim
+        for tokens in _PUBLISHED_ROWS:
+            case = _norm_matmul_case(model, "in_proj", columns, tokens, _in_blocks)
+            yield dataclasses.replace(case, reference=None)
 
 
-def _norm_matmul_case(model, name, columns, tokens):
+def _norm_matmul_case(model, name, columns, tokens, of=Dense):
     """Partial sums are pending for the kernel, as in a step; tokens for what runs without it."""
     features, parts = HIDDEN[model], _PARTS.get(model, MAX_PARTS)
     x, tokens_added = (_draw(i, INPUTS, tokens, features) for i in range(2))
@@ -70,12 +77,12 @@ def _norm_matmul_case(model, name, columns, tokens):
 
     def fused(weight, index, x, sums, tokens_added, scale):
         norm = Norm(scale, 1e-6, zero_centred=True)
-        return norm_matmul(x[index], sums[index], norm, Dense(weight))
+        return norm_matmul(x[index], sums[index], norm, weight)
 
     def unfused(weight, index, x, sums, tokens_added, scale):
         norm = Norm(scale, 1e-6, zero_centred=True)
         stream, normed = add_norm(x[index], tokens_added[index], norm)
-        return stream, matmul(normed, Dense(weight))
+        return stream, matmul(normed, weight)
 
     return _case(
         "norm_matmul",
@@ -85,6 +92,7 @@ def _norm_matmul_case(model, name, columns, tokens):
         (features, columns),
         (x, sums, tokens_added, scale),
         2 * tokens * (2 * features + columns) + 4 * parts * tokens * features,
+        of,
     )
 
 
@@ -107,6 +115,12 @@ def split_matmul_cases() -> Iterator[Case]:
     for tokens in (16, 64, 256):
         about = "nemotron-3-super", "latent and shared", tokens
         yield _plain_case("split_matmul", ops, about, 1024 + 5376, 4096)
+    for model in _PUBLISHED:
+        heads = GDN[model].value_heads * GDN[model].value_dim
+        for tokens in _PUBLISHED_ROWS:
+            yield _published_case(
+                "split_matmul", ops, (model, "o_proj", tokens), heads, HIDDEN[model]
+            )
 
 
 def gated_matmul_cases() -> Iterator[Case]:
@@ -116,6 +130,10 @@ def gated_matmul_cases() -> Iterator[Case]:
         for tokens in (1, 4, 8):
             about, inner = (model, "down", tokens), INTERMEDIATE[model]
             yield _plain_case("gated_matmul", ops, about, inner, HIDDEN[model], times=2)
+    for model in _PUBLISHED:
+        for tokens in (1, 8):
+            about, sizes = (model, "down", tokens), (INTERMEDIATE[model], HIDDEN[model])
+            yield _published_case("gated_matmul", ops, about, *sizes, times=2)
 
 
 def matmul_silu_cases() -> Iterator[Case]:
@@ -127,6 +145,10 @@ def matmul_silu_cases() -> Iterator[Case]:
             yield _plain_case(
                 "matmul_silu", ops, (model, "gate_up", tokens), HIDDEN[model], columns
             )
+
+    for model in _PUBLISHED:
+        about, sizes = (model, "gate_up", 64), (HIDDEN[model], 2 * INTERMEDIATE[model])
+        yield _published_case("matmul_silu", ops, about, *sizes)
 
 
 def matmul_squared_relu_cases() -> Iterator[Case]:
@@ -158,6 +180,17 @@ def argmax_matmul_cases() -> Iterator[Case]:
 
 def _in_8_bits(array):
     return Float8.of(Dense(array))
+
+
+def _in_blocks(array):
+    in_8_bits, scale = to_float8(array.T)
+    outer, inner = in_8_bits.shape
+    return Float8Blocks(in_8_bits, jnp.full((outer // 64, inner // 128), scale))
+
+
+def _published_case(*args, **named):
+    """The case of a published weight in 8 bits; the reference would copy it in float32."""
+    return dataclasses.replace(_plain_case(*args, of=_in_blocks, **named), reference=None)
 
 
 def _plain_case(name, ops, about, inner, outer, of=Dense, times=1):

@@ -1,10 +1,10 @@
 """Kernel of matmuls with weights in FP8 as published (Pallas, Mosaic GPU).
 
 A block has up to 64 rows, 64 or 128 columns of the weight, and all or part of its features. One
-warp copies weight and activations into a ring, 128 features at a time. Two warpgroups take turns to
-compute the activations from what was copied, and split them into two e4m3 numbers each
-(`float8.split`). One or two warpgroups multiply the weight's bytes by both halves, scale the sum
-and add it in float32.
+warp copies the weight into a ring, 128 features at a time, and another one the activations. Two
+warpgroups take turns to compute the activations from what was copied, and split them into two e4m3
+numbers each (`float8.split`). One or two warpgroups multiply the weight's bytes by both halves,
+scale the sum and add it in float32.
 
 Everything before the matmul thus runs beside it: the activation of a feed-forward layer, and the
 gated norm of Gated DeltaNet.
@@ -28,6 +28,7 @@ from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.weight import Float8Blocks
 
 _MAX_STAGES = 24
+_SMALL_ROWS = 16  # rows up to which the rings of activations have twice the stages
 _SPLIT_ROWS = 8  # rows that are split at a time
 _SPLITTERS = 2  # warpgroups that take turns to split activations
 _RESERVED = 8192  # bytes of barriers, and for rounding up allocations
@@ -109,18 +110,42 @@ class _Operands(NamedTuple):
 
 
 class _Buffers(NamedTuple):
-    """Shared memory of a block; barriers are one per stage of the ring but for `scaled`."""
+    """Shared memory of a block: three rings, each with barriers of its stages."""
 
-    ring: Any  # of the weight
+    weight: Any
+    weight_filled: Any
+    weight_freed: Any
     copied: Any  # what the activations are computed from, a list
+    copied_filled: Any
+    copied_freed: Any
     tokens: Any  # the high halves of the activations, then the low halves
     factors: Any  # the power of two of each row
+    tokens_filled: Any
+    tokens_freed: Any
     scales: Any  # of the weight's blocks; None with a scale per column
+    scaled: Any  # barrier of `scales`
     out: Any
-    filled: Any  # weight and activations are copied
-    ready: Any  # the activations are split
-    freed: Any  # the stage is multiplied
-    scaled: Any
+
+
+class _Stages(NamedTuple):
+    """Stages of each ring.
+
+    Those of the activations are even: each belongs to one splitter, which waits for all its phases.
+    """
+
+    weight: int
+    copied: int
+    tokens: int
+
+    @staticmethod
+    def of(activations, tiling, held: int, room: int) -> "_Stages":
+        """Return as many stages for the weight as fit beside `held` bytes and the other rings."""
+        rows, is_small = tiling.rows, tiling.rows <= _SMALL_ROWS
+        copied, tokens = (8, 4) if is_small else (4, 2)
+        bytes_copied = sum(rows * CHUNK * piece.dtype.itemsize for piece in activations.pieces)
+        held += copied * bytes_copied + tokens * rows * (2 * CHUNK + 4)
+        stages = (room - held) // (CHUNK * tiling.warpgroups * BLOCK_N)
+        return _Stages(max(2, min(stages, _MAX_STAGES)), copied, tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,43 +157,37 @@ class _Block:
     chunks: int  # of all parts
     by_block: bool  # True if blocks of the weight have a scale, not columns
     dtype: Any  # of the output
-    stages: int
+    stages: _Stages
 
     @staticmethod
     def of(activations, weight, tiling, dtype):
-        rows, width = tiling.rows, tiling.warpgroups * BLOCK_N
         chunks, by_block = weight.inner // CHUNK, isinstance(weight, Float8Blocks)
-        stage = CHUNK * (width + 2 * rows) + 4 * rows
-        stage += sum(rows * CHUNK * piece.dtype.itemsize for piece in activations.pieces)
-        held = rows * width * jnp.dtype(dtype).itemsize + _RESERVED + 4 * chunks * by_block
+        width = tiling.warpgroups * BLOCK_N
+        held = tiling.rows * width * jnp.dtype(dtype).itemsize + _RESERVED
+        held += 4 * chunks * tiling.warpgroups * by_block
         room = device.room(tiling.blocks(weight.outer) if tiling.shares else 1)
-        stages = min((room - held) // stage, pl.cdiv(chunks, tiling.parts), _MAX_STAGES)
-        # Each stage always belongs to the same splitter, which therefore waits for all its phases.
-        stages = max(stages // _SPLITTERS, 1) * _SPLITTERS
+        stages = _Stages.of(activations, tiling, held, room)
         return _Block(activations, tiling, chunks, by_block, dtype, stages)
 
     def scratch(self):
-        rows, warpgroups = self.tiling.rows, self.tiling.warpgroups
-        tile, barrier = (
-            tensor_cores.tile,
-            functools.partial(plgpu.Barrier, num_barriers=self.stages),
-        )
-        f8 = jnp.float8_e4m3fn
+        rows, warpgroups, stages = self.tiling.rows, self.tiling.warpgroups, self.stages
+        tile, f8 = tensor_cores.tile, jnp.float8_e4m3fn
         scales = plgpu.SMEM((warpgroups, self.chunks), jnp.float32) if self.by_block else None
+        pieces = self.activations.pieces
         return {
-            "ring": tile(self.stages, warpgroups * BLOCK_N, CHUNK, dtype=f8),
-            "copied": [
-                plgpu.SMEM((self.stages, rows, CHUNK), piece.dtype)
-                for piece in self.activations.pieces
-            ],
-            "tokens": tile(self.stages, 2 * rows, CHUNK, dtype=f8),
-            "factors": plgpu.SMEM((self.stages, rows), jnp.float32),
+            "weight": tile(stages.weight, warpgroups * BLOCK_N, CHUNK, dtype=f8),
+            "weight_filled": plgpu.Barrier(num_barriers=stages.weight),
+            "weight_freed": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages.weight),
+            "copied": [plgpu.SMEM((stages.copied, rows, CHUNK), piece.dtype) for piece in pieces],
+            "copied_filled": plgpu.Barrier(num_arrivals=len(pieces), num_barriers=stages.copied),
+            "copied_freed": plgpu.Barrier(num_barriers=stages.copied),
+            "tokens": tile(stages.tokens, 2 * rows, CHUNK, dtype=f8),
+            "factors": plgpu.SMEM((stages.tokens, rows), jnp.float32),
+            "tokens_filled": plgpu.Barrier(num_barriers=stages.tokens),
+            "tokens_freed": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages.tokens),
             "scales": scales,
-            "out": tile(warpgroups, rows, BLOCK_N, dtype=self.dtype),
-            "filled": barrier(num_arrivals=1 + len(self.activations.pieces)),
-            "ready": barrier(),
-            "freed": barrier(num_arrivals=warpgroups),
             "scaled": plgpu.Barrier(),
+            "out": tile(warpgroups, rows, BLOCK_N, dtype=self.dtype),
         }
 
     def run(self, operands, buffers):
@@ -194,21 +213,28 @@ class _Block:
             self._copy(span, operands, buffers)
 
     def _copy(self, span, operands, buffers):
-        """Fill the ring, each stage once it was multiplied."""
+        """Fill the rings of the weight and of the activations' pieces, with a warp for each."""
         first, count = span
         column = lax.axis_index("column") * self.tiling.warpgroups
         columns = pl.ds(column * BLOCK_N, self.tiling.warpgroups * BLOCK_N)
+        rows = pl.ds(lax.axis_index("row") * self.tiling.rows, self.tiling.rows)
 
-        def fetch(j):
-            stage = lax.rem(j, self.stages)
-            filled, feature = buffers.filled.at[stage], (first + j) * CHUNK
-            pl.when(j >= self.stages)(lambda: plgpu.barrier_wait(buffers.freed.at[stage]))
-            part = operands.weight.at[columns, pl.ds(feature, CHUNK)]
-            plgpu.copy_gmem_to_smem(part, buffers.ring.at[stage], filled)
-            rows = pl.ds(lax.axis_index("row") * self.tiling.rows, self.tiling.rows)
+        def fetch_weight(j):
+            stage = lax.rem(j, self.stages.weight)
+            freed = buffers.weight_freed.at[stage]
+            pl.when(j >= self.stages.weight)(lambda: plgpu.barrier_wait(freed))
+            part = operands.weight.at[columns, pl.ds((first + j) * CHUNK, CHUNK)]
+            filled = buffers.weight_filled.at[stage]
+            plgpu.copy_gmem_to_smem(part, buffers.weight.at[stage], filled)
+
+        def fetch_pieces(j):
+            stage = lax.rem(j, self.stages.copied)
+            freed = buffers.copied_freed.at[stage]
+            pl.when(j >= self.stages.copied)(lambda: plgpu.barrier_wait(freed))
+            filled = buffers.copied_filled.at[stage]
             for piece, copied in zip(self.activations.pieces, buffers.copied, strict=True):
-                from_ = operands.activations[piece.operand]
-                part = from_.at[rows, pl.ds(piece.first + feature, CHUNK)]
+                features = pl.ds(piece.first + (first + j) * CHUNK, CHUNK)
+                part = operands.activations[piece.operand].at[rows, features]
                 plgpu.copy_gmem_to_smem(part, copied.at[stage], filled)
 
         @plgpu.warp_map
@@ -218,27 +244,40 @@ class _Block:
                 if self.by_block:
                     part = operands.scale.at[pl.ds(column, self.tiling.warpgroups)]
                     plgpu.copy_gmem_to_smem(part, buffers.scales, buffers.scaled)
-                pl.loop(0, count)(fetch)
+                pl.loop(0, count)(fetch_weight)
+
+            @pl.when(warp == 1)
+            def _():
+                pl.loop(0, count)(fetch_pieces)
 
     def _split(self, turn, count, operands, buffers):
-        """Compute the activations of every other stage, and split them into two e4m3 numbers."""
+        """Compute the activations of every other chunk, and split them into two e4m3 numbers."""
         layout = layouts.piece_layout(_SPLIT_ROWS, CHUNK, itemsize=2)
         of_features = self.activations.constants(operands.activations, layout)
 
-        def step(_, stage):
-            plgpu.barrier_wait(buffers.filled.at[stage])
+        def advance(stage, stages):
+            return jnp.where(stage + _SPLITTERS >= stages, turn, stage + _SPLITTERS)
+
+        def step(i, at):
+            source, target = at
+            j = turn + i * _SPLITTERS
+            plgpu.barrier_wait(buffers.copied_filled.at[source])
+            freed = buffers.tokens_freed.at[target]
+            pl.when(j >= self.stages.tokens)(lambda: plgpu.barrier_wait(freed))
             for first in range(0, self.tiling.rows, _SPLIT_ROWS):
                 rows, low = pl.ds(first, _SPLIT_ROWS), pl.ds(self.tiling.rows + first, _SPLIT_ROWS)
-                loaded = [access.load(x.at[stage, rows], layout) for x in buffers.copied]
+                loaded = [access.load(x.at[source, rows], layout) for x in buffers.copied]
                 halves = split(self.activations.of(layout, loaded, of_features))
-                access.store(buffers.tokens.at[stage, rows], halves[0])
-                access.store(buffers.tokens.at[stage, low], halves[1])
-                access.store(buffers.factors.at[stage, rows], halves[2])
+                access.store(buffers.tokens.at[target, rows], halves[0])
+                access.store(buffers.tokens.at[target, low], halves[1])
+                access.store(buffers.factors.at[target, rows], halves[2])
             plgpu.commit_smem()
-            plgpu.barrier_arrive(buffers.ready.at[stage])
-            return jnp.where(stage + _SPLITTERS >= self.stages, turn, stage + _SPLITTERS)
+            plgpu.barrier_arrive(buffers.tokens_filled.at[target])
+            read = buffers.copied_freed.at[source]
+            pl.when(j + self.stages.copied < count)(lambda: plgpu.barrier_arrive(read))
+            return advance(source, self.stages.copied), advance(target, self.stages.tokens)
 
-        lax.fori_loop(0, lax.div(count - turn + _SPLITTERS - 1, _SPLITTERS), step, turn)
+        lax.fori_loop(0, lax.div(count - turn + _SPLITTERS - 1, _SPLITTERS), step, (turn, turn))
 
     def _multiply(self, warpgroup, span, operands, buffers):
         """Sum the products of a warpgroup's columns, and write them."""
@@ -247,21 +286,27 @@ class _Block:
         if self.by_block:
             plgpu.barrier_wait(buffers.scaled)
 
+        def release(barrier, j, stages):
+            """Free the stage of chunk `j` if a later chunk reuses it."""
+            pl.when(j + stages < count)(lambda: plgpu.barrier_arrive(barrier))
+
         def step(j, carry):
-            stage, total = carry
-            plgpu.barrier_wait(buffers.filled.at[stage])
-            plgpu.barrier_wait(buffers.ready.at[stage])
-            tokens = buffers.tokens.at[stage].transpose((1, 0))
-            sums = tensor_cores.product(buffers.ring.at[stage, mine], tokens)
-            factor = access.load(buffers.factors.at[stage], plgpu.Layout.WGMMA.reduce(0))
+            stage, at, total = carry
+            plgpu.barrier_wait(buffers.weight_filled.at[stage])
+            plgpu.barrier_wait(buffers.tokens_filled.at[at])
+            tokens = buffers.tokens.at[at].transpose((1, 0))
+            sums = tensor_cores.product(buffers.weight.at[stage, mine], tokens)
+            release(buffers.weight_freed.at[stage], j, self.stages.weight)
+            factor = access.load(buffers.factors.at[at], plgpu.Layout.WGMMA.reduce(0))
+            release(buffers.tokens_freed.at[at], j, self.stages.tokens)
             factor = factor * buffers.scales[warpgroup, first + j] if self.by_block else factor
             sums = sums[:, :rows] + sums[:, rows:] * LOW
             total = total + sums * lax.broadcast_in_dim(factor, sums.shape, (1,))
-            pl.when(j + self.stages < count)(lambda: plgpu.barrier_arrive(buffers.freed.at[stage]))
-            return access.next_stage(stage, self.stages), total
+            stage = access.next_stage(stage, self.stages.weight)
+            return stage, access.next_stage(at, self.stages.tokens), total
 
         zeros = plgpu.layout_cast(jnp.zeros((BLOCK_N, rows), jnp.float32), plgpu.Layout.WGMMA)
-        _, total = lax.fori_loop(0, count, step, (jnp.int32(0), zeros))
+        _, _, total = lax.fori_loop(0, count, step, (jnp.int32(0), jnp.int32(0), zeros))
         column = (lax.axis_index("column") * self.tiling.warpgroups + warpgroup) * BLOCK_N
         columns = pl.ds(column, BLOCK_N)
         if not self.by_block:

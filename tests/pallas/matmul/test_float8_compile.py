@@ -1,0 +1,68 @@
+"""The matmuls of published weights in 8 bits compile to sm_90a machine code, without spills."""
+
+import jax.numpy as jnp
+import pytest
+from sm90 import array, assert_lean, compile_for
+
+from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.matmul.feed_forward import feed_forward
+from jaxspec.pallas.matmul.norm_matmul import norm_matmul
+from jaxspec.pallas.matmul.split_matmul import gated_norm_matmul, split_matmul, squared_relu_matmul
+from jaxspec.pallas.norm.gated_norm import GatedNorm
+from jaxspec.pallas.norm.rms_norm import Norm
+from jaxspec.weight import Float8Blocks, Float8Rows
+
+OPTIMIZED = True  # as for a user
+EPS = 1e-6
+F8 = jnp.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """Ops run their kernels where these take the operands, though there is no GPU."""
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, why_not, **_: why_not is None)
+
+
+def blocks(inner, outer):
+    return Float8Blocks(array(outer, inner, dtype=F8), array(outer // 64, inner // 128))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64, 256])
+@pytest.mark.parametrize("model", ["qwen3.5-9b", "qwen3.5-27b"])
+def test_a_layer(h200, monkeypatch, capfd, model, tokens):
+    """Gated DeltaNet's two matmuls and the feed-forward layer's; nothing dequantises a weight."""
+    hidden, inner, shape = HIDDEN[model], INTERMEDIATE[model], GDN[model]
+    values = shape.value_heads * shape.value_dim
+    columns = shape.conv_dim + values
+
+    def step(stream, scale, heads, head_scale, in_proj, out, gate_up, down):
+        norm = Norm(scale, EPS, zero_centred=True)
+        stream, projected = norm_matmul(stream, stream, norm, in_proj)
+        gated = GatedNorm(projected, head_scale, first=shape.conv_dim, eps=EPS)
+        return feed_forward(stream, gated_norm_matmul(heads, gated, out), norm, gate_up, down)
+
+    weights = blocks(hidden, columns), blocks(values, hidden), blocks(hidden, 2 * inner)
+    rows = array(tokens, hidden, dtype=jnp.bfloat16), array(hidden, dtype=jnp.bfloat16)
+    heads = array(tokens, shape.value_heads, shape.value_dim), array(shape.value_dim)
+    operands = *rows, *heads, *weights, blocks(inner, hidden)
+    compiled = compile_for(h200, monkeypatch, step, operands)
+    between = 4 * tokens * (columns + 3 * inner + 8 * hidden)
+    assert_lean(compiled, capfd.readouterr().out, between=between)
+
+
+@pytest.mark.parametrize("tokens", [8, 64])
+def test_a_scale_per_column(h200, monkeypatch, capfd, tokens):
+    """Of Nemotron-3-Nano: features that no 4 blocks divide, and the square before a matmul."""
+    inner, outer = 2688, 4096
+
+    def step(x, up, y, down):
+        return split_matmul(x, up), squared_relu_matmul(y, down)
+
+    def weight(inner, outer):
+        return Float8Rows(array(outer, inner, dtype=F8), array(outer))
+
+    rows = [array(tokens, features, dtype=jnp.bfloat16) for features in (inner, outer)]
+    operands = rows[0], weight(inner, outer), rows[1], weight(outer, inner)
+    compiled = compile_for(h200, monkeypatch, step, operands)
+    assert_lean(compiled, capfd.readouterr().out, between=8 * tokens * (inner + outer))
