@@ -6,11 +6,14 @@ which takes 0.2 s and fails with some CPU builds of jaxlib.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 EXPLICIT_BARRIERS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
 """For kernels with barriers wherever a thread reads what another wrote, and sums within warps."""
+
+_SWIZZLED = 16  # bytes
 
 
 def next_stage(stage: Any, stages: int) -> Any:
@@ -25,9 +28,34 @@ def next_stage(stage: Any, stages: int) -> Any:
 
 
 def load(ref, layout) -> Any:
-    """Load `ref` into registers with this layout, even if no optimized access pattern exists."""
+    """Load `ref` into registers with this layout, even if no optimized access pattern exists.
+
+    Raises:
+        ValueError: a thread would load vectors of more than 16 bytes from shared memory with two
+            axes or more. Mosaic may swizzle that, 16 bytes at a time, and would read wrong ones.
+    """
+    size = _vector(layout) * ref.dtype.itemsize
+    if size > _SWIZZLED and len(ref.shape) > 1 and _is_shared(ref):
+        raise ValueError(
+            f"Vectors from swizzled memory must have at most {_SWIZZLED} bytes, got {size}; choose "
+            f"the layout for {ref.dtype}, or `load_untiled` where Mosaic does not tile."
+        )
+    return load_untiled(ref, layout)
+
+
+def load_untiled(ref, layout) -> Any:
+    """`load` from memory that Mosaic does not tile, in a kernel of `LoweringSemantics.Lane`."""
     # pyright checks against jax 0.10, whose signature differs; no kernel runs there.
     return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+
+
+def _vector(layout) -> int:
+    """Return the number of adjacent elements in a thread; 1 for layouts that rule out tiles."""
+    return getattr(layout.to_mgpu(), "vector_length", 1)
+
+
+def _is_shared(ref) -> bool:
+    return jax.typeof(getattr(ref, "ref", ref)).memory_space == plgpu.SMEM
 
 
 def store(ref, x):

@@ -33,6 +33,11 @@ class Activations:
     def tokens(self) -> int:
         return self.operands[0].shape[0]
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of the widest element that is copied."""
+        return max(piece.dtype.itemsize for piece in self.pieces)
+
     def constants(self, refs, layout) -> list[Any]:
         """Load the operands that are the same for all features."""
         return [access.load(ref, layout.reduce(0)) for ref in refs if len(ref.shape) == 1]

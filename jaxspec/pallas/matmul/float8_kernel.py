@@ -252,7 +252,7 @@ class _Block:
 
     def _split(self, turn, count, operands, buffers):
         """Compute the activations of every other chunk, and split them into two e4m3 numbers."""
-        layout = layouts.piece_layout(_SPLIT_ROWS, CHUNK, itemsize=2)
+        layout = layouts.piece_layout(_SPLIT_ROWS, CHUNK, self.activations.itemsize)
         of_features = self.activations.constants(operands.activations, layout)
 
         def advance(stage, stages):

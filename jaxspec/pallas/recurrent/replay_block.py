@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu.access import load, store
+from jaxspec.pallas.gpu.access import load, load_untiled, store
 from jaxspec.pallas.gpu.device import THREADS
 from jaxspec.pallas.recurrent.replay import RowTable, must_fold
 
@@ -213,7 +213,7 @@ class RingBlock:
         tiles, layout = self.tiles, _factor_layout(self.sizes.dtype.itemsize)
         shape = (8, 4, self.sizes.key_dim)
         fours = [pl.ds(start, 4) for start in range(0, self.sizes.factors, 4)]
-        factors = [load(factors.at[four], layout.reduce(0)) for four in fours]
+        factors = [load_untiled(factors.at[four], layout.reduce(0)) for four in fours]
         factors = [broadcast(x.astype(jnp.float32), shape, (1, 2), layout) for x in factors]
 
         def multiply_eight(i, _):

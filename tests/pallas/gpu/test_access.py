@@ -45,6 +45,30 @@ def test_a_load_and_a_store_copy(dtype, shape, layout):
     np.testing.assert_array_equal(jax.jit(copy)(x), x)
 
 
+@pytest.mark.mosaic
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_vectors_wider_than_a_swizzle_are_refused_in_shared_memory(dtype, itemsize, is_shared):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    layout = layouts.piece_layout(8, 128, itemsize)
+
+    def body(x, out, copied, barrier):
+        plgpu.copy_gmem_to_smem(x, copied.at[1], barrier)
+        plgpu.barrier_wait(barrier)
+        out[...] = access.load(copied.at[1] if is_shared else x, layout)
+
+    x = jax.ShapeDtypeStruct((8, 128), dtype)
+    scratch = plgpu.SMEM((2, 8, 128), dtype), plgpu.Barrier()
+    copy = plgpu.kernel(body, out_type=x, scratch_types=scratch)
+    if is_shared and itemsize < x.dtype.itemsize:
+        with pytest.raises(ValueError, match="32"):
+            jax.eval_shape(copy, x)
+    else:
+        assert jax.eval_shape(copy, x).shape == x.shape
+
+
 def test_two_blocks_fit_where_there_are_more_than_multiprocessors():
     assert device.room(132) > 2 * device.room(133) and device.room(133) > 108 * 1024
 
