@@ -24,6 +24,7 @@ FUSED_ROWS = 8  # rows up to which the kernel runs what precedes a matmul in eve
 _SCALES = 4  # a copy of scales is a multiple of 16 bytes
 _BLOCK_ROWS = 64
 _MAX_PARTS = 4  # split-K parts; each adds 4 bytes per output to write and to read
+_MANY_PARTS = 8  # rows up to which there are as many parts as run at once
 _SHARED_ROWS = 16  # rows up to which two blocks share a multiprocessor
 _TOP = 7  # the largest number of a chunk is scaled to 2**7 to 2**8; e4m3 ends at 448
 _BIAS, _MANTISSA = 127, 23  # of float32
@@ -41,8 +42,8 @@ class Float8Tiling(NamedTuple):
     def of(tokens: int, inner: int, outer: int, *, is_split: bool = False) -> "Float8Tiling":
         """Return the tiling for `tokens` rows; `is_split` allows several parts.
 
-        8 rows, 12288 -> 4096, split: 64 x 2 blocks
-        8 rows, 6144 -> 5120, split: 80 x 3 blocks, two on most multiprocessors
+        8 rows, 12288 -> 4096, split: 64 x 4 blocks, two on most multiprocessors
+        8 rows, 6144 -> 5120, split: 80 x 3 blocks
         128 rows, 4096 -> 24576: 2 x 192 blocks of 64 x 128
         """
         row_blocks = ceil(tokens / _BLOCK_ROWS)
@@ -50,9 +51,7 @@ class Float8Tiling(NamedTuple):
         warpgroups = 1 if rows <= _SHARED_ROWS or outer % (2 * BLOCK_N) else 2
         blocks = row_blocks * outer // (warpgroups * BLOCK_N)
         limit = min(_MAX_PARTS, inner // CHUNK) if is_split else 1
-        busy = {parts: _busy(blocks * parts) for parts in range(1, limit + 1)}
-        enough = 0.95 * max(busy.values())
-        parts = min(parts for parts in busy if busy[parts] >= enough)
+        parts = _most_at_once(blocks, limit) if rows <= _MANY_PARTS else _busiest(blocks, limit)
         return Float8Tiling(rows, row_blocks, warpgroups, parts)
 
     def blocks(self, outer: int) -> int:
@@ -62,6 +61,21 @@ class Float8Tiling(NamedTuple):
     def shares(self) -> bool:
         """True if the registers of two blocks fit on a multiprocessor."""
         return self.warpgroups == 1 and self.rows <= _SHARED_ROWS
+
+
+def _most_at_once(blocks: int, limit: int) -> int:
+    """Return the most parts, up to `limit`, whose blocks all run at once, two per multiprocessor.
+
+    With few rows a block mostly waits, and two hide each other's waits.
+    """
+    return max(1, min(limit, 2 * device.MULTIPROCESSORS // blocks))
+
+
+def _busiest(blocks: int, limit: int) -> int:
+    """Return the fewest parts, up to `limit`, that keep nearly the most multiprocessors busy."""
+    busy = {parts: _busy(blocks * parts) for parts in range(1, limit + 1)}
+    enough = 0.95 * max(busy.values())
+    return min(parts for parts in busy if busy[parts] >= enough)
 
 
 def _busy(blocks: int) -> float:

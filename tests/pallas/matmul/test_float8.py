@@ -69,7 +69,8 @@ def test_what_is_not_finite_is_not_a_number_in_its_own_row(bad):
 
 SIZES = [
     (8, 4096, 12288, False, Float8Tiling(8, 1, 1, 1)),
-    (1, 12288, 4096, True, Float8Tiling(8, 1, 1, 2)),
+    (1, 12288, 4096, True, Float8Tiling(8, 1, 1, 4)),
+    (8, 4096, 4096, True, Float8Tiling(8, 1, 1, 4)),
     (8, 6144, 5120, True, Float8Tiling(8, 1, 1, 3)),
     (12, 4096, 4096, True, Float8Tiling(16, 1, 1, 2)),
     (64, 4096, 24576, False, Float8Tiling(64, 1, 2, 1)),
