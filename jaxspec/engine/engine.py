@@ -62,7 +62,9 @@ class EngineMetrics:
 class StepTimes:
     """Times of the stages of a dispatch, in seconds of `time.perf_counter`.
 
-    Between `dispatch_end` and `wait_start` the host plans and dispatches other steps.
+    Between `dispatch_end` and `wait_start` the host plans and dispatches other steps. Of a step in
+    halves, `dispatch_end` is that of the first; the host then collects the steps before, computes
+    masks and dispatches the second.
     """
 
     program: AnyProgram
@@ -222,9 +224,8 @@ class Engine:
         return step, pending
 
     def _most_following(self) -> int:
-        # A request that waits for its result is in every second step, not in every third. If all
-        # wait, two halves of them alternate, and the masks of one are computed during the step of
-        # the other: in one step with all of them, the device would wait for the masks.
+        # Beside prompts, a request that waits for its result is in every second step, not in every
+        # third.
         awaited = any(request.awaits_result for request in self.scheduler.running)
         return min(1, self.max_in_flight) if awaited else self.max_in_flight
 

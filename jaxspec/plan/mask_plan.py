@@ -31,8 +31,8 @@ def mask_layout(shapes: StepShapes) -> PackedLayout:
 def pack_masks(requests: Sequence[Request], shapes: StepShapes) -> list[np.ndarray]:
     """Return packed plans (int32) that write the masks of `masks_per_write` requests each.
 
-    Nothing of them may be in flight: a mask depends on all tokens, and on the drafts to verify. All
-    masks are computed together, because each matcher has one thread.
+    All earlier steps of the requests must be collected: a mask depends on all tokens, and on the
+    drafts to verify. The masks of all requests are computed in one call, a thread per request.
     """
     layout, most = mask_layout(shapes), shapes.masks_per_write
     packed = np.zeros((-(-len(requests) // most), layout.size), np.int32)
@@ -46,7 +46,7 @@ def pack_masks(requests: Sequence[Request], shapes: StepShapes) -> list[np.ndarr
 
 def _masks(requests: Sequence[Request], shapes: StepShapes) -> np.ndarray:
     words = -(-shapes.vocab_size // 32)
-    # Places after a refused draft stay -1, and are never read.
+    # Places after a draft that the grammar refuses stay -1, and are never read.
     masks = np.full((len(requests), shapes.width, words), -1, np.int32)
     _fill_by_grammars(requests, masks)
     for mask, request in zip(masks, requests, strict=True):

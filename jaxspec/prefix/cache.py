@@ -181,8 +181,6 @@ class PrefixCache:
             return "prompt_logprobs"  # need every hidden state
         if PENALTIES in request.features:
             return "penalties"  # are counted from the tokens that steps compute
-        if request.bad_words and request.num_output:
-            return "bad_words"  # are matched against output that steps compute
         return ""
 
     # Chunks and cached states

@@ -102,8 +102,8 @@ class LogitsProcessor(_Processor, abc.ABC):
 class HostLogitsProcessor(_Processor, abc.ABC):
     """Function from a request's tokens to the ids that may follow, called on the host.
 
-    A request that uses it takes part in every second step, because a call needs the tokens of the
-    step before. Instances must be hashable.
+    A call needs the tokens of the step before, and runs while the device computes the logits.
+    Instances must be hashable.
     """
 
     @abc.abstractmethod
@@ -173,11 +173,11 @@ def place_of(entry: AnyProcessor) -> str:
 
 
 def source_digest(processor: LogitsProcessor | HostLogitsProcessor) -> str:
-    """Return a digest of the source of a processor's class and of the user's classes it extends.
+    """Return a digest of the source of a processor's class and of the classes it extends.
 
     Args:
         processor: The processor. Classes without a source, such as those of an interactive
-            session, are left out.
+            session, are left out, and so are functions that the classes call.
     """
     digest = hashlib.sha256()
     for kind in type(processor).__mro__:

@@ -290,8 +290,9 @@ class Request:
 
     @property
     def takes_decode_row(self) -> bool:
-        """True if the next step has a decode row for it: at one token per step it has not ended.
+        """True if the next step may have a decode row for it: at one token per step it runs on.
 
+        One that awaits a result is in a step in halves only.
         A last prompt token after a computed context is a decode row without drafts: the same
         kernel serves a forked sample (prompt 11, computed 10) and the tail of a chunked prompt.
         """

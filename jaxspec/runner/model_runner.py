@@ -20,6 +20,7 @@ from jaxspec.plan.plan import (
     AnyProgram,
     CopyBlock,
     ExportState,
+    ForwardPass,
     Program,
     StepPlan,
     WriteSampling,
@@ -178,7 +179,9 @@ class ModelRunner:
         they fail to trace are yielded, too: `lower` traces them.
         """
         places: dict[SomeProgram, Path | None] = {
-            program: self._place(program) for program in programs if isinstance(program, Program)
+            program: self._place(program)
+            for program in programs
+            if isinstance(program, Program | ForwardPass)
         }
         files = {p: file for p, file in places.items() if file and not program_cache.is_there(file)}
         answers: dict[Future[bytes | None], SomeProgram] = {}
@@ -205,7 +208,8 @@ class ModelRunner:
 
     def is_kept(self, program: AnyProgram) -> bool:
         """Return whether the program cache holds `program`, so that it need not be traced."""
-        file = self._place(program) if isinstance(program, Program) else None
+        is_traced = isinstance(program, Program | ForwardPass)
+        file = self._place(program) if is_traced else None
         return file is not None and program_cache.is_there(file)
 
     def lower(self, program: AnyProgram) -> jax.stages.Lowered:

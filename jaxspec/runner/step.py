@@ -2,8 +2,9 @@
 
     remap -> prepare -> forward -> verify -> update -> draft
 
-A program with `num_steps` > 1 repeats all stages but the first. The programs of plans that move
-rows, write sampling tables or export states are made here, too.
+A program with `num_steps` > 1 repeats all stages but the first. A step whose masks the host
+computes is divided after the forward pass. The programs of plans that move rows, write sampling
+tables or export states are made here, too.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxspec import parallel
 from jaxspec.cache import CacheSpec, Moves, Pools, SavedState, StatePolicy, copy, export, restore
 from jaxspec.models.base import ForwardOutput, Model
 from jaxspec.pallas.norm import mailbox as mailboxes
@@ -154,6 +156,8 @@ def _make_forward_pass(
         with jax.default_matmul_precision(config.matmul_precision):
             model = _model(config, weights)
             state = _place_rows(config, state, plan)
+            if config.mailbox is not None:
+                state = _joined(state)
             _, output, pools = _forward(config, program.rest, model, plan, state)
         first = (slice(len(output.hidden)),)
         forward = jax.tree.map(lambda kept, new: kept.at[first].set(new), state.forward, output)
@@ -161,6 +165,16 @@ def _make_forward_pass(
 
     forward_pass.__name__ = f"forward_pass_{program.decode_rows}_{program.num_drafts}"
     return forward_pass
+
+
+def _joined(state: EngineState) -> EngineState:
+    """Return an equal state that needs a collective of XLA.
+
+    XLA then loads the program on all devices before one of them spins in a mailbox.
+    """
+    negative = jnp.minimum(parallel.reduce(state.rows.slot[0]), 0)  # slots are 0 or more
+    rows = state.rows.with_fields(slot=state.rows.slot + negative)
+    return dataclasses.replace(state, rows=rows)
 
 
 def _make_rest(

@@ -23,6 +23,7 @@ from jaxspec.plan.plan import (
     WRITE,
     WRITE_STATE,
     WRITES,
+    AfterForwardPass,
     AnyProgram,
     ForwardPass,
     Program,
@@ -261,9 +262,10 @@ def label(program: AnyProgram) -> str:
         return f"forward pass of {label(program.rest)}"
     if not isinstance(program, Program):
         return _BETWEEN_STEPS[program]
+    half = "rest of " if isinstance(program, AfterForwardPass) else ""
     rows = f"{program.decode_rows} row" + "s" * (program.decode_rows > 1)
     drafts = f", {program.num_drafts} draft" + "s" * (program.num_drafts > 1)
     drafts = drafts if program.num_drafts else ""
     prompt = f", {program.prefill_tokens} prompt tokens" if program.prefill_tokens else ""
     steps = f", {program.num_steps} steps" if program.num_steps > 1 else ""
-    return f"{rows}{drafts}{prompt}, {program.features}{steps}"
+    return f"{half}{rows}{drafts}{prompt}, {program.features}{steps}"

@@ -22,6 +22,7 @@ from jaxspec.plan.plan import (
     pack_copy,
     pack_export,
     pack_plan,
+    plan_layout,
 )
 from jaxspec.plan.processor_plan import pack_processor_args
 from jaxspec.plan.row import row_layout, write_row
@@ -207,13 +208,22 @@ class PlanPacker:
         return _joined([*self._copies(running), self._pack(program, step, running, copies)])
 
     def pack_rest(self, step: ScheduledStep) -> StepPlan:
-        """Return the plan of the second half of a step, whose rows await no earlier result."""
+        """Return the plan of the second half of a step, whose rows await no earlier result.
+
+        Its masks and paths follow from all tokens of the rows.
+        """
         first = step.plan
         assert isinstance(first.program, ForwardPass)
-        entries = (entry for entry in step.decodes if entry.is_awaited)
-        masked = [entry.request for entry in entries if entry.request.is_masked_by_host]
+        rows = {row: e.request for row, e in enumerate(step.decodes) if e.is_awaited}
+        masked = [request for request in rows.values() if request.is_masked_by_host]
         masks = tuple(_mask_plans(masked, self._shapes))
-        return StepPlan(first.program.rest, first.packed, masks)
+        program, packed = first.program.rest, first.packed
+        if paths := path_fields(self._drafter, [*rows.values()], self._shapes, program):
+            packed = packed.copy()
+            fields = plan_layout(program, self._shapes).unpack(packed)
+            for name, values in paths.items():
+                fields[name][[*rows]] = values
+        return StepPlan(program, packed, masks)
 
     def pack_copies(self, running: Sequence[Request]) -> StepPlan:
         """Return a plan of the pending copies, at least one, that computes nothing."""

@@ -28,7 +28,7 @@ def prompt_budget(
     """
     if not waiting and not any(request.is_prefilling for request in running):
         return 0
-    num_decodes = sum(request.takes_decode_row for request in running)
+    num_decodes = sum(r.takes_decode_row and not r.awaits_result for r in running)
     left = limits.max_num_batched_tokens - num_decodes * shapes.width
     left = min(shapes.prefill_tokens[-1], left)
     if num_decodes == 0:

@@ -67,11 +67,14 @@ class ReadyPrograms:
             self._chosen[needs] = program
         return self._chosen[needs]
 
-    def first_half(self, num_decode: int) -> ForwardPass | None:
-        """Return the cheapest forward pass of `num_decode` rows with K drafts; None without one."""
-        sizes = (rows for rows in self._shapes.decode_rows if rows >= num_decode)
-        halves = (ForwardPass(rows, self._shapes.num_drafts) for rows in sizes)
-        return next((half for half in halves if self._is_ready(half)), None)
+    def first_half(self, needs: StepNeeds) -> ForwardPass | None:
+        """Return the cheapest forward pass with K drafts whose second half can run a step, if any.
+
+        Second halves have the features of `EVERYTHING` alone.
+        """
+        halves = (ForwardPass(rows, self._shapes.num_drafts) for rows in self._shapes.decode_rows)
+        able = (half for half in halves if self._is_ready(half) and _can_run(half.rest, needs))
+        return next(able, None)
 
     def _is_ready(self, half: ForwardPass) -> bool:
         return not self._programs or {half, half.rest} <= self._halves

@@ -205,11 +205,15 @@ class Scheduler:
 
     def _advance(self, request: Request, step: StepBuilder) -> None:
         if request.takes_decode_row:
-            upto = self.shapes.reach(request.tokens_bound, step.num_steps)
-            if self._reserve(request, upto, step):
-                (step.awaiting if request.awaits_result else step.decodes).append(request)
+            if request.awaits_result:
+                step.awaiting.append(request)
+            elif self._reserve(request, self._reach(request, step.num_steps), step):
+                step.decodes.append(request)
         elif request.is_prefilling:
             self._advance_prefill(request, step)
+
+    def _reach(self, request: Request, num_steps: int) -> int:
+        return self.shapes.reach(request.tokens_bound, num_steps)
 
     def _advance_prefill(self, request: Request, step: StepBuilder) -> None:
         end = self._forked_samples.prefill_end(request)
@@ -262,7 +266,8 @@ class Scheduler:
                 break
             reach = self.shapes.reach(len(request.tokens))
             wanted = self.shapes.pages_for(min(reach, request.max_len))
-            if self.prefixes.is_coming(request, wanted, can_wait=step.has_work):
+            can_wait = step.has_work or bool(step.awaiting)
+            if self.prefixes.is_coming(request, wanted, can_wait=can_wait):
                 reserved += 1
                 continue
             hit = self.prefixes.find(request)
@@ -316,8 +321,8 @@ class Scheduler:
 
         Return False if the request itself was the last and is preempted.
         """
-        missing = self.shapes.pages_for(min(length, request.max_len)) - len(request.pages)
-        if missing <= 0:
+        missing = self._missing_pages(request, length)
+        if missing == 0:
             return True
         while missing > self.pages.num_free:
             victim = self.running[-1]
@@ -328,17 +333,26 @@ class Scheduler:
         request.pages += self.pages.allocate(missing)
         return True
 
+    def _missing_pages(self, request: Request, length: int) -> int:
+        return max(0, self.shapes.pages_for(min(length, request.max_len)) - len(request.pages))
+
     # The plan
 
     def _in_halves(self, step: StepBuilder) -> ScheduledStep | None:
-        """Plan the first half of a step with the awaiting rows; None if it can't be divided.
+        """Plan the first half of a step with the awaiting rows.
 
-        The engine collects their results and computes their masks while the device runs it.
+        The engine collects their results and computes their masks while the device runs it. Return
+        None if the step has prompts, no program for its halves is ready, or pages are short: then
+        the awaiting rows are in the next step, and none is preempted for them.
         """
-        num_decode = len(step.decodes) + len(step.awaiting)
-        program = None if step.prefills else self.programs.first_half(num_decode)
-        if program is None:
+        rows, reach = (*step.decodes, *step.awaiting), [self._reach(r, 1) for r in step.awaiting]
+        missing = sum(map(self._missing_pages, step.awaiting, reach))
+        features = join(request.features for request in rows)
+        program = self.programs.first_half(StepNeeds(len(rows), 0, features))
+        if step.prefills or program is None or missing > self.pages.num_free:
             return None
+        for request, length in zip(step.awaiting, reach, strict=True):
+            self._reserve(request, length, step)
         step.decodes += step.awaiting
         choice = self.adaptive_drafts.all_drafts()
         plan = self.packer.pack(program, step, self.running)

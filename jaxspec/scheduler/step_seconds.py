@@ -129,8 +129,8 @@ class StepSeconds:
     def note_step(self, step: ScheduledStep, seconds: float) -> None:
         """Record the duration of a dispatch."""
         program = step.plan.program
-        if not isinstance(program, Program):
-            return
+        if not isinstance(program, Program) or isinstance(program, AfterForwardPass):
+            return  # a step in halves also waits for its masks
         if program.prefill_tokens:
             self.note(program, seconds)
         elif step.decodes:

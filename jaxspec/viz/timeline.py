@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxspec.engine.engine import StepTimes
-from jaxspec.plan.plan import Program
+from jaxspec.plan.plan import AfterForwardPass, Program
 
 STAGES = {
     "plan": ("#3b6fb6", "host: plan"),
@@ -72,6 +72,8 @@ def _name(number: int, step: StepTimes) -> str:
     program, what = step.program, ""
     if not isinstance(program, Program):
         what = " (copies)"
+    elif isinstance(program, AfterForwardPass):
+        what = " (halves)"
     elif program.prefill_tokens:
         what = " (prompt)"
     elif program.num_steps > 1:

@@ -31,7 +31,7 @@ FIXTURES/qwen3_5: Qwen3_5ForCausalLM
   a request     112.3 KiB with 3 drafts, 102.3 KiB without (replay, float32)
 On this device (fake, 858.3 MiB for weights and caches) weights and full requests take:
    max_model_len     1 request    8 requests   64 requests   fit at once
-             512       9.3 MiB      12.1 MiB      34.2 MiB         2,154
+             512       9.3 MiB      12.1 MiB      34.2 MiB         2,152
 Nothing of it is refused."""
 
 

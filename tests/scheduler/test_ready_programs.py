@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec.plan.plan import ForwardPass, Program
 from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
-from jaxspec.requests.sampling_features import EVERYTHING, GREEDY, LADDER, TOP_K
+from jaxspec.requests.sampling_features import EVERYTHING, GREEDY, LADDER, TOP_K, SamplingFeatures
 from jaxspec.runner.warmup import first_programs, later_programs
 from jaxspec.scheduler.ready_programs import ReadyPrograms, StepNeeds
 
@@ -81,13 +81,15 @@ def test_several_steps_and_fewer_drafts_wait_for_their_programs():
 
 def test_a_step_runs_in_halves_once_both_are_there():
     programs, (small, large) = begun(), (ForwardPass(4, 3), ForwardPass(16, 3))
-    assert programs.first_half(3) is None
+    three, four, five, all_rows = (StepNeeds(rows, 0, TOP_K) for rows in (3, 4, 5, 16))
+    assert programs.first_half(three) is None
     programs.add([large])
-    assert programs.first_half(3) is None
+    assert programs.first_half(three) is None
     programs.add([large.rest, small.rest])
-    assert programs.first_half(3) == programs.first_half(16) == large
+    assert programs.first_half(three) == programs.first_half(all_rows) == large
     programs.add([small])
-    assert (programs.first_half(4), programs.first_half(5)) == (small, large)
+    assert (programs.first_half(four), programs.first_half(five)) == (small, large)
+    assert programs.first_half(StepNeeds(4, 0, SamplingFeatures.of("registered outside"))) is None
     assert all(type(programs.choose(needs)) is Program for needs in NEEDS)
 
 

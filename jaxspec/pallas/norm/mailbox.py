@@ -26,7 +26,8 @@ code enforces this; `tests/laws/test_exchanges.py` checks the programs of all fa
 A kernel spins until the other devices have sent, so the host must be able to launch theirs
 meanwhile. A program with a collective of XLA guarantees this: XLA loads its kernels on all devices
 before the first launch, and joins the launches. A step has one if devices share the output head,
-because it gathers scores; so groups that do not share the head get no mailbox.
+because it gathers scores; so groups that do not share the head get no mailbox. A `ForwardPass`
+has no head, and gets a collective of its own.
 """
 
 import contextlib
@@ -50,7 +51,7 @@ ENABLED = True
 """If False, no group has mailboxes, and all-reduces sum its layers' outputs."""
 
 MAX_ROWS = 256
-"""Most rows per exchange of two devices; see `Mailbox.rows` for more devices. Letters have twice
+"""Most rows per exchange of two devices; see `Mailbox.rows` for more devices. Messages have twice
 the bytes of the rows, so the gain over an all-reduce shrinks with more rows
 (`benchmarks/results/tensor_parallel_h200.json`, two H200s)."""
 

@@ -16,7 +16,7 @@ LINE = 16  # bytes
 
 
 @pytest.mark.parametrize("features", [512, 640])
-def test_no_two_letters_share_a_place(features):
+def test_no_two_messages_share_a_place(features):
     """A row has a place for each feature as a word, with its number beside it, and whole lines."""
     box = Mailbox(3, features)
     lines = box.bytes_per_row // (LINE * THREADS)
