@@ -77,6 +77,7 @@ _QUANTISED = {
     "auto_round": "auto-round",
     "awq_marlin": "awq",
     "gptq_marlin": "gptq",
+    "inc": "auto-round",
     "modelopt_fp4": "modelopt",
     "modelopt_mixed": "modelopt",
 }

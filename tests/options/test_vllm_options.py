@@ -81,6 +81,7 @@ def test_one_is_no_true():
         ({"load_format": "safetensors"}, {}),
         ({"dtype": "float"}, {"dtype": "float32"}),
         ({"quantization": "gptq_marlin"}, {"quantization": "gptq"}),
+        ({"quantization": "inc"}, {"quantization": "auto-round"}),
         ({"quantization": "modelopt_fp4"}, {"quantization": "modelopt"}),
         ({"use_tqdm_on_load": False}, {"show_progress": False}),
     ],
