@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,9 +35,10 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin")
 class Quantised:
     """Quantised weights of a folder."""
 
-    kind: str  # in config.json
+    kind: str  # as declared
     dtype: str  # to which they are dequantised
-    formats: Mapping[str, StoredFormat] = dataclasses.field(default_factory=dict)  # in files
+    file: str = "config.json"  # that declares the kind
+    formats: Mapping[str, StoredFormat] | None = None  # in files; None if they were not read
     kv_scales: int = 0  # number of scales of keys and values, which are not used
 
 
@@ -93,7 +94,8 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
     checkpoint = names = None  # without names, config.json decides on a draft head
     with contextlib.ExitStack() as files:
         with found.noting():
-            checkpoint = place.checkpoint(files, scheme)
+            is_read = (lambda name: True) if family is None else family.uses(config)
+            checkpoint = place.checkpoint(files, scheme, is_read)
             names = place.indexed_names() if checkpoint is None else checkpoint.names
         if scheme is not None:
             found.quantised = _quantised(scheme, checkpoint, dtype)
@@ -147,7 +149,9 @@ class _Place(NamedTuple):
     def is_config(self) -> bool:
         return self.path.is_file() and not is_gguf(self.path)
 
-    def checkpoint(self, files: contextlib.ExitStack, scheme: Scheme | None) -> Checkpoint | None:
+    def checkpoint(
+        self, files: contextlib.ExitStack, scheme: Scheme | None, is_read: Callable[[str], bool]
+    ) -> Checkpoint | None:
         """Return the checkpoint, open until `files` closes it; None if there is none to compare.
 
         Raises:
@@ -157,7 +161,7 @@ class _Place(NamedTuple):
         if not self.has_weights:
             return None
         try:
-            return files.enter_context(open_checkpoint(self.path, scheme))
+            return files.enter_context(open_checkpoint(self.path, scheme, is_read))
         except FileNotFoundError:
             if self.is_hub:  # not downloaded here, but may be cached
                 return None
@@ -186,8 +190,9 @@ def _locate(options: EngineConfig) -> _Place:
 
 def _quantised(scheme: Scheme, checkpoint: Checkpoint | None, dtype: jnp.dtype) -> Quantised:
     if not isinstance(checkpoint, QuantisedCheckpoint):
-        return Quantised(scheme.kind, dtype.name)
-    return Quantised(scheme.kind, dtype.name, checkpoint.formats(), checkpoint.kv_scales)
+        return Quantised(scheme.kind, dtype.name, scheme.file)
+    formats, kv_scales = checkpoint.formats(), checkpoint.kv_scales
+    return Quantised(scheme.kind, dtype.name, scheme.file, formats, kv_scales)
 
 
 def _is_weights(name: str) -> bool:

@@ -95,15 +95,20 @@ def _about_the_model(found: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _about_quantised(quantised: Quantised) -> Iterator[tuple[str, str]]:
-    name = "quantised"
-    for label, stored in quantised.formats.items():
+    name, formats = "quantised", quantised.formats
+    for label, stored in (formats or {}).items():
         words = f"{_number(stored.parameters)} parameters in {label}"
         yield name, f"{words}, {stored.bits:.2f} bits per parameter"
         name = ""
-    if name:
-        yield name, f"{quantised.kind}, by config.json; a checkpoint's tensors decide"
-    yield "", f"dequantised to {quantised.dtype}; activations are not rounded"
-    if quantised.kv_scales:
+    if formats is None:
+        yield name, f"{quantised.kind}, by {quantised.file}; a checkpoint's tensors decide"
+    elif not formats:
+        yield name, f"no weights, though {quantised.file} declares {quantised.kind}"
+    if formats != {}:
+        yield "", f"dequantised to {quantised.dtype}; activations are not rounded"
+    if quantised.kv_scales == 1:
+        yield "", "1 scale of keys and values is not used"
+    elif quantised.kv_scales:
         yield "", f"{quantised.kv_scales:,} scales of keys and values are not used"
 
 

@@ -215,11 +215,12 @@ def _unread(
         model = undefined(family, shared, dtype, None)
         yield AbstractModel(model, lambda progress: draw_weights(model, group))
         return
-    with open_checkpoint(folder, scheme) as checkpoint:
+    with open_checkpoint(folder, scheme, family.uses(config)) as checkpoint:
         with giving_sizes(fields, folder):
             model, placements, published = compared(family, config, dtype, checkpoint)
         if isinstance(checkpoint, QuantisedCheckpoint):
-            log_dequantised(checkpoint, dtype, by_choice=asked.quantization == "dequantise")
+            by_choice = asked.quantization == "dequantise"
+            log_dequantised(checkpoint, dtype, group.size, by_choice=by_choice)
         of_ranks: list[Iterable[Placement]] = [placements]
         if group.size > 1:
             model = undefined(family, shared, dtype, frozenset(published))

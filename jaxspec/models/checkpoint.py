@@ -125,7 +125,7 @@ class SafetensorsCheckpoint:
         return num_bytes
 
     def read(self, name: str, first: int, into: np.ndarray) -> None:
-        """See `Checkpoint.read`; dtypes are those of `safetensors_file.DTYPES` and `INTEGERS`."""
+        """See `Checkpoint.read`; dtypes are those that `SafetensorsFile.read` accepts."""
         self._holders[name][0].read(name, first, into)
 
     def check_unchanged(self) -> None:
@@ -146,16 +146,16 @@ class SafetensorsCheckpoint:
             )
 
 
-def listed(names: list[str]) -> str:
-    """Return the first few of `names` and the number of others, for error messages."""
-    first = ", ".join(map(_plain, names[:_NAMED]))
+def listed(names: list[str], characters: int = _NAME_CHARACTERS) -> str:
+    """Return the first few of `names`, shortened, and the number of others, for error messages."""
+    first = ", ".join(_plain(name, characters) for name in names[:_NAMED])
     return f"{first} and {len(names) - _NAMED:,} more" if len(names) > _NAMED else first
 
 
-def _plain(name: str) -> str:
+def _plain(name: str, characters: int) -> str:
     """Escape control characters in a name and shorten it."""
     name = name if name.isprintable() else repr(name)
-    return name if len(name) <= _NAME_CHARACTERS else f"{name[:_NAME_CHARACTERS]}..."
+    return name if len(name) <= characters else f"{name[:characters]}..."
 
 
 def read_index(folder: Path) -> dict[str, str] | None:

@@ -2,7 +2,7 @@
 
 import abc
 import functools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +52,11 @@ class CheckpointModule(nnx.Module, abc.ABC):
 
         `config` gives a layer's type where names alone do not.
         """
+
+    @classmethod
+    def uses(cls, config: Any) -> Callable[[str], bool]:
+        """Return a predicate of tensor names in any spelling: True if the module uses it."""
+        return lambda name: cls.canonical_name(name, config) is not None
 
     @abc.abstractmethod
     def checkpoint(self) -> Iterator[Placement]:

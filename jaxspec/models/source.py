@@ -1,7 +1,7 @@
 """Sources of a model: a checkpoint folder or a GGUF file."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,18 @@ def read_fields(source: Path, overrides: Mapping[str, Any] | None = None) -> Fie
     return gguf_fields.read_fields(source)
 
 
-def open_checkpoint(source: Path, scheme: Scheme | None = None) -> Checkpoint:
+def open_checkpoint(
+    source: Path,
+    scheme: Scheme | None = None,
+    is_read: Callable[[str], bool] = lambda name: True,
+) -> Checkpoint:
     """Open the model's tensors. The result is a context manager that closes the files.
 
-    `scheme` is that of a folder of quantised weights.
+    Args:
+        source: The folder or GGUF file.
+        scheme: The formats of a folder of quantised weights.
+        is_read: Returns whether the model reads a tensor, by its name; other ones of such a folder
+            stay as stored.
 
     Raises:
         FileNotFoundError, ValueError: As `SafetensorsCheckpoint`, `QuantisedCheckpoint` or
@@ -51,7 +59,7 @@ def open_checkpoint(source: Path, scheme: Scheme | None = None) -> Checkpoint:
         with contextlib.ExitStack() as opened:
             checkpoint = opened.enter_context(SafetensorsCheckpoint(source))
             if scheme is not None:
-                checkpoint = QuantisedCheckpoint(checkpoint, scheme)
+                checkpoint = QuantisedCheckpoint(checkpoint, scheme, is_read)
             found = MLXCheckpoint(checkpoint) if is_mlx(checkpoint) else checkpoint
             opened.pop_all()
         return found

@@ -195,8 +195,27 @@ def test_a_quantised_configuration_alone_is_reported_by_its_kind(copy):
     folder = copy("qwen3_5", quantization_config=FORMATS["awq"].config)
     found = jaxspec.inspect(folder / "config.json")
     assert found.refused == () and found.quantised is not None
-    assert (found.quantised.kind, found.quantised.formats) == ("awq", {})
-    assert "awq" in str(found)
+    assert (found.quantised.kind, found.quantised.formats) == ("awq", None)
+    assert "awq, by config.json" in str(found)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_folder_that_quantises_keys_and_values_alone_has_no_quantised_weights(count, copy):
+    declared = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    folder = copy("qwen3_5")
+    (folder / "hf_quant_config.json").write_text(json.dumps(declared))
+    names = [f"model.layers.{i}.self_attn.k_scale" for i in range(count)]
+    held = {name: np.array(2, np.float32) for name in names}
+    if held:
+        write_safetensors(folder / "model-scales.safetensors", held)
+    found = jaxspec.inspect(folder)
+    assert found.refused == () and found.quantised is not None
+    assert found.quantised.formats == {} and found.quantised.kv_scales == count
+    report = str(found)
+    assert "no weights, though hf_quant_config.json declares modelopt" in report
+    assert "dequantised" not in report
+    assert ("1 scale of keys and values is not" in report) == (count == 1)
+    assert ("2 scales of keys and values are not" in report) == (count == 2)
 
 
 def test_quantised_tensors_that_do_not_fit_are_refused_as_loading_does(tmp_path):

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,8 +36,18 @@ class QuantisedCheckpoint:
     Weights are dequantised to float32 while they are read, some rows at a time.
     """
 
-    def __init__(self, checkpoint: Checkpoint, scheme: Scheme):
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        scheme: Scheme,
+        is_read: Callable[[str], bool] = lambda name: True,
+    ):
         """Wrap an open checkpoint.
+
+        Args:
+            checkpoint: The folder as it is stored.
+            scheme: The formats that it declares.
+            is_read: Returns whether the model reads a tensor, by its name. Others stay as stored.
 
         Raises:
             ValueError: As `matrices_in`.
@@ -45,7 +55,7 @@ class QuantisedCheckpoint:
         self.inner, self.scheme = checkpoint, scheme
         self.path: Path = checkpoint.path
         self.asked_by, self.remedy = checkpoint.asked_by, checkpoint.remedy
-        self.matrices, others, self.kv_scales = matrices_in(checkpoint, scheme)
+        self.matrices, others, self.kv_scales = matrices_in(checkpoint, scheme, is_read)
         self.names = others | frozenset(self.matrices)
         self._windows = threading.local()
 
@@ -101,7 +111,7 @@ class QuantisedCheckpoint:
         self.inner.check_unchanged()
 
     def _row(self, name: str, matrix: Matrix, row: int) -> np.ndarray:
-        """Return a row, and keep it and the next ones for this thread: their parts follow."""
+        """Return a row; the window of rows that begins with it is kept for this thread."""
         held, begin, rows = getattr(self._windows, "last", ("", 0, ()))
         if held != name or not begin <= row < begin + len(rows):
             width = matrix.shape[-1]

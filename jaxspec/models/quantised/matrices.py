@@ -57,20 +57,27 @@ class Float8:
     """FP8 (E4M3) with a scale per tensor, per row or per block.
 
     `W[o, i] = weight[o, i] * scale[o // block[0], i // block[1]]`; the last blocks may be partial.
+    In a stack of experts, `o` is the row of an expert's matrix, which has blocks of its own.
     """
 
     label: str
     shape: tuple[int, ...]
     tensors: tuple[Tensor, ...]
     block: tuple[int, int]
-    scale: np.ndarray  # float32, a row per row of blocks
+    scale: np.ndarray | Matrix2D  # float32, a row per row of blocks; those of a row are not held
 
     def dequantise(self, first: int, into: np.ndarray) -> None:
         count, width = into.shape
         values = Rows(self.tensors[0], width).rows(first, count)
         np.take(_E4M3, values.view(np.uint8), out=into, mode="clip")  # other modes copy
-        scale = self.scale[np.arange(first, first + count) // self.block[0]]
-        _multiply(into, scale, self.block[1])
+        _multiply(into, self._scale(first, count), self.block[1])
+
+    def _scale(self, first: int, count: int) -> np.ndarray:
+        if not isinstance(self.scale, np.ndarray):
+            return _finite(self.scale.rows(first, count), self.tensors[1])
+        expert, row = np.divmod(np.arange(first, first + count), self.shape[-2])
+        blocks = -(-self.shape[-2] // self.block[0])
+        return self.scale[expert * blocks + row // self.block[0]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The option `quantization`: whether it fits a checkpoint, and the log of what is done."""
+"""The option `quantization`: validated for a checkpoint; the log of dequantised weights."""
 
 import logging
 from pathlib import Path
@@ -37,7 +37,9 @@ def check_asked(word: str | None, scheme: Scheme | None, source: Path) -> None:
     )
 
 
-def log_dequantised(checkpoint: QuantisedCheckpoint, dtype: np.dtype, *, by_choice: bool) -> None:
+def log_dequantised(
+    checkpoint: QuantisedCheckpoint, dtype: np.dtype, devices: int = 1, *, by_choice: bool
+) -> None:
     """Log the memory that dequantised weights take, as a warning unless they were asked for."""
     if not (formats := checkpoint.formats().values()):
         return
@@ -47,9 +49,10 @@ def log_dequantised(checkpoint: QuantisedCheckpoint, dtype: np.dtype, *, by_choi
     rounding = f"; activations are not rounded to {activations} bits" if activations else ""
     _log.log(
         logging.INFO if by_choice else logging.WARNING,
-        "Quantised weights run dequantised to %s: %.2f GB in place of %.2f GB%s.",
+        "Quantised weights run dequantised to %s: %.2f GB in place of %.2f GB%s%s.",
         dtype.name,
         held / 1e9,
         stored / 1e9,
+        f" in all, on {devices} devices" if devices > 1 else "",
         rounding,
     )

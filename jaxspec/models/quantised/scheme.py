@@ -1,7 +1,8 @@
-"""Scheme: what a checkpoint folder says about the formats of its quantised weights."""
+"""Scheme: the formats of quantised weights that a checkpoint folder declares."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jaxspec.checks import shown
@@ -20,14 +21,21 @@ PER_ROW: Grain = (1, None)
 _REMEDY = "Use a folder in a format that jaxspec reads (docs/quantised.md), or the 16-bit folder."
 _MAX_RULES = 10_000  # groups or rules for modules; published configs have fewer than a hundred
 _MAX_LAYERS = 200_000  # entries of `quantized_layers`, at most one per matrix
+_MAX_SIZES = 16  # different groups or blocks; published folders have up to three
+_MIN_BLOCK = 1024  # elements, unless a block is of one row: the scales of others are held
 _BITS = frozenset((4, 8))
 _GROUP = Kind[int](
     "an integer from 1 to 1,048,576, or -1 for whole rows",
     lambda value: SIZE.holds(value) or (type(value) is int and value == -1),
 )
 _BLOCK = Kind[list[int]](
-    "a list of two sizes",
-    lambda value: isinstance(value, list) and len(value) == 2 and all(map(SIZE.holds, value)),
+    f"a list of two sizes, for one row or at least {_MIN_BLOCK:,} elements",
+    lambda value: (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(map(SIZE.holds, value))
+        and (value[0] == 1 or math.prod(value) >= _MIN_BLOCK)
+    ),
 )
 
 
@@ -54,6 +62,7 @@ class Scheme:
     groups: frozenset[int | None] = frozenset()  # columns that share a scale of integers
     integers: AWQ | GPTQ | None = None  # weights named `qweight`
     input_bits: int | None = None  # to which other engines round activations
+    file: str = "config.json"  # that was read
 
     @staticmethod
     def of(
@@ -74,12 +83,29 @@ class Scheme:
             block = block.block("quantization")
             method = "modelopt"
         elif file == FILES[1]:
-            method = block.find("quant_method", WORD) or "gptq"
+            method = block.find("quant_method", _METHOD) or "gptq"
         else:
-            method = block.need("quant_method", one_of(_READERS))
-        if method not in _READERS:
-            block.need("quant_method", one_of(_READERS))
-        return _READERS[method](block)
+            method = block.need("quant_method", _METHOD)
+        scheme = _READERS[_kind_of(method)](block)
+        _check_number(block, "sizes of blocks", scheme.grains)
+        _check_number(block, "sizes of groups", scheme.groups)
+        return dataclasses.replace(scheme, file=file)
+
+
+def _kind_of(method: str) -> str:
+    """Return the kind that a `quant_method` names."""
+    if method.startswith("modelopt"):
+        return "modelopt"
+    return "auto-round" if method in ("intel/auto-round", "auto_round") else method
+
+
+def _check_number(block: Block, what: str, sizes: Collection[Any]) -> None:
+    """Raise ValueError for more sizes than a folder has."""
+    if len(sizes) > _MAX_SIZES:
+        raise ValueError(
+            f"{block.file} must have at most {_MAX_SIZES} {what}, got {len(sizes):,}. "
+            f"{block.remedy}"
+        )
 
 
 def one_of(values: Iterable[Any]) -> Kind[Any]:
@@ -87,6 +113,13 @@ def one_of(values: Iterable[Any]) -> Kind[Any]:
     accepted = tuple(values)
     words = " or ".join(map(repr, accepted))
     return Kind(words, lambda value: any(type(value) is type(a) and value == a for a in accepted))
+
+
+def _any_case(values: Iterable[str]) -> Kind[str]:
+    """The kind of strings that equal one of `values`, which are in capitals, in any case."""
+    accepted = tuple(values)
+    words = " or ".join(map(repr, accepted))
+    return Kind(words, lambda value: isinstance(value, str) and value.upper() in accepted)
 
 
 def _refuse(block: Block, *names: str) -> None:
@@ -119,23 +152,24 @@ def _float8(block: Block) -> Scheme:
     return Scheme("fp8", grains=frozenset[Grain](grains), input_bits=8)
 
 
-_MODELOPT_GRAINS: dict[str, Grain | None] = {
-    "FP8": PER_TENSOR,
-    "FP8_PER_CHANNEL_PER_TOKEN": PER_ROW,
-    "FP8_PB_WO": (128, 128),
-    "FP8_BLOCK_SCALES": (128, 128),
-    "NVFP4": None,
+# Algorithms, and the bits to which other engines round activations. Their names do not decide on
+# the grain of FP8: folders of NVFP4 or mixed precision have FP8 modules, whose scales show theirs.
+_MODELOPT_BITS = {
+    "FP8": 8,
+    "FP8_PER_CHANNEL_PER_TOKEN": 8,
+    "FP8_PB_WO": 8,
+    "FP8_BLOCK_SCALES": 8,
+    "NVFP4": 4,
     "W4A16_NVFP4": None,
 }
+_MODELOPT_GRAINS = frozenset[Grain]((PER_TENSOR, PER_ROW, (128, 128)))
+_MIXED = "MIXED_PRECISION"
 
 
 def _modelopt(block: Block) -> Scheme:
-    if block.find("quant_algo", WORD) is None and (
-        block.entries.get("kv_cache_scheme") or block.entries.get("kv_cache_quant_algo")
-    ):
-        return Scheme("modelopt")  # scales of keys and values alone
-    algorithm = block.need("quant_algo", one_of((*_MODELOPT_GRAINS, "MIXED_PRECISION")))
-    if algorithm == "MIXED_PRECISION":
+    if block.find("quant_algo", WORD) is None:
+        return Scheme("modelopt")  # at most scales of keys and values
+    if block.need("quant_algo", _any_case((*_MODELOPT_BITS, _MIXED))).upper() == _MIXED:
         layers = _objects(block, "quantized_layers", _MAX_LAYERS)
         prefix = f"{block.prefix}quantized_layers."
         parts = [
@@ -144,24 +178,27 @@ def _modelopt(block: Block) -> Scheme:
         ]
     else:
         parts = [block]
-    algorithms = set[str]()
+    bits: int | None = None
     for part in parts:
-        algorithms.add(part.need("quant_algo", one_of(_MODELOPT_GRAINS)))
-        if "NVFP4" in part.entries["quant_algo"]:
+        algorithm = part.need("quant_algo", _any_case(_MODELOPT_BITS)).upper()
+        if "NVFP4" in algorithm:
             part.find("group_size", one_of((16,)))
-    grains = {_MODELOPT_GRAINS[each] for each in algorithms}
-    bits = 8 if any(grains) else 4 if "NVFP4" in algorithms else None
+        bits = max(bits or 0, _MODELOPT_BITS[algorithm] or 0) or None
     groups = _objects(block, "config_groups", _MAX_RULES).values()
     if groups and not any(group.get("input_activations") for group in groups):
         bits = None  # NVFP4 also names weights alone
-    return Scheme("modelopt", frozenset(each for each in grains if each), input_bits=bits)
+    return Scheme("modelopt", _MODELOPT_GRAINS, input_bits=bits)
 
 
 def _mxfp4(block: Block) -> Scheme:
     return Scheme("mxfp4")
 
 
+_ROTATIONS = ("spinquant_config", "rotation_config", "hadamard_config", "transform_config")
+
+
 def _awq(block: Block) -> Scheme:
+    _refuse(block, *_ROTATIONS)
     block.need("bits", one_of((4,)))
     block.find("zero_point", one_of((True,)))
     if str(block.find("version", WORD) or "gemm").lower() != "gemm":
@@ -171,12 +208,11 @@ def _awq(block: Block) -> Scheme:
 
 
 def _gptq(block: Block) -> Scheme:
-    _refuse(block, "is_marlin_format")
+    _refuse(block, "is_marlin_format", *_ROTATIONS)
     version = block.find("checkpoint_format", one_of(("gptq", "gptq_v2"))) or block.find(
         "format", one_of(("gptq", "gptq_v2"))
     )
-    is_symmetric = block.find("sym", FLAG)
-    is_symmetric = True if is_symmetric is None else is_symmetric
+    is_symmetric = block.find("sym", FLAG)  # without it, the stored zero points count
     bits, groups = {block.need("bits", one_of(sorted(_BITS)))}, {_group(block)}
     for name in ("dynamic", "extra_config"):
         for pattern, entries in _objects(block, name, _MAX_RULES).items():
@@ -195,21 +231,28 @@ def _gptq(block: Block) -> Scheme:
     return Scheme("gptq", bits=frozenset(bits), groups=frozenset(groups), integers=GPTQ(added))
 
 
-def _read_rule(rule: Block, bits: set[int], groups: set[int | None], is_symmetric: bool) -> None:
+def _read_rule(
+    rule: Block, bits: set[int], groups: set[int | None], is_symmetric: bool | None
+) -> None:
     """Add the sizes of a rule for some modules; more than 8 bits means not quantised."""
     found = rule.find("bits", whole(1, 32))
-    if found is not None and found <= max(_BITS):
+    if found is not None and found > max(_BITS):
+        return
+    if found is not None:
         bits.add(rule.need("bits", one_of(sorted(_BITS))))
     if rule.find("group_size", _GROUP) is not None:
         groups.add(_group(rule))
-    rule.find("sym", one_of((is_symmetric,)))
+    if is_symmetric is not None:
+        rule.find("sym", one_of((is_symmetric,)))
 
 
 def _auto_round(block: Block) -> Scheme:
     block.find("data_type", one_of(("int",)))
     block.find("act_bits", whole(16, 32))
-    packing = block.need("packing_format", one_of(("auto_round:auto_gptq", "auto_round:auto_awq")))
-    scheme = _gptq(block) if packing.endswith("gptq") else _awq(block)
+    backend = block.find("backend", WORD) or ""
+    packing = block.find("packing_format", one_of(("auto_round:auto_gptq", "auto_round:auto_awq")))
+    has_awq = "awq" in (packing or backend).lower()
+    scheme = _awq(block) if has_awq else _gptq(block)
     return dataclasses.replace(scheme, kind="auto-round")
 
 
@@ -219,6 +262,7 @@ def _group(block: Block) -> int | None:
 
 
 _CT_FORMATS = (
+    "dense",
     "float-quantized",
     "naive-quantized",
     "pack-quantized",
@@ -232,13 +276,17 @@ def _compressed_tensors(block: Block) -> Scheme:
     if (block.find("sparsity_config", OBJECT) or {}).get("format") != "dense":
         _refuse(block, "sparsity_config")
     _refuse(block, "transform_config")
-    block.find("format", one_of(_CT_FORMATS))
-    block.need("config_groups", OBJECT)
     scheme = Scheme("compressed-tensors")
+    if block.find("format", one_of(_CT_FORMATS)) == "dense":
+        return scheme
+    if not block.find("kv_cache_scheme", OBJECT):
+        block.need("config_groups", OBJECT)
     for name, entries in _objects(block, "config_groups", _MAX_RULES).items():
         prefix = f"{block.prefix}config_groups.{name}."
         group = Block(entries, file=block.file, prefix=prefix, remedy=block.remedy)
         group.find("format", one_of(_CT_FORMATS))
+        if group.find("weights", OBJECT) is None:
+            continue  # keys and values, or attention, alone
         _refuse(group, "output_activations")
         scheme = _with_group(scheme, group)
     return scheme
@@ -284,3 +332,7 @@ _READERS: dict[str, Callable[[Block], Scheme]] = {
     "auto-round": _auto_round,
     "mxfp4": _mxfp4,
 }
+_METHOD = Kind[str](
+    " or ".join(map(repr, _READERS)),
+    lambda value: isinstance(value, str) and _kind_of(value) in _READERS,
+)

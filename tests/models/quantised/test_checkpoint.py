@@ -11,7 +11,9 @@ from harness import FIXTURES, HYBRID, folder_of
 from hypothesis import given
 from hypothesis import strategies as st
 from quantised_folders import (
+    E4M3,
     FORMATS,
+    Stored,
     is_linear,
     mxfp4,
     nvfp4,
@@ -22,7 +24,7 @@ from quantised_folders import (
 )
 from safetensors.numpy import load_file
 
-from jaxspec import LLM, SamplingParams
+from jaxspec import LLM, SamplingParams, inspect
 from jaxspec.models import load_model
 from jaxspec.models.quantised import checkpoint as checkpoint_module
 from jaxspec.models.quantised import tensors as tensors_module
@@ -151,6 +153,89 @@ def test_experts_in_blocks_of_mxfp4_are_matrices(tmp_path):
     np.testing.assert_array_equal(found, stored.weight.reshape(found.size))
 
 
+def stack(write, name):
+    """A writer of stacks of experts, each of them written as a matrix.
+
+    The scales are those of single experts, side by side.
+    """
+
+    def written(weights):
+        made = [write(weight) for weight in weights]
+        scale = np.stack([each.tensors[name] for each in made])
+        numbers = np.stack([each.tensors["weight"] for each in made])
+        return Stored({"weight": numbers, name: scale}, np.stack([each.weight for each in made]))
+
+    return written
+
+
+STACKS = {
+    "rows": ("ct fp8 rows", "weight_scale"),
+    "blocks": ("fp8 blocks", "weight_scale_inv"),
+    "groups": ("ct fp8 groups", "weight_scale"),
+    "one each": ("modelopt fp8", "weight_scale"),
+    "rows without an axis": ("modelopt fp8 rows", "weight_scale"),
+}
+
+
+@pytest.mark.parametrize("case", STACKS)
+def test_stacks_of_experts_in_fp8_have_scales_of_each_expert(case, tmp_path):
+    """Blocks begin anew in each expert. Parts that are read may begin in any of them."""
+    name, scale = STACKS[case]
+    weights = np.random.default_rng(0).normal(size=(3, 50, 64)) * [[[1]], [[5]], [[9]]]
+    made = stack(FORMATS[name].write, scale)(weights)
+    folder = write_module(tmp_path, made.tensors, FORMATS[name])
+    expected = made.weight.reshape(weights.size)
+    with opened(folder) as checkpoint:
+        assert checkpoint.names == {"x.weight"}
+        assert checkpoint.stored("x.weight").shape == weights.shape
+        for first, size in ((0, weights.size), (64 * 49 + 3, 64 * 60), (64 * 120, 64)):
+            part = read(checkpoint, "x.weight", first, size)
+            np.testing.assert_array_equal(part, expected[first : first + size])
+
+
+def test_a_granite_with_stacks_of_experts_in_fp8_is_that_of_its_weights(tmp_path):
+    form = FORMATS["ct fp8 rows"]
+    form = form._replace(write=stack(form.write, "weight_scale"))
+    source = folder_of(FIXTURES / "granitemoehybrid")
+    assert_same_model(write_pair(source, tmp_path, form, None, is_stack))
+
+
+def is_stack(name, shape):
+    return len(shape) == 3 and "conv1d" not in name
+
+
+def test_stacks_in_the_spelling_of_transformers_are_those_of_their_weights(tmp_path):
+    write = stack(FORMATS["fp8 blocks"].write, "weight_scale_inv")
+
+    def renamed(weights):
+        made = write(weights)
+        values, scale = made.tensors.values()
+        return Stored({"": values, "_scale_inv": scale}, made.weight)
+
+    form = FORMATS["fp8 blocks"]._replace(write=renamed)
+    assert_same_model(write_pair(FIXTURES / "qwen3_5_moe_vl", tmp_path, form, None, is_stack))
+
+
+def test_tensors_of_a_vision_tower_may_have_any_shape(tmp_path):
+    def convolution(weight):
+        weight, one = weight.astype(np.float32), np.ones(1, np.float32)
+        return Stored({"weight": weight.astype(E4M3), "weight_scale_inv": one}, weight)
+
+    def chosen(name, shape):
+        return is_linear(name, shape) or name.endswith("patch_embed.proj.weight")
+
+    form, others = FORMATS["fp8 blocks"], {"patch_embed": convolution}
+    pair = write_pair(FIXTURES / "qwen3_5_vl", tmp_path, form, others, chosen)
+    assert_same_model(pair)
+    found = inspect(pair.quantised)
+    assert found.refused == () and found.quantised is not None
+    (stored,) = found.quantised.formats.values()
+    with opened(pair.plain) as plain:
+        shapes = {name: plain.stored(name).shape for name in plain.names if "visual" not in name}
+    sizes = [math.prod(shape) for name, shape in shapes.items() if is_linear(name, shape)]
+    assert stored.parameters == sum(sizes)
+
+
 # The fixture and format, and the formats of some modules. Heads of 16 bits beside quantised trunks,
 # and layers in two formats: what published folders mix.
 MODELS = {
@@ -183,7 +268,7 @@ def test_a_folder_of_three_schemes_is_read_module_by_module(tmp_path):
         assert set(checkpoint.formats()) == {"FP8 per tensor", "NVFP4"}
 
 
-def test_integers_of_two_sizes_and_groups_are_told_apart_by_their_tensors(tmp_path):
+def test_tensors_decide_between_two_sizes_and_groups_of_integers(tmp_path):
     group = {"weights": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32}}
     form = FORMATS["w4a16"]
     groups = {**form.config["config_groups"], "group_1": group}

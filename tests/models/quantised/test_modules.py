@@ -3,7 +3,19 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from quantised_folders import BF16, BLOCK, E4M3, FORMATS, NAMES, write_module, write_safetensors
+from quantised_folders import (
+    BF16,
+    BLOCK,
+    E4M3,
+    FORMATS,
+    IN_FP8,
+    NAMES,
+    Format,
+    float8,
+    modelopt,
+    write_module,
+    write_safetensors,
+)
 
 from jaxspec.models.source import open_checkpoint, read_fields
 
@@ -62,7 +74,7 @@ FAULTS = [
     (
         "fp8 blocks",
         lambda held: {**held, "weight_scale": held["weight_scale_inv"]},
-        "weight_scale_inv and weight_scale",
+        "_scale_inv and _scale",
     ),
     *(("fp8 blocks", changed("weight_scale_inv", first_is(v)), "weight_scale") for v in SCALES),
     *(("fp8 tensor", changed("weight_scale", first_is(v)), "weight_scale") for v in SCALES),
@@ -127,6 +139,43 @@ def test_a_tensor_in_two_files_is_named(name, tmp_path):
         opened(folder)
 
 
+@pytest.mark.parametrize("number", range(len(FAULTS)))
+def test_a_fault_in_a_tensor_that_no_model_reads_does_not_count(number, tmp_path):
+    form, change, _ = FAULTS[number]
+    folder = write_module(tmp_path, {}, FORMATS[form])
+    tensors = {f"x.{name}": values for name, values in change(stored(form)).items()}
+    write_safetensors(folder / "model.safetensors", tensors, NAMES | OTHER_NAMES)
+    scheme = read_fields(folder).scheme()
+    with open_checkpoint(folder, scheme, lambda name: not name.startswith("x.")) as checkpoint:
+        assert checkpoint.matrices == {}
+
+
+def test_a_fault_of_a_long_name_still_says_what_was_found(tmp_path):
+    layer = "model.language_model.layers.39.mlp.experts.255.gate_up_proj_with_a_longer_name."
+    for name, change, got in [
+        ("fp8 blocks", changed("weight_scale_inv", fewer), r"got \[1, 2\]"),
+        ("fp8 blocks", changed("weight_scale_inv", first_is(-1)), r"got -1\.0"),
+        ("gptq", changed("qzeros", lambda v: v[:, :-1]), r"same rows and groups"),
+        ("w4a16", changed("weight_shape", first_is(95)), r"got \(95, 64\)"),
+    ]:
+        folder = write_module(tmp_path / name, change(stored(name)), FORMATS[name], layer)
+        with pytest.raises(ValueError, match=rf" 1 of them is not: .*{got}"):
+            opened(folder)
+
+
+def test_many_shapes_are_accepted_and_few_are_listed(tmp_path):
+    groups = {
+        str(size): {"weights": {**IN_FP8, "strategy": "block", "block_structure": [size, 128]}}
+        for size in range(20, 36)
+    }
+    config = {"quant_method": "compressed-tensors", "config_groups": groups}
+    tensors = changed("weight_scale", fewer)(stored("ct fp8 blocks", (960, 64)))
+    folder = write_module(tmp_path, tensors, FORMATS["ct fp8 blocks"]._replace(config=config))
+    with pytest.raises(ValueError, match="others, got") as error:
+        opened(folder)
+    assert str(error.value).count("[") == 5
+
+
 def test_many_faults_are_counted_and_few_are_listed(tmp_path):
     tensors = {f"{number}.weight": stored("fp8 blocks")["weight"] for number in range(50)}
     folder = write_module(tmp_path, tensors, FORMATS["fp8 blocks"])
@@ -142,6 +191,7 @@ def test_scales_of_groups_are_checked_as_they_are_read(tmp_path):
         ("gptq", "scales", np.nan),
         ("modelopt nvfp4", "weight_scale", np.nan),
         ("ct mxfp4", "weight_scale", 255),
+        ("ct fp8 groups", "weight_scale", np.nan),
     ]:
         tensors = changed(scale, first_is(wrong))(stored(name))
         folder = write_module(tmp_path / name, tensors, FORMATS[name])
@@ -151,7 +201,13 @@ def test_scales_of_groups_are_checked_as_they_are_read(tmp_path):
                 checkpoint.read("x.weight", 0, into)
 
 
-def test_scales_without_a_weight_stay_in_sight(tmp_path):
+def test_groups_of_scattered_columns_take_four_bytes_each(tmp_path):
+    for name in ("gptq order", "w4a16 order"):
+        with opened(write_module(tmp_path / name, stored(name), FORMATS[name])) as checkpoint:
+            assert checkpoint.matrices["x.weight"].order.nbytes == 4 * SHAPE[1]
+
+
+def test_scales_without_a_weight_remain_visible(tmp_path):
     """So that they are unexpected tensors of the model."""
     tensors = {"weight": np.ones(SHAPE, BF16), "weight_scale": np.ones((), BF16)}
     with opened(write_module(tmp_path, tensors, FORMATS["fp8 tensor"])) as checkpoint:
@@ -159,7 +215,7 @@ def test_scales_without_a_weight_stay_in_sight(tmp_path):
 
 
 @pytest.mark.parametrize("scale", ["k_scale", "v_scale", "kv_scale"])
-def test_scales_that_are_not_used_are_out_of_sight(scale, tmp_path):
+def test_scales_that_are_not_used_are_hidden(scale, tmp_path):
     tensors = {**stored("fp8 tensor"), scale: np.array(2, np.float32), f"bloc{scale}": scale_like()}
     with opened(write_module(tmp_path, tensors, FORMATS["fp8 tensor"])) as checkpoint:
         assert checkpoint.names == {"x.weight", f"x.bloc{scale}"} and checkpoint.kv_scales == 1
@@ -167,6 +223,54 @@ def test_scales_that_are_not_used_are_out_of_sight(scale, tmp_path):
 
 def scale_like():
     return np.ones(3, np.float32)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_a_bias_of_zeros_beside_integers_is_hidden(name, tmp_path):
+    """Any other bias is an unexpected tensor of the model."""
+    zeros = np.zeros(SHAPE[0], np.float16)
+    for bias, is_hidden in [
+        (zeros, True),
+        (first_is(1)(zeros), False),
+        (zeros[:-1], False),
+        (zeros.astype(np.int32), False),
+    ]:
+        folder = write_module(tmp_path, {**stored(name), "bias": bias}, FORMATS[name])
+        with opened(folder) as checkpoint:
+            assert ("x.bias" not in checkpoint.names) == is_hidden
+            assert "x.weight" in checkpoint.names
+
+
+@pytest.mark.parametrize("beside", [None, "hf_quant_config.json"])
+def test_a_configuration_of_modelopt_without_an_algorithm_quantises_nothing(beside, tmp_path):
+    declared = {"quant_algo": None, "exclude_modules": []}
+    config = {"quantization": declared} if beside else {"quant_method": "modelopt", "ignore": []}
+    form = FORMATS["modelopt fp8"]._replace(config=config, beside=beside)
+    with opened(write_module(tmp_path, {"weight": np.ones(SHAPE, BF16)}, form)) as checkpoint:
+        assert checkpoint.names == {"x.weight"} and checkpoint.formats() == {}
+    for name in ("modelopt fp8", "modelopt nvfp4"):
+        with pytest.raises(ValueError, match=r"x\.weight must not be"):
+            opened(write_module(tmp_path, stored(name), form))
+
+
+MODELOPT = [
+    modelopt("MIXED_PRECISION"),
+    modelopt("NVFP4", group_size=16),
+    modelopt("fp8"),
+    {**modelopt("Fp8_Pb_Wo"), "quant_method": "modelopt_fp4"},
+]
+
+
+@pytest.mark.parametrize("config", MODELOPT)
+@pytest.mark.parametrize("name", ["modelopt fp8", "modelopt fp8 rows", "modelopt nvfp4", "blocks"])
+def test_all_formats_of_modelopt_are_read_whatever_is_declared(name, config, tmp_path):
+    form = Format(lambda w: float8(w, (128, 128)), config)
+    form = form if name == "blocks" else FORMATS[name]._replace(config=config)
+    made = form.write(np.random.default_rng(0).normal(size=(200, 288)))
+    with opened(write_module(tmp_path, made.tensors, form)) as checkpoint:
+        into = np.empty(made.weight.size, np.float32)
+        checkpoint.read("x.weight", 0, into)
+        np.testing.assert_array_equal(into, made.weight.reshape(into.size))
 
 
 def test_a_folder_with_scales_of_keys_and_values_alone_has_plain_weights(tmp_path):
@@ -178,7 +282,7 @@ def test_a_folder_with_scales_of_keys_and_values_alone_has_plain_weights(tmp_pat
         assert checkpoint.stored("x.weight").dtype == "BF16" and checkpoint.kv_scales == 1
 
 
-def test_a_stack_of_experts_in_fp8_is_refused(tmp_path):
+def test_a_stack_of_experts_without_scales_is_refused(tmp_path):
     stack = {"gate_up_proj": np.ones((2, 8, 8), np.float32).astype(E4M3)}
     folder = write_module(tmp_path, stack, FORMATS["fp8 blocks"], "experts.")
     with pytest.raises(ValueError, match=r"experts\.gate_up_proj .*F8_E4M3.*16-bit folder"):

@@ -12,6 +12,7 @@ from jaxspec import inspect
 from jaxspec.models import unread
 from jaxspec.models.quantised.option import check_asked
 from jaxspec.models.quantised.scheme import Scheme
+from jaxspec.parallel import Group
 
 FLOAT32 = jnp.dtype("float32")
 FOLDER = Path("folder")
@@ -63,6 +64,11 @@ def test_the_memory_of_dequantised_weights_is_logged(word, tmp_path, caplog):
     (record,) = caplog.records
     assert record.levelno == (logging.WARNING if word is None else logging.INFO)
     assert "float32" in record.message and "8 bits" in record.message
+    assert "in all" not in record.message
+    caplog.clear()
+    with unread(pair.quantised, FLOAT32, quantization=word, group=Group.of(2)):
+        pass
+    assert "in all, on 2 devices" in caplog.records[0].message
     caplog.clear()
     with unread(pair.plain, FLOAT32):
         pass

@@ -6,7 +6,7 @@ import pytest
 from quantised_folders import FORMATS, IN_FP8, ct, gptq_config, integers, modelopt
 
 from jaxspec.models.fields import Fields, read_fields
-from jaxspec.models.quantised.scheme import AWQ, GPTQ, Scheme
+from jaxspec.models.quantised.scheme import AWQ, GPTQ, PER_ROW, PER_TENSOR, Scheme
 
 AWQ_CONFIG = FORMATS["awq"].config
 FP8 = FORMATS["fp8 tensor"].config
@@ -25,7 +25,9 @@ def test_what_configurations_declare():
     blocks = Scheme.of({**FP8, "weight_block_size": [128, 64], "activation_scheme": "dynamic"})
     assert blocks.grains == {(128, 64)} and blocks.input_bits == 8
     assert Scheme.of(integers(8, group_size=32)).groups == {32}
-    assert Scheme.of(modelopt("FP8_PB_WO")).grains == {(128, 128)}
+    for algorithm in ("FP8_PB_WO", "nvfp4", "MIXED_PRECISION"):
+        grains = {PER_TENSOR, PER_ROW, (128, 128)}
+        assert Scheme.of(modelopt(algorithm)).grains == grains
     assert Scheme.of(AWQ_CONFIG).integers == AWQ()
     rules = {"-:.*q_proj": {}, "+:.*k_proj": {"bits": 8, "group_size": -1}, "x": {"bits": 16}}
     scheme = Scheme.of(gptq_config(dynamic=rules))
@@ -39,12 +41,55 @@ def test_what_configurations_declare():
         ({"checkpoint_format": "gptq"}, 1),
         ({"checkpoint_format": "gptq_v2"}, 0),
         ({"format": "gptq_v2"}, 0),
+        ({"sym": None}, 1),
+        ({"sym": None, "checkpoint_format": "gptq_v2"}, 0),
         ({"sym": True}, None),
         ({"sym": True, "checkpoint_format": "gptq_v2"}, None),
     ],
 )
 def test_stored_zero_points_of_gptq_count_if_it_is_not_symmetric(config, added):
     assert Scheme.of(gptq_config(**config)).integers == GPTQ(added)
+
+
+@pytest.mark.parametrize("name", ["modelopt", "modelopt_fp4", "modelopt_mixed"])
+def test_words_of_modelopt_are_read_in_any_case(name):
+    for algorithm in ("fp8", "NvFp4", "mixed_precision"):
+        assert Scheme.of({"quant_method": name, "quant_algo": algorithm}).kind == "modelopt"
+
+
+@pytest.mark.parametrize("name", ["auto-round", "auto_round", "intel/auto-round"])
+def test_auto_round_has_the_packing_that_is_declared(name):
+    config = {**FORMATS["auto-round"].config, "quant_method": name}
+    del config["packing_format"]
+    for more, layout in [
+        ({}, GPTQ(None)),
+        ({"backend": "auto_round:gptq:exllamav2"}, GPTQ(None)),
+        ({"backend": "auto_round:auto_awq"}, AWQ()),
+        ({"backend": "auto_awq", "packing_format": "auto_round:auto_gptq"}, GPTQ(None)),
+    ]:
+        scheme = Scheme.of({**config, **more})
+        assert (scheme.kind, scheme.integers) == ("auto-round", layout)
+
+
+def test_rules_for_modules_of_16_bits_say_nothing_about_integers():
+    rules = {"+:x": {"bits": 16, "sym": True, "group_size": 7}}
+    assert Scheme.of(gptq_config(dynamic=rules)).groups == {16}
+    rules["+:x"]["bits"] = 8
+    assert Scheme.of(gptq_config(dynamic=rules, sym=None)).bits == {4, 8}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"format": "dense"},
+        {"kv_cache_scheme": {"num_bits": 8}, "config_groups": None},
+        {"config_groups": {"a": {"weights": None, "output_activations": IN_INT8}}},
+        {"config_groups": {"a": {"weights": None, "input_activations": IN_INT8}}},
+    ],
+)
+def test_groups_without_weights_declare_nothing(config):
+    scheme = Scheme.of({"quant_method": "compressed-tensors", **config})
+    assert scheme == Scheme("compressed-tensors")
 
 
 def test_activations_that_nothing_rounds():
@@ -55,6 +100,7 @@ def test_activations_that_nothing_rounds():
     assert Scheme.of(integers()).input_bits == 8
 
 
+INTEGERS = [FORMATS[name].config for name in ("gptq", "awq", "auto-round", "auto-round awq")]
 REFUSED = {
     "quant_method": [
         {},
@@ -63,7 +109,9 @@ REFUSED = {
     ],
     "fmt": [{**FP8, "fmt": "e5m2"}],
     "activation_scheme": [{**FP8, "activation_scheme": "other"}],
-    "weight_block_size": [{**FP8, "weight_block_size": size} for size in ([128], 128, [0, 1])],
+    "weight_block_size": [
+        {**FP8, "weight_block_size": size} for size in ([128], 128, [0, 1], [2, 500])
+    ],
     "quant_algo": [
         modelopt(algorithm) for algorithm in ("W4A8_AWQ", "NVFP4_AWQ", "NVFP4_SVD", "INT8_SQ", 1)
     ]
@@ -77,6 +125,10 @@ REFUSED = {
         gptq_config(dynamic=dict.fromkeys(map(str, range(10**6)), {})),
         gptq_config(dynamic=3),
     ],
+    **{
+        name: [{**config, name: {"x": 1}} for config in INTEGERS]
+        for name in ("spinquant_config", "rotation_config", "hadamard_config", "transform_config")
+    },
     "sym": [gptq_config(dynamic={"+:x": {"sym": True}}), gptq_config(sym=1)],
     "version": [{**AWQ_CONFIG, "version": version} for version in ("gemv", "marlin")],
     "zero_point": [{**AWQ_CONFIG, "zero_point": False}],
@@ -85,7 +137,6 @@ REFUSED = {
     "format": [{**integers(), "format": form} for form in ("marlin-24", "int-quantized", 1)],
     "config_groups": [{"quant_method": "compressed-tensors"}],
     "sparsity_config": [{**integers(), "sparsity_config": {"format": "sparse-24-bitmask"}}],
-    "transform_config": [{**integers(), "transform_config": {"config_groups": {"a": 1}}}],
     "input_activations.type": [
         {**integers(), "config_groups": {"g": {"weights": {}, "input_activations": IN_INT8}}}
     ],
@@ -98,7 +149,10 @@ REFUSED = {
         integers(strategy="block"),
         ct(**IN_FP8, strategy="token"),
     ],
-    "block_structure": [ct(**IN_FP8, strategy="block")],
+    "block_structure": [
+        ct(**IN_FP8, strategy="block"),
+        ct(**IN_FP8, strategy="block", block_structure=[8, 8]),
+    ],
 }
 
 
@@ -110,6 +164,26 @@ def test_what_is_not_implemented_is_refused_by_its_field(culprit):
         assert len(str(error.value)) < 600
 
 
+@pytest.mark.parametrize("what", ["group_size", "weight_block_size"])
+def test_a_folder_has_few_sizes_of_groups_and_blocks(what):
+    """Each size is tried for each weight."""
+    sizes = range(1, 18)
+    groups = {
+        str(size): {"weights": {"num_bits": 4, "type": "int", "strategy": "group"}}
+        if what == "group_size"
+        else {"weights": {**IN_FP8, "strategy": "block", "block_structure": [1, size]}}
+        for size in sizes
+    }
+    for size in sizes if what == "group_size" else ():
+        groups[str(size)]["weights"]["group_size"] = size
+    config = {"quant_method": "compressed-tensors", "config_groups": groups}
+    with pytest.raises(ValueError, match="at most 16 .* got 17"):
+        Scheme.of(config)
+    del groups["1"]
+    scheme = Scheme.of(config)
+    assert len(scheme.groups | scheme.grains) == 16
+
+
 @pytest.mark.parametrize("form", [form for form in FORMATS.values() if form.beside])
 def test_files_beside_config_json_count_if_it_says_nothing(form, tmp_path):
     (tmp_path / form.beside).write_text(json.dumps(form.config))
@@ -117,10 +191,12 @@ def test_files_beside_config_json_count_if_it_says_nothing(form, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(published))
     scheme = read_fields(tmp_path).scheme()
     assert scheme is not None and scheme.kind in ("modelopt", "gptq")
+    assert scheme.file == form.beside
     (tmp_path / "config.json").write_text(json.dumps({**published, "quantization_config": FP8}))
     assert read_fields(tmp_path).scheme().kind == "fp8"
     (tmp_path / "config.json").write_text(json.dumps(published))
-    (tmp_path / form.beside).write_text(json.dumps({**form.config, "bits": 3, "quantization": {}}))
+    wrong = {**form.config, "bits": 3, "quantization": {"quant_algo": "INT3"}}
+    (tmp_path / form.beside).write_text(json.dumps(wrong))
     with pytest.raises(ValueError, match=form.beside):
         read_fields(tmp_path).scheme()
 
