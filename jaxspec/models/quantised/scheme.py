@@ -21,6 +21,7 @@ PER_ROW: Grain = (1, None)
 _REMEDY = "Use a folder in a format that jaxspec reads (docs/quantised.md), or the 16-bit folder."
 _MAX_RULES = 10_000  # groups or rules for modules; published configs have fewer than a hundred
 _MAX_LAYERS = 200_000  # entries of `quantized_layers`, at most one per matrix
+_KEY_CHARACTERS = 100  # of names of modules and groups, in errors
 _MAX_SIZES = 16  # different groups or blocks; published folders have up to three
 _MIN_BLOCK = 1024  # elements, unless a block is of one row: the scales of others are held
 _BITS = frozenset((4, 8))
@@ -132,16 +133,20 @@ def _refuse(block: Block, *names: str) -> None:
             )
 
 
-def _objects(block: Block, name: str, most: int) -> dict[str, Mapping[str, Any]]:
-    """Return the objects in the object under `name`; entries that are null are left out."""
+def _blocks(block: Block, name: str, most: int) -> list[Block]:
+    """Return the objects in the object under `name`; null ones are empty."""
     found = block.find(name, OBJECT) or {}
     if len(found) > most:
         raise ValueError(
             f"{block.file}: `{block.prefix}{name}` must have at most {most:,} entries, got "
             f"{len(found):,}. {block.remedy}"
         )
-    inner = Block(found, file=block.file, prefix=f"{block.prefix}{name}.", remedy=block.remedy)
-    return {key: inner.find(key, OBJECT) or {} for key in found}
+    prefix, made = f"{block.prefix}{name}.", list[Block]()
+    for key, value in found.items():
+        short = key if key.isprintable() and len(key) <= _KEY_CHARACTERS else shown(key)
+        outer = Block({short: value}, file=block.file, prefix=prefix, remedy=block.remedy)
+        made.append(outer.block(short))
+    return made
 
 
 def _float8(block: Block) -> Scheme:
@@ -170,12 +175,7 @@ def _modelopt(block: Block) -> Scheme:
     if block.find("quant_algo", WORD) is None:
         return Scheme("modelopt")  # at most scales of keys and values
     if block.need("quant_algo", _any_case((*_MODELOPT_BITS, _MIXED))).upper() == _MIXED:
-        layers = _objects(block, "quantized_layers", _MAX_LAYERS)
-        prefix = f"{block.prefix}quantized_layers."
-        parts = [
-            Block(entries, file=block.file, prefix=f"{prefix}{name}.", remedy=block.remedy)
-            for name, entries in layers.items()
-        ]
+        parts = _blocks(block, "quantized_layers", _MAX_LAYERS)
     else:
         parts = [block]
     bits: int | None = None
@@ -184,8 +184,8 @@ def _modelopt(block: Block) -> Scheme:
         if "NVFP4" in algorithm:
             part.find("group_size", one_of((16,)))
         bits = max(bits or 0, _MODELOPT_BITS[algorithm] or 0) or None
-    groups = _objects(block, "config_groups", _MAX_RULES).values()
-    if groups and not any(group.get("input_activations") for group in groups):
+    groups = _blocks(block, "config_groups", _MAX_RULES)
+    if groups and not any(group.entries.get("input_activations") for group in groups):
         bits = None  # NVFP4 also names weights alone
     return Scheme("modelopt", _MODELOPT_GRAINS, input_bits=bits)
 
@@ -215,18 +215,8 @@ def _gptq(block: Block) -> Scheme:
     is_symmetric = block.find("sym", FLAG)  # without it, the stored zero points count
     bits, groups = {block.need("bits", one_of(sorted(_BITS)))}, {_group(block)}
     for name in ("dynamic", "extra_config"):
-        for pattern, entries in _objects(block, name, _MAX_RULES).items():
-            _read_rule(
-                Block(
-                    entries,
-                    file=block.file,
-                    prefix=f"{block.prefix}{name}.{shown(pattern)}.",
-                    remedy=block.remedy,
-                ),
-                bits,
-                groups,
-                is_symmetric,
-            )
+        for rule in _blocks(block, name, _MAX_RULES):
+            _read_rule(rule, bits, groups, is_symmetric)
     added = None if is_symmetric else 0 if version == "gptq_v2" else 1
     return Scheme("gptq", bits=frozenset(bits), groups=frozenset(groups), integers=GPTQ(added))
 
@@ -281,9 +271,7 @@ def _compressed_tensors(block: Block) -> Scheme:
         return scheme
     if not block.find("kv_cache_scheme", OBJECT):
         block.need("config_groups", OBJECT)
-    for name, entries in _objects(block, "config_groups", _MAX_RULES).items():
-        prefix = f"{block.prefix}config_groups.{name}."
-        group = Block(entries, file=block.file, prefix=prefix, remedy=block.remedy)
+    for group in _blocks(block, "config_groups", _MAX_RULES):
         group.find("format", one_of(_CT_FORMATS))
         if group.find("weights", OBJECT) is None:
             continue  # keys and values, or attention, alone

@@ -164,6 +164,14 @@ def test_what_is_not_implemented_is_refused_by_its_field(culprit):
         assert len(str(error.value)) < 600
 
 
+@pytest.mark.parametrize("key", ["x" * 10**6, "\x1b[2J" * 99])
+@pytest.mark.parametrize("value", [3, {"quant_algo": "W4A8_AWQ"}])
+def test_names_of_modules_neither_flood_nor_control_the_terminal(key, value):
+    with pytest.raises(ValueError, match="quantized_layers") as error:
+        Scheme.of(modelopt("MIXED_PRECISION", quantized_layers={key: value}))
+    assert len(str(error.value)) < 600 and str(error.value).isprintable()
+
+
 @pytest.mark.parametrize("what", ["group_size", "weight_block_size"])
 def test_a_folder_has_few_sizes_of_groups_and_blocks(what):
     """Each size is tried for each weight."""
