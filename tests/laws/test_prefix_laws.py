@@ -200,7 +200,7 @@ def test_a_program_without_them_is_the_one_it_was():
     for features in (GREEDY.features, SAMPLED.features, FULL | SamplingFeatures.of(MIN_P)):
         assert found(features) == set()
     state = engine.runner.state
-    plain = dataclasses.replace(state, tables=SamplingTables(), checkpoints=None)
+    plain = dataclasses.replace(state, tables=SamplingTables(), checkpoints=None, forward=None)
     given = state.of(Program(4, 64, FULL, num_drafts=3))
     assert jax.tree.structure(given) == jax.tree.structure(plain)
 
