@@ -1,5 +1,6 @@
-"""Logits processors over HTTP at 248,320 ids, beside requests that use none, in one batch."""
+"""Logits processors and grammars over HTTP at 248,320 ids, beside free requests, in one batch."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,6 +20,10 @@ WALKS = [
     {"vllm_xargs": {"modulus": VOCAB, "offset": OFFSET}, "temperature": 0.8},
     {"vllm_xargs": {"host_modulus": VOCAB, "host_offset": OFFSET}, "temperature": 0.8},
 ]
+FORMS = [
+    {"structured_outputs": {"regex": "[a-c]{2,3}x"}},  # on the device
+    {"structured_outputs": {"grammar": 'start: "a" | "b" start "c"'}},  # on the host
+]
 
 
 def test_walks_of_the_device_and_the_host_beside_neighbours(tmp_path):
@@ -31,13 +36,25 @@ def test_walks_of_the_device_and_the_host_beside_neighbours(tmp_path):
     ):
 
         def tokens(fields):
-            same = {"max_tokens": COUNT, "ignore_eos": True, "return_token_ids": True}
-            answer = client.post("/v1/completions", json={"prompt": PROMPT} | same | fields)
+            same = {"ignore_eos": True, "return_token_ids": True}
+            return choice(same | fields)["token_ids"]
+
+        def choice(fields):
+            body = {"prompt": PROMPT, "max_tokens": COUNT} | fields
+            answer = client.post("/v1/completions", json=body)
             assert answer.status_code == 200, answer.text
-            return answer.json()["choices"][0]["token_ids"]
+            return answer.json()["choices"][0]
 
         alone = list(map(tokens, NEIGHBOURS))
         expected = walk(PROMPT, COUNT, VOCAB, OFFSET)
         assert max(expected) > 2**16
         for _ in range(2):
             assert list(clients.map(tokens, WALKS + NEIGHBOURS)) == [expected] * 2 + alone
+        for _ in range(2):
+            formed = clients.map(choice, FORMS)
+            assert list(clients.map(tokens, NEIGHBOURS)) == alone
+            one, other = formed
+            assert re.fullmatch("[a-c]{2,3}x", one["text"]), one
+            depth = other["text"].count("b")
+            nested = "b" * depth + "a" + "c" * depth
+            assert other["text"] == nested or other["finish_reason"] == "length", other
