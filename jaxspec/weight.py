@@ -44,21 +44,11 @@ class Dense:
         return Dense(self.array[:, ids])
 
 
-@flax.struct.dataclass
-class Float8:
-    """A matrix in float8_e4m3fn: half the bytes of bfloat16, with 3 mantissa bits.
-
-    Stored as `[outer, inner]`, the 8-bit layout of tensor cores. One power of two scales the whole
-    matrix; entries down to 1/8192 of the largest keep all mantissa bits.
-    """
+class _Scaled:
+    """A matrix stored as `[outer, inner]` in 8 bits, with float32 scales."""
 
     array: Float[Array, "outer inner"]
-    scale: Float[Array, ""]  # the weight is `(scale * array).T`
-
-    @staticmethod
-    def of(weight: Dense) -> "Float8":
-        """Round `weight` to 8 bits, in a copy; all entries may be NaN if one is not finite."""
-        return Float8(*_float8_of(weight.array))
+    scale: Array
 
     @property
     def inner(self) -> int:
@@ -74,6 +64,28 @@ class Float8:
     def dtype(self) -> jnp.dtype:
         return self.array.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix and its scales."""
+        return _bytes(self.array) + _bytes(self.scale)
+
+
+@flax.struct.dataclass
+class Float8(_Scaled):
+    """A matrix in float8_e4m3fn: half the bytes of bfloat16, with 3 mantissa bits.
+
+    Stored as `[outer, inner]`, the 8-bit layout of tensor cores. One power of two scales the whole
+    matrix; entries down to 1/8192 of the largest keep all mantissa bits.
+    """
+
+    array: Float[Array, "outer inner"]
+    scale: Float[Array, ""]  # the weight is `(scale * array).T`
+
+    @staticmethod
+    def of(weight: Dense) -> "Float8":
+        """Round `weight` to 8 bits, in a copy; all entries may be NaN if one is not finite."""
+        return Float8(*_float8_of(weight.array))
+
     def columns(self, ids: Int[Array, " ids"]) -> "Float8":
         """Copy the columns `ids` (int32, all in range) to a new weight."""
         return Float8(self.array[ids], self.scale)
@@ -84,7 +96,7 @@ class Float8:
 
 
 @flax.struct.dataclass
-class Float8Blocks:
+class Float8Blocks(_Scaled):
     """A published matrix in float8_e4m3fn, with a scale for each 64 columns and 128 features.
 
     Stored as `[outer, inner]`, the checkpoint's layout. Published blocks have 128 columns; half of
@@ -129,25 +141,6 @@ class Float8Blocks:
         arrays = [array for array, _ in parts]
         return Float8Blocks(jnp.concatenate(arrays), jnp.concatenate(halves))
 
-    @property
-    def inner(self) -> int:
-        """Size of the contracted axis."""
-        return self.array.shape[1]
-
-    @property
-    def outer(self) -> int:
-        """Number of output columns."""
-        return self.array.shape[0]
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.array.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the matrix and its scales."""
-        return _bytes(self.array) + _bytes(self.scale)
-
     def columns(self, ids: Int[Array, " ids"]) -> Dense:
         """Copy the columns `ids` (int32, all in range) to a new weight in float32.
 
@@ -169,7 +162,7 @@ class Float8Blocks:
 
 
 @flax.struct.dataclass
-class Float8Rows:
+class Float8Rows(_Scaled):
     """A published matrix in float8_e4m3fn, with a scale for each column.
 
     Stored as `[outer, inner]`, the checkpoint's layout, whose rows are the columns. A scale per
@@ -178,25 +171,6 @@ class Float8Rows:
 
     array: Float[Array, "outer inner"]
     scale: Float[Array, " outer"]  # float32
-
-    @property
-    def inner(self) -> int:
-        """Size of the contracted axis."""
-        return self.array.shape[1]
-
-    @property
-    def outer(self) -> int:
-        """Number of output columns."""
-        return self.array.shape[0]
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.array.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the matrix and its scales."""
-        return _bytes(self.array) + _bytes(self.scale)
 
     def columns(self, ids: Int[Array, " ids"]) -> "Float8Rows":
         """Copy the columns `ids` (int32, all in range) to a new weight."""

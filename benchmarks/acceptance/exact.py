@@ -65,44 +65,34 @@ def exact(rows: Rows) -> None:
 
 def exact_on_two_devices(rows: Rows) -> None:
     """Compare the tokens of a tensor-parallel group of two with those of one device."""
-    job = rows.job
-    config = config_of(job.model, is_small=job.is_small, exact=True)
-    with folder_of(job.model, config) as folder:
-        write_weights(folder)
-        found = {}
-        for devices in (2, 1):
-            options = exact_options(
-                Path(job.cache),
-                load_format="auto",
-                speculative_config=ALL_MODELS[job.model].drafts,
-                tensor_parallel_size=devices,
-            )
-            with Arm(folder, rows, options) as engine:
-                found[devices] = engine.run()
-                if devices == 1:
-                    arms = found[2], found[1], engine.prefers
-                    rows.measure("two devices and one", functools.partial(compare, *arms))
+    arms = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 1}
+    _two_arms(rows, "two devices and one", write_weights, *arms)
 
 
 def exact_in_float8(rows: Rows) -> None:
     """Compare the tokens of a folder in FP8 with those of its dequantised weights."""
+    arms = {"quantization": "fp8"}, {"quantization": "dequantise"}
+    _two_arms(rows, "fp8 and dequantised", write_float8_weights, *arms)
+
+
+def _two_arms(rows: Rows, name: str, write: Callable[[Path], object], *arms: Any) -> None:
+    """Compare the tokens of two engines on one folder; the second one judges ties."""
     job = rows.job
     config = config_of(job.model, is_small=job.is_small, exact=True)
     with folder_of(job.model, config) as folder:
-        write_float8_weights(folder)
-        found = {}
-        for quantization in ("fp8", "dequantise"):
+        write(folder)
+        found = []
+        for arm in arms:
             options = exact_options(
                 Path(job.cache),
                 load_format="auto",
                 speculative_config=ALL_MODELS[job.model].drafts,
-                quantization=quantization,
+                **arm,
             )
             with Arm(folder, rows, options) as engine:
-                found[quantization] = engine.run()
-                if quantization == "dequantise":
-                    arms = *found.values(), engine.prefers
-                    rows.measure("fp8 and dequantised", functools.partial(compare, *arms))
+                found.append(engine.run())
+                if arm is arms[-1]:
+                    rows.measure(name, functools.partial(compare, *found, engine.prefers))
 
 
 @dataclasses.dataclass
