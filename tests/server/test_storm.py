@@ -1,12 +1,15 @@
 """Clients that come, go and read slowly: nothing of them is left, and others notice nothing.
 
-Three rounds of 256 requests; a third of the clients goes early, and the queue overflows.
+Three rounds of 256 requests; a third of the clients goes early, and the queue overflows, because
+the engine does not step until most of them have arrived.
 """
 
 import asyncio
 import collections
+import functools
 import json
 import socket
+import threading
 import time
 
 import httpx
@@ -28,7 +31,9 @@ def settle(served):
 
 def test_a_storm_leaves_nothing_and_every_text_that_was_read_is_right(served, reference):
     want, happened, sizes = texts(reference), collections.Counter(), []
+    occupy = functools.partial(served.llm._engine.session.in_turn, lambda: time.sleep(0.5))
     for seed in range(3):
+        threading.Thread(target=occupy).start()
         happened += asyncio.run(storm(served.root, seed, want))
         settle(served)
         sizes.append(psutil.Process().memory_info().rss)
