@@ -102,18 +102,23 @@ class Float8Blocks(_Scaled):
     Stored as `[outer, inner]`, the checkpoint's layout. Published blocks have 128 columns; half of
     that is held because the parts of a fused matrix may begin at any multiple of 64. Scales beyond
     the last column or feature belong to partial blocks.
+
+    `terms` is the number of e4m3 numbers that an activation becomes. Two are exact for 16 bits; one
+    is the activation rounded, with a scale for each row's 128 features.
     """
 
     array: Float[Array, "outer inner"]
     scale: Float[Array, "rows columns"]  # float32
+    terms: int = flax.struct.field(pytree_node=False, default=2)
 
     @staticmethod
-    def of_parts(parts: Sequence[tuple[jax.Array, jax.Array]]) -> "Float8Blocks":
+    def of_parts(parts: Sequence[tuple[jax.Array, jax.Array]], terms: int = 2) -> "Float8Blocks":
         """Join published matrices side by side; each keeps its scales.
 
         Args:
             parts: matrices `[outer, inner]` in float8_e4m3fn, and their scales, one per 128 columns
                 and 128 features. The last block of each part may be partial.
+            terms: e4m3 numbers that an activation becomes: 2, or 1 to round it.
 
         Raises:
             ValueError: there are too few or too many scales, or a part but the last is no multiple
@@ -139,7 +144,7 @@ class Float8Blocks(_Scaled):
             for array, scale in parts
         ]
         arrays = [array for array, _ in parts]
-        return Float8Blocks(jnp.concatenate(arrays), jnp.concatenate(halves))
+        return Float8Blocks(jnp.concatenate(arrays), jnp.concatenate(halves), terms)
 
     def columns(self, ids: Int[Array, " ids"]) -> Dense:
         """Copy the columns `ids` (int32, all in range) to a new weight in float32.
@@ -166,15 +171,17 @@ class Float8Rows(_Scaled):
     """A published matrix in float8_e4m3fn, with a scale for each column.
 
     Stored as `[outer, inner]`, the checkpoint's layout, whose rows are the columns. A scale per
-    matrix, or per part of a fused one, is repeated.
+    matrix, or per part of a fused one, is repeated. `terms` is that of `Float8Blocks`; a rounded
+    activation has a scale for each row.
     """
 
     array: Float[Array, "outer inner"]
     scale: Float[Array, " outer"]  # float32
+    terms: int = flax.struct.field(pytree_node=False, default=2)
 
     def columns(self, ids: Int[Array, " ids"]) -> "Float8Rows":
         """Copy the columns `ids` (int32, all in range) to a new weight."""
-        return Float8Rows(self.array[ids], self.scale[ids])
+        return Float8Rows(self.array[ids], self.scale[ids], self.terms)
 
     def dense(self, start: int = 0, count: int | None = None) -> Dense:
         """Return up to `count` columns from `start` in float32, by default all."""

@@ -1,5 +1,7 @@
 """A Dense weight is its array, and costs a program nothing; one in 8 bits is nearly that array."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,3 +152,15 @@ def test_a_scale_per_column_is_that_of_the_column():
     np.testing.assert_array_equal(weight.dense(64, 64).array, weight.dense().array[:, 64:])
     ids = jnp.asarray([69, 0])
     np.testing.assert_allclose(weight.columns(ids).dense().array, expected[:, ids], rtol=1e-6)
+
+
+def test_terms_are_no_array_and_stay_with_the_weight():
+    """An op sees them while a program is traced."""
+    _, parts = blocks_of(256, 64, 64)
+    rounded = Float8Blocks.of_parts(parts, terms=1)
+    assert Float8Blocks.of_parts(parts).terms == 2 and rounded.terms == 1
+    by_row = dataclasses.replace(rows_of(96, 70), terms=1)
+    assert by_row.columns(jnp.asarray([3, 1])).terms == 1
+    for weight in (rounded, by_row):
+        assert len(jax.tree.leaves(weight)) == 2
+        assert jax.tree.map(lambda leaf: leaf, weight).terms == 1

@@ -11,23 +11,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Float
 
 from jaxspec.pallas.gpu import device
+from jaxspec.pallas.matmul.float8_terms import CHUNK
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.weight import Float8Blocks, Float8Rows
 
-CHUNK = 128  # features of a sum of FP8 products, and of a scale
-LOW = 1 / 16  # factor of the low parts
 FUSED_ROWS = 8  # rows up to which the kernel runs what precedes a matmul in every block
 _SCALES = 4  # a copy of scales is a multiple of 16 bytes
 _BLOCK_ROWS = 64
 _MAX_PARTS = 4  # split-K parts; each adds 4 bytes per output to write and to read
 _MANY_PARTS = 8  # rows up to which there are as many parts as run at once
 _SHARED_ROWS = 16  # rows up to which two blocks share a multiprocessor
-_TOP = 7  # the largest number of a chunk is scaled to 2**7 to 2**8; e4m3 ends at 448
-_BIAS, _MANTISSA = 127, 23  # of float32
 
 
 class Float8Tiling(NamedTuple):
@@ -83,33 +78,12 @@ def _busy(blocks: int) -> float:
     return blocks / (device.MULTIPROCESSORS * ceil(blocks / device.MULTIPROCESSORS))
 
 
-def split(
-    x: Float[Array, "rows features"],
-) -> tuple[Float[Array, "rows features"], Float[Array, "rows features"], Float[Array, " rows"]]:
-    """Return float8_e4m3fn arrays `high`, `low`, and the float32 power of two of each row.
-
-    `factor * (high + low / 16)` equals a 16-bit `x`, given in float32, for entries down to 2**-13
-    of the row's largest, and differs by at most 2**-21 of that largest below. A row with a number
-    that is not finite has a NaN in its place. Kernels call this, too.
-    """
-    bits = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=1), jnp.int32)
-    exponent = bits >> _MANTISSA
-    # Below 2**-119 both powers of two stay normal numbers.
-    held = jnp.where(exponent < _TOP + 1, _TOP + 1, exponent)
-    factor = lax.bitcast_convert_type((held - _TOP) << _MANTISSA, jnp.float32)
-    # Infinity times 0 is NaN; a conversion to e4m3 could saturate instead.
-    inverse = jnp.where(exponent > 2 * _BIAS, 0, (2 * _BIAS + _TOP - held) << _MANTISSA)
-    inverse = lax.bitcast_convert_type(inverse, jnp.float32)
-    scaled = x * lax.broadcast_in_dim(inverse, x.shape, (0,))
-    high = scaled.astype(jnp.float8_e4m3fn)
-    low = (scaled - high.astype(jnp.float32)) * (1 / LOW)
-    return high, low.astype(jnp.float8_e4m3fn), factor
-
-
 def why_not_kernel(
     x: jax.Array | jax.ShapeDtypeStruct, weight: Float8Blocks | Float8Rows
 ) -> str | None:
     """Return why the kernel cannot multiply rows in the dtype of `x` by `weight`, or None."""
+    if weight.terms == 1:
+        return "rounded activations"
     if x.dtype != jnp.bfloat16:  # 11 significant bits are not two e4m3 numbers
         return f"{x.dtype} for 8 bits"
     unit = CHUNK * (_SCALES if isinstance(weight, Float8Blocks) else 1)

@@ -3,8 +3,8 @@
 A block has up to 64 rows, 64 or 128 columns of the weight, and all or part of its features. One
 warp copies the weight into a ring, 128 features at a time, and another one the activations. Two
 warpgroups take turns to compute the activations from what was copied, and split them into two e4m3
-numbers each (`float8.split`). One or two warpgroups multiply the weight's bytes by both halves,
-scale the sum and add it in float32.
+numbers each (`float8_terms.split`). One or two warpgroups multiply the weight's bytes by both
+halves, scale the sum and add it in float32.
 
 Everything before the matmul thus runs beside it: the activation of a feed-forward layer, and the
 gated norm of Gated DeltaNet.
@@ -22,8 +22,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, layouts, tensor_cores
 from jaxspec.pallas.matmul.activation import Activation
-from jaxspec.pallas.matmul.float8 import CHUNK, LOW, Float8Tiling, split
+from jaxspec.pallas.matmul.float8 import Float8Tiling
 from jaxspec.pallas.matmul.float8_activations_block import Activations, activated, normed, plain
+from jaxspec.pallas.matmul.float8_terms import CHUNK, LOW, split
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.weight import Float8Blocks
 

@@ -8,7 +8,7 @@ computed too often.
 import jax.numpy as jnp
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.matmul import float8
+from jaxspec.pallas.matmul import float8, float8_terms
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.products import matmul
 from jaxspec.pallas.norm.add_norm import add_norm
@@ -75,7 +75,7 @@ def _why_not_fused(rows):
 def _why_not_norm(heads, norm, weight):
     if heads.dtype != jnp.float32 or norm.weight.dtype != jnp.float32:
         return f"{heads.dtype} with a norm in {norm.weight.dtype}"
-    if heads.shape[2] != float8.CHUNK:
+    if heads.shape[2] != float8_terms.CHUNK:
         return f"{heads.shape[1]} heads of {heads.shape[2]}"
     if norm.gates.shape[1] % 8:  # rows of a copy begin at multiples of 16 bytes
         return f"gates of {norm.gates.shape[1]} columns"

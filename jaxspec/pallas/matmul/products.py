@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec import device
+from jaxspec.pallas.matmul import float8_terms
 from jaxspec.weight import Float8, Published8Bit, Weight
 
 BLOCK_N = 64  # columns of the weight per wgmma: its M
@@ -24,10 +25,12 @@ def matmul(
     reads the weight once.
 
     A `Float8` weight is converted to float32, as a copy. A published weight in 8 bits is too, some
-    columns at a time, and multiplied in float32 without rounding its entries.
+    columns at a time, and multiplied in float32 without rounding its entries. Activations are
+    rounded to 8 bits first if the weight has one term.
     """
     if isinstance(weight, Published8Bit):
-        return _published_matmul(x.astype(jnp.float32), weight).astype(dtype or x.dtype)
+        seen = float8_terms.as_multiplied(x, weight)
+        return _published_matmul(seen, weight).astype(dtype or x.dtype)
     if isinstance(weight, Float8):
         return matmul(x.astype(jnp.float32), weight.dense()).astype(dtype or x.dtype)
     rows = x.shape[0]

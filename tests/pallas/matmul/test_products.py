@@ -1,5 +1,7 @@
 """The parts that products share, against NumPy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from published_8bit import blocks_of, dequantised, dequantised_rows, rows_of
 
 from jaxspec.pallas.matmul import products
+from jaxspec.pallas.matmul.float8_terms import as_multiplied
 from jaxspec.pallas.matmul.products import check_inner, matmul
 from jaxspec.weight import Dense, Float8
 
@@ -52,6 +55,21 @@ def test_a_published_weight_is_multiplied_without_rounding(monkeypatch, columns_
         y, expected = matmul(x, of, jnp.float32), wide @ expected
         np.testing.assert_allclose(y, expected, atol=1e-6 * np.abs(expected).max())
         assert matmul(x, of).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("of_blocks", [True, False])
+def test_a_published_weight_of_one_term_is_multiplied_by_rounded_activations(of_blocks):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 256)), jnp.bfloat16)
+    weight = blocks_of(256, 192)[0] if of_blocks else rows_of(256, 192)
+    one = dataclasses.replace(weight, terms=1)
+    seen = np.asarray(as_multiplied(x, one), np.float64)
+    expected = seen @ np.asarray(weight.dense().array, np.float64)
+    np.testing.assert_allclose(
+        matmul(x, one, jnp.float32), expected, atol=1e-6 * np.abs(expected).max()
+    )
+    exact = matmul(x, weight, jnp.float32)
+    distance = np.linalg.norm(expected - exact) / np.linalg.norm(exact)
+    assert 0.01 < distance < 0.05
 
 
 def test_no_product_on_a_gpu_has_one_row(monkeypatch):
