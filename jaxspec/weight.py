@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 PUBLISHED_BLOCK = 128  # columns and features with one scale in published matrices
-_SCALED_COLUMNS = 64  # columns with one scale in `Float8Blocks`
+SCALED_COLUMNS = 64  # columns with one scale in `Float8Blocks`
 
 
 @flax.struct.dataclass
@@ -132,14 +132,14 @@ class Float8Blocks(_Scaled):
                     f"{array.shape[0]} x {array.shape[1]}, one per block of 128 x 128, got "
                     f"{scale.shape[0]} x {scale.shape[1]}; pass those of the same matrix."
                 )
-            if i < len(parts) - 1 and array.shape[0] % _SCALED_COLUMNS:
+            if i < len(parts) - 1 and array.shape[0] % SCALED_COLUMNS:
                 raise ValueError(
-                    f"A part must have a multiple of {_SCALED_COLUMNS} columns, got "
+                    f"A part must have a multiple of {SCALED_COLUMNS} columns, got "
                     f"{array.shape[0]}; keep it as a weight of its own."
                 )
         halves = [
-            jnp.repeat(scale.astype(jnp.float32), PUBLISHED_BLOCK // _SCALED_COLUMNS, axis=0)[
-                : -(-array.shape[0] // _SCALED_COLUMNS)
+            jnp.repeat(scale.astype(jnp.float32), PUBLISHED_BLOCK // SCALED_COLUMNS, axis=0)[
+                : -(-array.shape[0] // SCALED_COLUMNS)
             ]
             for array, scale in parts
         ]
@@ -151,7 +151,7 @@ class Float8Blocks(_Scaled):
 
         Neighbours then have different scales, so no block has one.
         """
-        scale = self.scale[ids // _SCALED_COLUMNS]
+        scale = self.scale[ids // SCALED_COLUMNS]
         return Dense(_dequantised(self.array[ids], scale).T)
 
     def dense(self, start: int = 0, count: int | None = None) -> Dense:
@@ -160,9 +160,9 @@ class Float8Blocks(_Scaled):
         Both are multiples of 64.
         """
         stop = self.outer if count is None else min(start + count, self.outer)
-        scale = self.scale[start // _SCALED_COLUMNS : -(-stop // _SCALED_COLUMNS)]
+        scale = self.scale[start // SCALED_COLUMNS : -(-stop // SCALED_COLUMNS)]
         array = self.array[start:stop]
-        by_column = jnp.repeat(scale, _SCALED_COLUMNS, axis=0)[: array.shape[0]]
+        by_column = jnp.repeat(scale, SCALED_COLUMNS, axis=0)[: array.shape[0]]
         return Dense(_dequantised(array, by_column).T)
 
 
@@ -220,7 +220,26 @@ class DenseExperts:
 
 
 Published8Bit = Float8Blocks | Float8Rows
+
+
 Weight = Dense | Float8 | Published8Bit
+
+
+@flax.struct.dataclass
+class Columns:
+    """Matrices side by side, such as columns in 8 bits and columns in 16."""
+
+    parts: tuple[Weight, ...]
+
+    @property
+    def inner(self) -> int:
+        """Size of the contracted axis."""
+        return self.parts[0].inner
+
+    @property
+    def outer(self) -> int:
+        """Number of output columns."""
+        return sum(part.outer for part in self.parts)
 
 
 def to_float8(

@@ -425,6 +425,7 @@ def _loaded(config: EngineConfig, folder: Path, node: Node, *, progress: bool) -
                 load_format=config.load_format,
                 overrides=config.hf_overrides,
                 quantization=config.quantization,
+                activation_dtype=config.activation_dtype,
                 group=group,
                 whole_experts=config.enable_expert_parallel,
             ) as found,

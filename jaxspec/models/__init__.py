@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, NamedTuple
 
@@ -16,9 +16,9 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.hub import resolve_folder
 from jaxspec.models.layers.moe import sharing_experts
-from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint
-from jaxspec.models.quantised.option import check_asked, log_dequantised
+from jaxspec.models.quantised.holding import hold_as_published
+from jaxspec.models.quantised.option import check_asked, log_dequantised, terms_of
 from jaxspec.models.shards import shards
 from jaxspec.models.source import giving_sizes, naming, open_checkpoint, read_fields
 from jaxspec.models.weights import (
@@ -104,6 +104,7 @@ def load_model(
     dtype: jnp.dtype,
     *,
     load_format: str = "auto",
+    activation_dtype: str | None = None,
     group: Group = ALONE,
     whole_experts: bool | None = None,
     progress: bool = False,
@@ -117,6 +118,7 @@ def load_model(
             "dummy".
         dtype: Dtype of the weights.
         load_format: "auto", or "dummy" for random weights.
+        activation_dtype: The option of `LLM`.
         group: Devices that share the model; the default device by default.
         whole_experts: Share routed experts as wholes, not by width; see `MoEConfig`.
         progress: Show a progress bar on standard error if loading takes long.
@@ -124,7 +126,8 @@ def load_model(
     Raises:
         FileNotFoundError, ValueError: As `unread`, or a file changed while it was read.
     """
-    options = {"load_format": load_format, "group": group, "whole_experts": whole_experts}
+    options: dict[str, Any] = {"load_format": load_format, "activation_dtype": activation_dtype}
+    options |= {"group": group, "whole_experts": whole_experts}
     with unread(folder, dtype, **options) as found:
         return found.read(progress)
 
@@ -152,13 +155,14 @@ def unread(
     load_format: str = "auto",
     overrides: Mapping[str, Any] | None = None,
     quantization: str | None = None,
+    activation_dtype: str | None = None,
     group: Group = ALONE,
     whole_experts: bool | None = None,
 ) -> Iterator[AbstractModel[Model]]:
     """Open the model in a checkpoint folder; its weights can be read until the block ends.
 
-    `overrides` replaces entries of config.json, `quantization` is the option of `LLM`, and
-    `whole_experts` is that of `MoEConfig`.
+    `overrides` replaces entries of config.json, `quantization` and `activation_dtype` are options
+    of `LLM`, and `whole_experts` is that of `MoEConfig`.
 
     Tensor names, shapes and dtypes are checked against config.json. No tensor is read and no device
     memory is allocated before `AbstractModel.read`. The devices of `group` share the model.
@@ -169,7 +173,7 @@ def unread(
             is unknown, the weights do not match config.json or `quantization`, or the group can't
             share the model.
     """
-    asked = _Asked(load_format, overrides, quantization, whole_experts)
+    asked = _Asked(load_format, overrides, quantization, activation_dtype, whole_experts)
     with _unread(folder, dtype, asked, family_of, group) as found:
         yield found
 
@@ -189,6 +193,7 @@ class _Asked(NamedTuple):
     load_format: str
     overrides: Mapping[str, Any] | None = None
     quantization: str | None = None
+    activation_dtype: str | None = None
     whole_experts: bool | None = None
 
 
@@ -210,6 +215,7 @@ def _unread(
         shared = config.local(group.size)
     scheme = fields.scheme()
     check_asked(asked.quantization, scheme, folder)
+    terms = terms_of(asked.activation_dtype, scheme, folder)
     dtype = jnp.dtype(dtype)
     if asked.load_format == "dummy":
         model = undefined(family, shared, dtype, None)
@@ -218,14 +224,17 @@ def _unread(
     with open_checkpoint(folder, scheme, family.uses(config)) as checkpoint:
         with giving_sizes(fields, folder):
             model, placements, published = compared(family, config, dtype, checkpoint)
-        if isinstance(checkpoint, QuantisedCheckpoint):
-            by_choice = asked.quantization == "dequantise"
-            log_dequantised(checkpoint, dtype, group.size, by_choice=by_choice)
-        of_ranks: list[Iterable[Placement]] = [placements]
+        of_ranks = [placements]
         if group.size > 1:
             model = undefined(family, shared, dtype, frozenset(published))
             local = list(as_published(model.checkpoint(), published, checkpoint))
-            of_ranks = [shards(placements, local, rank, group.size) for rank in range(group.size)]
+            ranks = range(group.size)
+            of_ranks = [list(shards(placements, local, rank, group.size)) for rank in ranks]
+        if isinstance(checkpoint, QuantisedCheckpoint):
+            by_choice, held = asked.quantization == "dequantise", frozenset()
+            if not by_choice:
+                held = hold_as_published(of_ranks, published, checkpoint, terms)
+            log_dequantised(checkpoint, dtype, group.size, held=held, by_choice=by_choice)
         fill = functools.partial(read_weights, model, of_ranks, published, checkpoint, group)
         yield AbstractModel(model, fill)
 

@@ -10,16 +10,15 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from flax import nnx
 
-from jaxspec.models.layers.parameters import Placement
+from jaxspec.models.layers.parameters import Picked, Placement, box
 
 _STRIP = 64  # rows
 _FLOAT32 = np.dtype(np.float32)
-_Picked = range | np.ndarray  # indices along an axis
 
 
 class Run(NamedTuple):
@@ -165,24 +164,7 @@ def _runs(placement: Placement, name: str, shape: tuple[int, ...]) -> Iterator[R
         yield Run(name, source, target, both, placement.scale)
 
 
-def box(shape: tuple[int, ...], index: Any) -> list[_Picked]:
-    """Return the indices that an index expression selects along each axis."""
-    index = index if isinstance(index, tuple) else (index,)
-    ellipses = [place for place, entry in enumerate(index) if entry is ...]
-    at = ellipses[0] if ellipses else len(index)
-    rest = (slice(None),) * (len(shape) - len(index) + len(ellipses))
-    index = (*index[:at], *rest, *index[at + 1 :])
-    return [_picked(size, entry) for size, entry in zip(shape, index, strict=True)]
-
-
-def _picked(size: int, entry: Any) -> _Picked:
-    if isinstance(entry, np.ndarray):
-        return entry
-    picked = range(size)[entry]
-    return picked if isinstance(picked, range) else range(picked, picked + 1)
-
-
-def _stretches(shape: tuple[int, ...], box: list[_Picked]) -> tuple[list[int], int]:
+def _stretches(shape: tuple[int, ...], box: list[Picked]) -> tuple[list[int], int]:
     """Return the starts of contiguous stretches of a box, in C order, and their common length."""
     starts, length, stride = [0], 1, 1
     for size, picked in zip(reversed(shape), reversed(box), strict=True):
@@ -194,7 +176,7 @@ def _stretches(shape: tuple[int, ...], box: list[_Picked]) -> tuple[list[int], i
     return starts, length
 
 
-def _together(picked: _Picked) -> int:
+def _together(picked: Picked) -> int:
     """Return the largest length of consecutive indices that `picked` splits into evenly."""
     if isinstance(picked, range):
         return len(picked) if picked.step == 1 else 1

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.layers.parameters import Placement
+from jaxspec.models.layers.weight_matrix import Form, forms_of, hold
 
 
 class CheckpointModule(nnx.Module, abc.ABC):
@@ -74,11 +75,12 @@ class ModelSpec(NamedTuple):
     config: Any  # the module's config
     dtype: jnp.dtype
     tensors: tuple[str, ...]  # canonical names of the checkpoint's tensors
+    forms: tuple[Form | None, ...]  # of the module's matrices
 
     @staticmethod
     def of(model: CheckpointModule, dtype: jnp.dtype) -> "ModelSpec":
         tensors = tuple(placement.name for placement in model.checkpoint())
-        return ModelSpec(type(model), model.config, dtype, tensors)
+        return ModelSpec(type(model), model.config, dtype, tensors, forms_of(model))
 
     @property
     def whole(self) -> "ModelSpec":
@@ -87,7 +89,9 @@ class ModelSpec(NamedTuple):
 
     def model(self) -> Any:
         """Return an instance of `family` without values."""
-        return nnx.eval_shape(lambda: self.family(self.config, self.dtype, self.tensors))
+        module = nnx.eval_shape(lambda: self.family(self.config, self.dtype, self.tensors))
+        hold(module, self.forms)
+        return module
 
     @staticmethod
     def weights_of(module: Any) -> tuple[Any, ...]:

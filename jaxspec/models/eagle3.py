@@ -104,7 +104,7 @@ class Eagle3Head(CheckpointModule):
         has_fc_norms = own.has_fc_norms or any(name.startswith(_FC_NORM) for name in names)
         num_norms = num_aux if has_fc_norms else 0
         self.fc_norms = nnx.List([RMSNorm(aux_size, eps, dtype) for _ in range(num_norms)])
-        self.fc = Linear(num_aux * aux_size, {"fc": size}, dtype)
+        self.fc = Linear(num_aux * aux_size, {"fc": size}, dtype, in_16_bits=1)
         self.layer = DecoderLayer(config, FULL_ATTENTION, DENSE, (), dtype)
         self.hidden_norm = residual_norm(config, dtype)
         self.norm = residual_norm(config, dtype)

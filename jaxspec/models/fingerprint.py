@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxspec import parallel
-from jaxspec.models.blocks import box
 from jaxspec.models.checkpoint_module import CheckpointModule, ModelSpec
 from jaxspec.models.layers.moe import sharing_experts
-from jaxspec.models.layers.parameters import Placement
+from jaxspec.models.layers.parameters import Placement, box
+from jaxspec.models.layers.weight_matrix import stored
 from jaxspec.models.shards import shards
 from jaxspec.parallel import ALONE, Group
 
@@ -68,13 +68,13 @@ def _indices(
         return numbers[id(placement.param.get_value())], placement.name
 
     in_tensors: dict[tuple[int, str], _Indices] = {}
-    for placement in of_all:
+    for placement in stored(of_all):
         key = key_of(placement)
         indices = _in_tensor(placement, samples[key[0]])
         in_tensors[key] = np.maximum(in_tensors.get(key, -1), indices)
     found = [np.full((devices, *each.shape), -1, np.int32) for each in samples]
     for rank in range(devices):
-        for part in shards(of_all, of_one, rank, devices):
+        for part in stored(shards(of_all, of_one, rank, devices)):
             key = key_of(part)
             of_ranks, indices = found[key[0]], _in_parameter(part, in_tensors[key])
             is_new = (of_ranks[:, 0] < 0).all(axis=0)

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxspec.models.blocks import box
-from jaxspec.models.layers.parameters import Placement
+from jaxspec.models.layers.parameters import Placement, as_slice, box
 from jaxspec.parallel import held
 
 
@@ -39,7 +38,7 @@ def _shard(whole: Placement, local: Placement, rank: int, devices: int) -> Place
         for axis in range(len(whole.shape))
     ]
     wanted = box(local.shape, local.part)
-    part = tuple(_as_slice(own[np.asarray(w)]) for own, w in zip(by_axis, wanted, strict=True))
+    part = tuple(as_slice(own[np.asarray(w)]) for own, w in zip(by_axis, wanted, strict=True))
     return dataclasses.replace(local, shape=whole.shape, part=part)
 
 
@@ -47,9 +46,3 @@ def _segments(placement: Placement, axis: int) -> tuple[int, ...]:
     if placement.segments is not None and placement.segments[0] == axis:
         return placement.segments[1]
     return (placement.shape[axis],)
-
-
-def _as_slice(indices: np.ndarray) -> slice | np.ndarray:
-    first, last = int(indices[0]), int(indices[-1])
-    is_run = last - first + 1 == len(indices) and bool((np.diff(indices) == 1).all())
-    return slice(first, last + 1) if is_run else indices

@@ -16,7 +16,8 @@ from jaxspec.models.checkpoint_module import CheckpointModule
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.trunk import LAYERS
-from jaxspec.models.safetensors_file import DTYPES, INTEGERS
+from jaxspec.models.layers.weight_matrix import parts_of, stored
+from jaxspec.models.safetensors_file import DTYPES, INTEGERS, QUANTISED
 from jaxspec.models.source import naming
 from jaxspec.models.transfer import to_device
 from jaxspec.parallel import Group
@@ -147,14 +148,15 @@ def _sources(
     placements: Iterable[Placement], published: Mapping[str, list[str]], checkpoint: Checkpoint
 ) -> list[Source]:
     of_param: dict[int, list[Placement]] = {}
-    for placement in placements:
+    for placement in stored(placements):
         of_param.setdefault(id(placement.param), []).append(placement)
 
     def name_of(canonical: str) -> str:
-        return published[canonical][0]
+        name, part = parts_of(canonical)
+        return published[name][0] + part
 
     def dtype_of(name: str) -> np.dtype:
-        return (DTYPES | INTEGERS)[checkpoint.stored(name).dtype]
+        return (DTYPES | INTEGERS | QUANTISED)[checkpoint.stored(name).dtype]
 
     return [Source.of(each, name_of, dtype_of) for each in of_param.values()]
 
@@ -248,7 +250,7 @@ def draw_weights(model: CheckpointModule, group: Group) -> None:
     and nothing is copied from the host. All devices of a group draw the same values, so that the
     heads of one repeat those of another.
     """
-    params = {id(placement.param): placement.param for placement in model.checkpoint()}
+    params = {id(placement.param): placement.param for placement in stored(model.checkpoint())}
     held = [(param, param.shape, list[jax.Array]()) for param in params.values()]
     for rank in group.own_ranks:
         with group.default(rank):

@@ -122,6 +122,12 @@ class EngineConfig:
         "kind (fp8, compressed-tensors, modelopt, awq, gptq, auto-round, mxfp4 or gguf) means None",
         none="as the checkpoint is",
     )
+    activation_dtype: Literal["float8_e4m3fn"] | None = option(
+        None,
+        "dtype that activations are rounded to before matmuls with weights in FP8: float8_e4m3fn "
+        "(W8A8; docs/quantised.md)",
+        none="not rounded",
+    )
     kv_dtype: Literal["bfloat16", "float8_e4m3fn"] | None = option(
         None,
         "dtype of the KV cache: bfloat16 or float8_e4m3fn, which is unscaled and saturates at 448",

@@ -24,9 +24,11 @@ def embedding_of(ids):
 
 
 HEAD = {  # what fails in every pass: its input, its output by an infinity, or what it attends with
-    "projection": lambda model: poison(model.draft_head.fc.weight, (PART, PART)),
-    "overflow": lambda model: poison(model.draft_head.layer.mixer.out.weight, (PART, PART), np.inf),
-    "queries": lambda model: poison(model.draft_head.layer.mixer.qkv.weight, (PART, PART)),
+    "projection": lambda model: poison(model.draft_head.fc.weight.array, (PART, PART)),
+    "overflow": lambda model: poison(
+        model.draft_head.layer.mixer.out.weight.array, (PART, PART), np.inf
+    ),
+    "queries": lambda model: poison(model.draft_head.layer.mixer.qkv.weight.array, (PART, PART)),
 }
 
 

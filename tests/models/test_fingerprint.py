@@ -44,7 +44,7 @@ class Made(nnx.Module):
 
 def made(name, leaves):
     config = Config(name, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
-    return fingerprint(ModelSpec(Made, config, FLOAT32, ()), leaves)
+    return fingerprint(ModelSpec(Made, config, FLOAT32, (), ()), leaves)
 
 
 def test_equal_models_have_equal_fingerprints():

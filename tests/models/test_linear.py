@@ -18,7 +18,7 @@ def normal(*dims):
 
 def linear(features, columns):
     layer = Linear(features, {"proj": columns}, FLOAT32)
-    layer.weight.set_value(normal(features, columns))
+    layer.weight.array.set_value(normal(features, columns))
     return layer
 
 
@@ -34,7 +34,7 @@ def test_outputs_lie_side_by_side_before_the_padding():
     assert layer.weight.shape == (8, 8)
     weight, x = np.array(normal(8, 8)), normal(2, 8)
     weight[:, 5:] = np.nan
-    layer.weight.set_value(jnp.asarray(weight))
+    layer.weight.array.set_value(jnp.asarray(weight))
     for part, columns in zip(layer(x), (slice(0, 3), slice(3, 5)), strict=True):
         np.testing.assert_allclose(part, x @ weight[:, columns], rtol=1e-5)
     placements = {p.name: (p.shape, p.index) for p in layer.checkpoint("m.")}
@@ -52,7 +52,7 @@ def test_outputs_that_are_aligned_have_padding_between():
     columns = slice(0, 3), slice(4, 6), slice(8, 12)
     for some in columns:
         weight[:, some] = normal(8, some.stop - some.start)
-    layer.weight.set_value(jnp.asarray(weight))
+    layer.weight.array.set_value(jnp.asarray(weight))
     for part, some in zip(layer(x), columns, strict=True):
         np.testing.assert_allclose(part, x @ weight[:, some], rtol=1e-5, atol=1e-6)
     places = list(layer.checkpoint("m."))

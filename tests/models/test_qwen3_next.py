@@ -44,7 +44,7 @@ def test_projections_are_published_head_by_head_and_kept_side_by_side(fixture_fo
     heads = tensors[prefix + "in_proj_ba.weight"].reshape(2, 2 + 2, 64)
     weights += np.split(heads, 2, axis=1)
     expected = np.concatenate([part.reshape(-1, 64) for part in weights]).T
-    kept = np.asarray(model.trunk.layers[0].mixer.in_proj.weight[...])
+    kept = np.asarray(model.trunk.layers[0].mixer.in_proj.weight.array[...])
     np.testing.assert_array_equal(kept[:, : expected.shape[1]], expected)
     assert not kept[:, expected.shape[1] :].any()
 

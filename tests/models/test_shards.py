@@ -12,8 +12,8 @@ from gguf_folders import published as convertible
 from harness import FIXTURES
 
 from jaxspec.models import family_of, load_model, unread
-from jaxspec.models.blocks import box
 from jaxspec.models.layers.moe import MoEConfig, sharing_experts
+from jaxspec.models.layers.parameters import box
 from jaxspec.models.shards import shards
 from jaxspec.models.source import open_checkpoint, read_fields
 from jaxspec.models.weights import as_published, compared, read_weights, undefined

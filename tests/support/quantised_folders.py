@@ -249,6 +249,10 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3"}
 IN_FP8 = {"num_bits": 8, "type": "float"}
 FORMATS = {
     "fp8 blocks": Format(fp8_blocks, {**FP8, "weight_block_size": list(BLOCK)}),
+    "fp8 blocks of 128": Format(
+        lambda w: float8(w, (128, 128), name="weight_scale_inv"),
+        {**FP8, "weight_block_size": [128, 128]},
+    ),
     "fp8 powers of two": Format(
         lambda w: float8(w, BLOCK, E8M0, "weight_scale_inv"),
         {**FP8, "weight_block_size": list(BLOCK), "scale_fmt": "ue8m0"},

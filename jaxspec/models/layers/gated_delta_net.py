@@ -97,7 +97,8 @@ class GatedDeltaNet(RecurrentMixer):
         }
         # Padded to whole kernel tiles: otherwise the last tile of the 0.8B's 8,224 columns has 32,
         # which are copied in rows of only 64 bytes.
-        self.in_proj = Linear(config.hidden_size, outputs, dtype, multiple=BLOCK_N)
+        # Errors of decay and write strength would accumulate in the state.
+        self.in_proj = Linear(config.hidden_size, outputs, dtype, multiple=BLOCK_N, in_16_bits=2)
         # Transposed on load; the GPU kernel reads one tap of many channels at once.
         self.conv = declare((sizes.conv_kernel, sizes.conv_dim), dtype)
         # A_log and dt_bias of the checkpoint, in one matrix that a kernel reads without a copy.

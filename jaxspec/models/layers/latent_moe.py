@@ -45,7 +45,14 @@ class LatentMoE(nnx.Module):
         last = {"fc2_latent_proj": latent}
         if shared:
             first["shared_expert.up_proj"] = last["shared_expert.down_proj"] = shared
-        self.input = Linear(hidden_size, first, dtype, align=ALIGNED_COLUMNS, multiple=BLOCK_N)
+        self.input = Linear(
+            hidden_size,
+            first,
+            dtype,
+            align=ALIGNED_COLUMNS,
+            multiple=BLOCK_N,
+            in_16_bits=len(first),
+        )
         self.output = LinearOfTwo(last, hidden_size, dtype, CENTRED_COLUMNS)
         self.correction = Correction(sizes)
         self.experts = ExpertStacks(

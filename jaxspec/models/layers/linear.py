@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec import parallel
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import NORMAL, Init, Placement, declare
+from jaxspec.models.layers.weight_matrix import WeightMatrix
 from jaxspec.pallas.gpu.device import ALIGNED_COLUMNS
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul, best_columns
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
@@ -22,7 +23,7 @@ from jaxspec.pallas.matmul.scores import PartialArgmax, combine
 from jaxspec.pallas.matmul.split_matmul import gated_norm_matmul, split_matmul
 from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
 from jaxspec.pallas.norm.residual import Pending, Stream
-from jaxspec.weight import Dense, Weight
+from jaxspec.weight import Columns, Dense, Weight
 
 
 class Linear(nnx.Module):
@@ -42,6 +43,7 @@ class Linear(nnx.Module):
         align: int = 1,
         multiple: int = 1,
         joined_name: str | None = None,
+        in_16_bits: int = 0,
         init: Init = NORMAL,
     ):
         """Declare the weight.
@@ -56,6 +58,8 @@ class Linear(nnx.Module):
                 columns are arbitrary.
             joined_name: Name of one tensor with all outputs in order, which a checkpoint may have
                 instead.
+            in_16_bits: Number of last outputs that are never held in 8 bits, because small errors
+                change what the model does: decay rates, choices of experts.
             init: See `declare`.
         """
         self.in_features = in_features
@@ -67,7 +71,10 @@ class Linear(nnx.Module):
             end = starts[-1] + size
         self.starts = tuple(starts)  # the first column of each output
         self.columns = -(-end // multiple) * multiple  # padding included
-        self.weight = declare((in_features, self.columns), dtype, init)
+        eight_bits = (*starts, self.columns)[len(starts) - in_16_bits]
+        self.weight = WeightMatrix(
+            in_features, self.columns, dtype, init=init, eight_bits=eight_bits
+        )
         self.origin = (0, 0)  # first row and column of the matrix in `weight`
 
     def become_part(self, whole: "Linear", row: int, column: int) -> None:
@@ -81,10 +88,17 @@ class Linear(nnx.Module):
 
     @property
     def operand(self) -> Weight:
-        """The weight as ops take it; a copy if it is part of another."""
-        weight = self.weight[...]
-        is_whole = weight.shape == (self.in_features, self.columns)
-        return Dense(weight if is_whole else weight[self.index(0, self.columns)])
+        """The weight as ops take it."""
+        self._check_owner()
+        return self.weight.operand
+
+    @property
+    def _columns(self) -> Weight | Columns:
+        self._check_owner()
+        return self.weight.columns
+
+    def _check_owner(self) -> None:
+        assert self.weight.shape == (self.in_features, self.columns), "part of another's weight"
 
     def __call__(self, x: Float[Array, "tokens features"]) -> tuple[Float[Array, "tokens _"], ...]:
         """Return one array per entry of `outputs`, in order."""
@@ -92,7 +106,7 @@ class Linear(nnx.Module):
 
     def joined(self, x: Float[Array, "tokens features"]) -> Float[Array, "tokens outputs"]:
         """Return all outputs side by side, as `after_norm` does."""
-        return matmul(x, self.operand)
+        return matmul(x, self._columns)
 
     def after_norm(
         self, stream: Stream, pending: Pending, norm: RMSNorm
@@ -101,7 +115,7 @@ class Linear(nnx.Module):
 
         `split` separates the outputs. On a GPU this is one or two kernels (`norm_matmul`).
         """
-        return norm_matmul(stream, pending, norm.operand, self.operand)
+        return norm_matmul(stream, pending, norm.operand, self._columns)
 
     def pending(self, x: Float[Array, "tokens features"]) -> Pending:
         """Return the output in the form that the next norm adds to the stream (`norm.residual`)."""
@@ -154,11 +168,11 @@ class LinearOfTwo(nnx.Module):
             init: See `declare`.
         """
         self.inputs = tuple(inputs.items())
-        self.weight = declare((sum(inputs.values()), out_features), dtype, init)
+        self.weight = WeightMatrix(sum(inputs.values()), out_features, dtype, init=init)
 
     @property
     def operand(self) -> Weight:
-        return Dense(self.weight[...])
+        return self.weight.operand
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         end = 0

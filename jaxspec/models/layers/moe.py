@@ -145,7 +145,9 @@ class MoE(nnx.Module):
         scores = {"gate": rule.num_experts}
         if rule.gated_shared:
             scores["shared_expert_gate"] = 1
-        self.router = Linear(config.hidden_size, scores, dtype, multiple=BLOCK_N)
+        self.router = Linear(
+            config.hidden_size, scores, dtype, multiple=BLOCK_N, in_16_bits=len(scores)
+        )
         self.correction = Correction(sizes)
         self.experts = ExpertStacks(
             rule.num_experts,

@@ -38,7 +38,7 @@ class MTPHead(nnx.Module):
         size = config.hidden_size
         self.embedding_norm = residual_norm(config, dtype)
         self.hidden_norm = residual_norm(config, dtype)
-        self.fc = Linear(2 * size, {"fc": size}, dtype)
+        self.fc = Linear(2 * size, {"fc": size}, dtype, in_16_bits=1)
         # In the pool, its keys and values follow those of the trunk.
         feed_forward = config.draft_feed_forward_type
         self.layer = DecoderLayer(config, FULL_ATTENTION, feed_forward, trunk, dtype)

@@ -8,7 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+
+Picked = range | np.ndarray  # indices along an axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Placement:
 
     name: str  # in the checkpoint
     shape: tuple[int, ...]  # in the checkpoint
-    param: nnx.Param
+    param: Any  # an `nnx.Param`, or a `WeightMatrix`, which stores it in its parameters
     transpose: bool = False  # [out, in] in the checkpoint, [in, out] in the parameter
     index: Any = ...  # into the parameter: integers, slices and `...`, as in NumPy
     part: Any = ...  # into the tensor, likewise; also an array of indices >= 0 per axis
@@ -68,6 +71,30 @@ class Placement:
     def is_integer(self) -> bool:
         """True if the tensor has integers, such as token ids."""
         return jnp.issubdtype(self.param.dtype, jnp.integer)
+
+
+def box(shape: tuple[int, ...], index: Any) -> list[Picked]:
+    """Return the indices that an index expression selects along each axis."""
+    index = index if isinstance(index, tuple) else (index,)
+    ellipses = [place for place, entry in enumerate(index) if entry is ...]
+    at = ellipses[0] if ellipses else len(index)
+    rest = (slice(None),) * (len(shape) - len(index) + len(ellipses))
+    index = (*index[:at], *rest, *index[at + 1 :])
+    return [_picked(size, entry) for size, entry in zip(shape, index, strict=True)]
+
+
+def _picked(size: int, entry: Any) -> Picked:
+    if isinstance(entry, np.ndarray):
+        return entry
+    picked = range(size)[entry]
+    return picked if isinstance(picked, range) else range(picked, picked + 1)
+
+
+def as_slice(indices: np.ndarray) -> slice | np.ndarray:
+    """Return indices along an axis as a slice if they are consecutive."""
+    first, last = int(indices[0]), int(indices[-1])
+    is_run = last - first + 1 == len(indices) and bool((np.diff(indices) == 1).all())
+    return slice(first, last + 1) if is_run else indices
 
 
 def scaled(placements: Iterable[Placement], factors: Mapping[str, float]) -> Iterator[Placement]:

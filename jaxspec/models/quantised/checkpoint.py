@@ -2,14 +2,15 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxspec.models.checkpoint import Checkpoint
-from jaxspec.models.quantised.matrices import Matrix
+from jaxspec.models.layers.weight_matrix import SCALES, VALUES, Grain, parts_of
+from jaxspec.models.quantised.matrices import Float8, Matrix
 from jaxspec.models.quantised.modules import matrices_in
 from jaxspec.models.quantised.scheme import Scheme
 from jaxspec.models.safetensors_file import StoredTensor
@@ -33,7 +34,8 @@ class StoredFormat(NamedTuple):
 class QuantisedCheckpoint:
     """The `Checkpoint` in a folder of quantised weights. A context manager.
 
-    Weights are dequantised to float32 while they are read, some rows at a time.
+    Weights are dequantised to float32 while they are read, some rows at a time. The two parts of a
+    weight in FP8 can be read as they are (`parts_of`).
     """
 
     def __init__(
@@ -65,23 +67,36 @@ class QuantisedCheckpoint:
     def __exit__(self, *error: object) -> None:
         self.inner.__exit__(*error)
 
+    def grain_of(self, name: str) -> Grain | None:
+        """Return the grain in which a model can hold a weight in FP8."""
+        matrix = self.matrices.get(name)
+        return matrix.grain if isinstance(matrix, Float8) else None
+
     def files_of(self, name: str) -> list[str]:
         matrix = self.matrices.get(name)
         return self.inner.files_of(name if matrix is None else matrix.tensors[0].name)
 
     def stored(self, name: str) -> StoredTensor:
-        if (matrix := self.matrices.get(name)) is None:
+        weight, part = parts_of(name)
+        if (matrix := self.matrices.get(weight)) is None:
             return self.inner.stored(name)
         values = self.inner.stored(matrix.tensors[0].name)
-        return StoredTensor("F32", matrix.shape, values.start, _num_bytes(matrix))
+        if part == VALUES:
+            return values
+        shape = _float8(matrix).scales.shape if part == SCALES else matrix.shape
+        return StoredTensor("F32", shape, values.start, _num_bytes(matrix))
 
     def bytes_by_type(self) -> Mapping[str, int]:
         return self.inner.bytes_by_type()
 
-    def formats(self) -> dict[str, StoredFormat]:
-        """Return the numbers of parameters and bytes of each quantised format."""
+    def formats(self, without: Collection[str] = ()) -> dict[str, StoredFormat]:
+        """Return the numbers of parameters and bytes of each quantised format.
+
+        Weights whose names are in `without` are not counted.
+        """
         parameters, num_bytes = Counter[str](), Counter[str]()
-        for matrix in self.matrices.values():
+        for name in self.matrices.keys() - without:
+            matrix = self.matrices[name]
             parameters[matrix.label] += int(np.prod(matrix.shape, dtype=np.int64))
             num_bytes[matrix.label] += _num_bytes(matrix)
         return {label: StoredFormat(parameters[label], num_bytes[label]) for label in parameters}
@@ -92,9 +107,17 @@ class QuantisedCheckpoint:
         Raises:
             ValueError: The file was truncated after it was opened, or a scale is not finite.
         """
-        if (matrix := self.matrices.get(name)) is None:
+        weight, part = parts_of(name)
+        if (matrix := self.matrices.get(weight)) is None:
             self.inner.read(name, first, into)
-            return
+        elif part == VALUES:
+            self.inner.read(matrix.tensors[0].name, first, into)
+        elif part == SCALES:
+            into[...] = _float8(matrix).scales.ravel()[first : first + into.size]
+        else:
+            self._dequantise(name, matrix, first, into)
+
+    def _dequantise(self, name: str, matrix: Matrix, first: int, into: np.ndarray) -> None:
         width, done = matrix.shape[-1], 0
         while done < into.size:
             row, column = divmod(first + done, width)
@@ -128,6 +151,11 @@ def _fill(matrix: Matrix, first: int, into: np.ndarray) -> None:
     most = max(1, _ELEMENTS // into.shape[1])
     for begin in range(0, len(into), most):
         matrix.dequantise(first + begin, into[begin : begin + most])
+
+
+def _float8(matrix: Matrix) -> Float8:
+    assert isinstance(matrix, Float8)
+    return matrix
 
 
 def _num_bytes(matrix: Matrix) -> int:

@@ -5,11 +5,13 @@ once.
 """
 
 import dataclasses
+import functools
 from typing import Protocol
 
 import numpy as np
 
 from jaxspec.checks import shown
+from jaxspec.models.layers.weight_matrix import Grain
 from jaxspec.models.quantised.tensors import Matrix2D, Rows, Tensor
 from jaxspec.models.safetensors_file import QUANTISED
 
@@ -65,12 +67,32 @@ class Float8:
     tensors: tuple[Tensor, ...]
     block: tuple[int, int]
     scale: np.ndarray | Matrix2D  # float32, a row per row of blocks; those of a row are not held
+    has_whole_rows: bool  # True if blocks are declared to have all columns
 
     def dequantise(self, first: int, into: np.ndarray) -> None:
         count, width = into.shape
         values = Rows(self.tensors[0], width).rows(first, count)
         np.take(_E4M3, values.view(np.uint8), out=into, mode="clip")  # other modes copy
         _multiply(into, self._scale(first, count), self.block[1])
+
+    @property
+    def grain(self) -> Grain | None:
+        """The grain in which a model can hold the matrix; None if its blocks are too small."""
+        if len(self.shape) != 2 or not isinstance(self.scale, np.ndarray):
+            return None
+        if self.has_whole_rows:
+            return Grain.ROWS
+        units = zip(self.block, Grain.BLOCKS.unit, strict=True)
+        return None if any(size % unit for size, unit in units) else Grain.BLOCKS
+
+    @functools.cached_property
+    def scales(self) -> np.ndarray:
+        """The scales of `grain`, float32."""
+        assert isinstance(self.scale, np.ndarray) and self.grain is not None
+        sizes = self.grain.scales(self.shape)
+        axes = zip(sizes, self.grain.unit, self.block, strict=False)
+        picked = [np.arange(size) * unit // block for size, unit, block in axes]
+        return self.scale[np.ix_(*picked)] if len(picked) == 2 else self.scale[picked[0], 0]
 
     def _scale(self, first: int, count: int) -> np.ndarray:
         if not isinstance(self.scale, np.ndarray):

@@ -244,7 +244,7 @@ def _float8(module: _Module) -> Float8:
     grid: Matrix2D | np.ndarray = Rows(scale, wide)  # a scale per few columns: as for integers
     if grain[0] != 1 or grain[1] is None:
         grid = _positive(scale).reshape(math.prod(outer) * high, wide)
-    return Float8(label, values.shape, tuple(module.tensors), block, grid)
+    return Float8(label, values.shape, tuple(module.tensors), block, grid, grain[1] is None)
 
 
 def _block(grain: Grain, shape: tuple[int, ...]) -> tuple[int, int]:

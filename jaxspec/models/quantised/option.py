@@ -1,6 +1,7 @@
-"""The option `quantization`: validated for a checkpoint; the log of dequantised weights."""
+"""Options of quantised weights, validated for a checkpoint; the log of dequantised ones."""
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -37,21 +38,51 @@ def check_asked(word: str | None, scheme: Scheme | None, source: Path) -> None:
     )
 
 
+def terms_of(activation_dtype: str | None, scheme: Scheme | None, source: Path) -> int:
+    """Return the e4m3 numbers that an activation becomes: 2, or 1 if it is rounded.
+
+    Args:
+        activation_dtype: The option.
+        scheme: The scheme of a folder of quantised weights.
+        source: The folder or GGUF file.
+
+    Raises:
+        ValueError: Activations are to be rounded, and the folder declares no weights in FP8.
+    """
+    if activation_dtype is None:
+        return 2
+    if activation_dtype != "float8_e4m3fn" or scheme is None or not scheme.grains:
+        raise ValueError(
+            "activation_dtype must be None, or 'float8_e4m3fn' for weights in FP8, got "
+            f"{shown(activation_dtype)} for {source}. Leave it out, or load a folder that was "
+            "published in FP8."
+        )
+    return 1
+
+
 def log_dequantised(
-    checkpoint: QuantisedCheckpoint, dtype: np.dtype, devices: int = 1, *, by_choice: bool
+    checkpoint: QuantisedCheckpoint,
+    dtype: np.dtype,
+    devices: int = 1,
+    *,
+    held: Collection[str],
+    by_choice: bool,
 ) -> None:
-    """Log the memory that dequantised weights take, as a warning unless they were asked for."""
-    if not (formats := checkpoint.formats().values()):
+    """Log the memory that dequantised weights take, as a warning unless they were asked for.
+
+    Weights whose names are in `held` are not dequantised.
+    """
+    if not (formats := checkpoint.formats(without=held).values()):
         return
     stored = sum(each.num_bytes for each in formats)
-    held = sum(each.parameters for each in formats) * dtype.itemsize
+    size = sum(each.parameters for each in formats) * dtype.itemsize
     activations = checkpoint.scheme.input_bits
     rounding = f"; activations are not rounded to {activations} bits" if activations else ""
     _log.log(
         logging.INFO if by_choice else logging.WARNING,
         "Quantised weights run dequantised to %s: %.2f GB in place of %.2f GB%s%s.",
         dtype.name,
-        held / 1e9,
+        size / 1e9,
         stored / 1e9,
         f" in all, on {devices} devices" if devices > 1 else "",
         rounding,

@@ -15,7 +15,7 @@ from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
 from jaxspec.pallas.norm.residual import Output, Pending, Stream
 from jaxspec.pallas.norm.rms_norm import Norm
-from jaxspec.weight import Published8Bit
+from jaxspec.weight import Columns, Published8Bit
 
 
 def plain_matmul(op: str, x: Stream, weight: Published8Bit) -> Stream:
@@ -29,10 +29,18 @@ def plain_matmul(op: str, x: Stream, weight: Published8Bit) -> Stream:
 
 
 def norm_matmul(
-    stream: Stream, pending: Pending, norm: Norm, weight: Published8Bit
+    stream: Stream, pending: Pending, norm: Norm, weight: Published8Bit | Columns
 ) -> tuple[Stream, Stream]:
     stream, normed = add_norm(stream, pending, norm)
-    return stream, plain_matmul("norm_matmul", normed, weight)
+    if not isinstance(weight, Columns):
+        return stream, plain_matmul("norm_matmul", normed, weight)
+    products = [
+        plain_matmul("norm_matmul", normed, part)
+        if isinstance(part, Published8Bit)
+        else matmul(normed, part)
+        for part in weight.parts
+    ]
+    return stream, jnp.concatenate(products, axis=1)
 
 
 def split_matmul(x: Stream, weight: Published8Bit) -> Output:

@@ -11,7 +11,7 @@ from jaxspec.pallas.norm.add_norm import add_norm, add_norm_reference
 from jaxspec.pallas.norm.reduce_add_norm import settled
 from jaxspec.pallas.norm.residual import OfDevices, Pending, Stream
 from jaxspec.pallas.norm.rms_norm import Norm
-from jaxspec.weight import Published8Bit, Weight
+from jaxspec.weight import Columns, Published8Bit, Weight
 
 # Maximum rows of the fused kernel. With more rows it is faster to normalize once, in a separate
 # kernel (measured in `benchmarks/results/kernels_h200.json`, ops norm_matmul and add_norm).
@@ -24,7 +24,7 @@ MAX_SUMS = 8192
 
 
 def norm_matmul(
-    stream: Stream, pending: Pending, norm: Norm, weight: Weight
+    stream: Stream, pending: Pending, norm: Norm, weight: Weight | Columns
 ) -> tuple[Stream, Float[Array, "tokens columns"]]:
     """Return `stream + pending`, rounded to the stream's dtype, and the norm of it times `weight`.
 
@@ -44,7 +44,7 @@ def norm_matmul(
     rows, features = stream.shape
     products.check_inner(features, weight)
     pending = settled(stream, pending, norm)
-    if isinstance(weight, Published8Bit):
+    if isinstance(weight, Published8Bit | Columns):
         return float8_ops.norm_matmul(stream, pending, norm, weight)
     added = None if isinstance(pending, OfDevices) else pending  # what the fused kernel would add
     is_skinny = rows <= skinny_gemm.MAX_ROWS

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxspec import device
 from jaxspec.pallas.matmul import float8_terms
-from jaxspec.weight import Float8, Published8Bit, Weight
+from jaxspec.weight import Columns, Float8, Published8Bit, Weight
 
 BLOCK_N = 64  # columns of the weight per wgmma: its M
 _DENSE_COLUMNS = 4096  # columns of a published weight that are in float32 at a time
@@ -16,7 +16,7 @@ DTYPES = jnp.bfloat16, jnp.float16  # multiplied by tensor cores without a conve
 
 
 def matmul(
-    x: Float[Array, "rows inner"], weight: Weight, dtype: Any = None
+    x: Float[Array, "rows inner"], weight: Weight | Columns, dtype: Any = None
 ) -> Float[Array, "rows outer"]:
     """Return `x @ weight`, computed by XLA, in `dtype` or that of the operands.
 
@@ -28,6 +28,8 @@ def matmul(
     columns at a time, and multiplied in float32 without rounding its entries. Activations are
     rounded to 8 bits first if the weight has one term.
     """
+    if isinstance(weight, Columns):
+        return jnp.concatenate([matmul(x, part, dtype) for part in weight.parts], axis=1)
     if isinstance(weight, Published8Bit):
         seen = float8_terms.as_multiplied(x, weight)
         return _published_matmul(seen, weight).astype(dtype or x.dtype)
@@ -47,7 +49,7 @@ def _published_matmul(x, weight):
     return jnp.concatenate(products, axis=1)
 
 
-def check_inner(features: int, weight: Weight) -> None:
+def check_inner(features: int, weight: Weight | Columns) -> None:
     """Check that `weight` has a row for each feature; a kernel would read out of bounds.
 
     Raises:

@@ -1,0 +1,168 @@
+"""Weights held in FP8 as published: the model is that of the dequantised weights."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import FIXTURES
+from quantised_folders import FORMATS, is_linear, write_pair
+
+from jaxspec import LLM, SamplingParams
+from jaxspec.models import load_model
+from jaxspec.models.base import ModelSpec
+from jaxspec.models.fingerprint import fingerprint
+from jaxspec.models.layers.parameters import Placement
+from jaxspec.models.layers.weight_matrix import Form, Grain, WeightMatrix, matrices_of
+from jaxspec.models.quantised import holding
+from jaxspec.parallel import Group
+from jaxspec.weight import Columns, Dense, Float8Blocks, Float8Rows
+
+FLOAT32 = jnp.dtype("float32")
+BLOCKS, ROWS, TENSOR = "fp8 blocks of 128", "ct fp8 rows", "modelopt fp8"
+WIDE = "qwen3_5_moe_wide"  # its matrices begin at multiples of 64
+PROMPTS = [[3, 14, 15, 92, 65], [35, 8, 97, 93, 23, 84, 62]]
+
+
+@pytest.fixture
+def holds(monkeypatch):
+    """Hold what kernels multiply on a GPU, as on a GPU."""
+    monkeypatch.setattr(holding, "_has_kernel", lambda matrix, form: True)
+
+
+def dense(weight):
+    if isinstance(weight, Columns):
+        return np.concatenate([dense(part) for part in weight.parts], axis=1)
+    return np.asarray((weight if isinstance(weight, Dense) else weight.dense()).array)
+
+
+def ids(folder, drafts=0, **options):
+    speculation = {"method": "mtp", "num_speculative_tokens": drafts} if drafts else None
+    sizes = {"max_num_seqs": 4, "max_model_len": 64, "decode_buckets": [4]}
+    with LLM(folder, dtype="float32", speculative_config=speculation, **sizes, **options) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        outputs = llm.generate([{"prompt_token_ids": each} for each in PROMPTS], params)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("fixture", "name"),
+    [
+        (WIDE, BLOCKS),
+        (WIDE, ROWS),
+        ("qwen3_5", TENSOR),
+        ("qwen3_next", ROWS),
+        ("falcon_h1", TENSOR),
+        ("granitemoehybrid", ROWS),
+    ],
+)
+def test_held_matrices_are_the_dequantised_ones(fixture, name, tmp_path, holds):
+    pair = write_pair(FIXTURES / fixture, tmp_path, FORMATS[name])
+    model, plain = (load_model(folder, FLOAT32) for folder in pair)
+    kind, kinds = Float8Blocks if name == BLOCKS else Float8Rows, set()
+    for matrix, other in zip(matrices_of(model), matrices_of(plain), strict=True):
+        weight = matrix.columns
+        kinds.add(type(weight))
+        np.testing.assert_allclose(dense(weight), dense(other.columns), rtol=1e-6)
+        if isinstance(weight, Columns):
+            assert [type(part) for part in weight.parts] == [kind, Dense]
+    assert kind in kinds
+    if "qwen" in fixture:  # a, b and routers are in 16 bits
+        assert Columns in kinds and Dense in kinds
+
+
+def test_a_spec_rebuilds_the_forms_of_a_model(tmp_path, holds):
+    pair = write_pair(FIXTURES / WIDE, tmp_path, FORMATS[BLOCKS])
+    model = load_model(pair.quantised, FLOAT32)
+    spec = ModelSpec.of(model, FLOAT32)
+    leaves = ModelSpec.weights_of(model)
+    shapes = [(leaf.shape, leaf.dtype) for leaf in ModelSpec.weights_of(spec.model())]
+    assert shapes == [(leaf.shape, leaf.dtype) for leaf in leaves]
+    again = spec.with_weights(leaves)
+    for matrix, other in zip(matrices_of(model), matrices_of(again), strict=True):
+        assert matrix.form == other.form
+        np.testing.assert_array_equal(dense(matrix.columns), dense(other.columns))
+
+
+@pytest.mark.parametrize(
+    ("fixture", "name"), [(WIDE, BLOCKS), ("qwen3_5", ROWS), ("qwen3_next", TENSOR)]
+)
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_tokens_are_those_of_dequantised_weights(fixture, name, drafts, tmp_path, holds):
+    pair = write_pair(FIXTURES / fixture, tmp_path, FORMATS[name])
+    assert ids(pair.quantised, drafts) == ids(pair.plain, drafts)
+
+
+@pytest.mark.parametrize("name", [BLOCKS, ROWS])
+def test_drafts_change_nothing_if_activations_are_rounded(name, tmp_path):
+    pair = write_pair(FIXTURES / WIDE, tmp_path, FORMATS[name])
+    options = {"activation_dtype": "float8_e4m3fn"}
+    rounded = ids(pair.quantised, **options)
+    assert rounded == ids(pair.quantised, 3, **options)
+    model = load_model(pair.quantised, FLOAT32, **options)
+    forms = {matrix.form for matrix in matrices_of(model)} - {None}
+    assert forms == {Form(Grain.BLOCKS if name == BLOCKS else Grain.ROWS, terms=1)}
+
+
+def test_a_matrix_whose_parts_begin_within_a_block_is_dequantised(tmp_path, holds):
+    """Of this fixture `up_proj` begins at column 96, and z at column 208."""
+    pair = write_pair(FIXTURES / "qwen3_5", tmp_path, FORMATS[BLOCKS])
+    layer = load_model(pair.quantised, FLOAT32).trunk.layers[0]
+    assert layer.feed_forward.gate_up.weight.form is None
+    assert layer.mixer.in_proj.weight.form is None
+    assert layer.feed_forward.down.weight.form == Form(Grain.BLOCKS)
+
+
+def test_a_matrix_of_which_a_part_is_in_16_bits_is_dequantised(tmp_path, holds):
+    def chosen(name, shape):
+        return is_linear(name, shape) and "k_proj" not in name
+
+    pair = write_pair(FIXTURES / "llama", tmp_path, FORMATS[ROWS], chosen=chosen)
+    layer = load_model(pair.quantised, FLOAT32).trunk.layers[0]
+    assert layer.mixer.qkv.weight.form is None and layer.mixer.out.weight.form is not None
+    assert ids(pair.quantised) == ids(pair.plain)
+
+
+def test_without_kernels_weights_are_dequantised(tmp_path):
+    pair = write_pair(FIXTURES / "llama", tmp_path, FORMATS[ROWS])
+    assert not any(matrix.form for matrix in matrices_of(load_model(pair.quantised, FLOAT32)))
+
+
+@pytest.mark.parametrize(("columns", "target"), [(range(64), 0), (range(64, 160), 64)])
+def test_scales_are_read_for_whole_units_alone(columns, target):
+    matrix = WeightMatrix(256, 160, FLOAT32)
+    index = slice(None), slice(target, target + len(columns))
+    part = slice(columns.start, columns.stop)
+    placement = Placement("x", (512, 256), matrix, True, index, part)
+    assert matrix.fits(placement, Grain.BLOCKS)
+    for moved in (8, 32):
+        shifted = slice(part.start + moved, part.stop + moved)
+        other = dataclasses.replace(placement, part=shifted)
+        assert not matrix.fits(other, Grain.BLOCKS) and matrix.fits(other, Grain.ROWS)
+        place = slice(None), slice(moved, moved + len(columns))
+        other = dataclasses.replace(placement, index=place)
+        assert target or not matrix.fits(other, Grain.BLOCKS)
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("name", [BLOCKS, ROWS])
+def test_devices_share_held_matrices(name, tmp_path, holds):
+    pair = write_pair(FIXTURES / WIDE, tmp_path, FORMATS[name])
+    alone, group = load_model(pair.quantised, FLOAT32), Group.of(2)
+    shared = load_model(pair.quantised, FLOAT32, group=group)
+    digests = {
+        fingerprint(ModelSpec.of(model, FLOAT32), ModelSpec.weights_of(model), devices)
+        for model, devices in ((alone, Group.of(1)), (shared, group))
+    }
+    assert len(digests) == 1
+    assert ids(pair.quantised, 3, tensor_parallel_size=2) == ids(pair.plain, 3)
+
+
+@pytest.mark.devices
+def test_a_matrix_that_devices_cut_within_a_block_is_dequantised(tmp_path, holds):
+    """Each of four devices has 64 of the 256 columns of `o_proj`."""
+    pair = write_pair(FIXTURES / WIDE, tmp_path, FORMATS[BLOCKS])
+    shared = load_model(pair.quantised, FLOAT32, group=Group.of(4))
+    layer = shared.trunk.layers[-1]
+    assert layer.mixer.out.weight.form is None and layer.mixer.qkv.weight.form is not None
+    assert ids(pair.quantised, 3, tensor_parallel_size=4) == ids(pair.plain, 3)
