@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec import device
-from jaxspec.api.loading import ResolvedOptions, settle, unread_drafter
+from jaxspec.api.loading import unread_drafter
+from jaxspec.api.settling import ResolvedOptions, settle
 from jaxspec.cache import Recurrent
 from jaxspec.inspection.find import Quantised, find
 from jaxspec.inspection.report import Inspection

@@ -20,10 +20,11 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields, overridden
 from jaxspec.models.layers.moe import sharing_experts
 from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint, StoredFormat
-from jaxspec.models.quantised.option import check_asked
+from jaxspec.models.quantised.holding import hold_as_published
+from jaxspec.models.quantised.option import QuantisedOptions
 from jaxspec.models.quantised.scheme import Scheme
 from jaxspec.models.source import giving_sizes, naming, open_checkpoint, read_fields
-from jaxspec.models.weights import compared, undefined
+from jaxspec.models.weights import Compared, compared, undefined
 from jaxspec.options.engine_options import EngineConfig
 from jaxspec.parallel import Group
 
@@ -40,6 +41,8 @@ class Quantised:
     file: str = "config.json"  # that declares the kind
     formats: Mapping[str, StoredFormat] | None = None  # in files; None if they were not read
     kv_scales: int = 0  # number of scales of keys and values, which are not used
+    dequantised: Mapping[str, StoredFormat] | None = None  # of them, those that do not stay in FP8
+    terms: int = 2  # e4m3 numbers that an activation becomes before it is multiplied by those
 
 
 @dataclasses.dataclass
@@ -73,6 +76,7 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
     """
     place = _locate(options)
     found = Found(CONFIG_ALONE, [])
+    quantised = QuantisedOptions(options.quantization, options.activation_dtype)
     fields = family = config = scheme = None
     with found.noting(), naming(place.path):
         overrides = options.hf_overrides or {}
@@ -90,8 +94,8 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
                 raise ValueError(fault)
         if config is not None:
             scheme = fields.scheme()
-            check_asked(options.quantization, scheme, place.path)
-    checkpoint = names = None  # without names, config.json decides on a draft head
+            quantised.check(scheme, place.path)
+    whole = checkpoint = names = None  # without names, config.json decides on a draft head
     with contextlib.ExitStack() as files:
         with found.noting():
             is_read = (lambda name: True) if family is None else family.uses(config)
@@ -107,7 +111,8 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
             return found
         if checkpoint is not None:
             with found.noting(), giving_sizes(fields, place.path):
-                found.model, *_ = compared(family, config, dtype, checkpoint)
+                whole = compared(family, config, dtype, checkpoint)
+                found.model = whole.model
     if names is not None:
         spellings = (family.canonical_name(name, config) for name in names)
         names = frozenset(name for name in spellings if name is not None)
@@ -115,12 +120,15 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
         with found.noting(), giving_sizes(fields, place.path):
             found.model = undefined(family, config, dtype, names)
     found.local = found.model
-    if found.model is not None and (devices := options.tensor_parallel_size) > 1:
+    devices = options.tensor_parallel_size
+    if found.model is not None and devices > 1:
         with found.noting():
             Group.of(devices)
         found.local, local = None, _local(found, place.path, config, options)
         if local is not None:
             found.local = undefined(family, local, dtype, names)
+    if whole is not None and found.local is not None:
+        _hold(found, whole, found.local.config, checkpoint, quantised, devices)
     return found
 
 
@@ -136,6 +144,25 @@ def _local(
             with found.noting(), naming(path):
                 part.local(devices)
     return config.local(devices) if len(found.refused) == before else None
+
+
+def _hold(
+    found: Found,
+    whole: Compared[Model],
+    config: ModelConfig,
+    checkpoint: Checkpoint | None,
+    options: QuantisedOptions,
+    devices: int,
+) -> None:
+    """Hold matrices of the local model in FP8, as loading does; `config` is that of a device."""
+    if not isinstance(checkpoint, QuantisedCheckpoint) or found.quantised is None:
+        return
+    dtype = jnp.dtype(found.quantised.dtype)
+    found.local, of_ranks = whole.on_devices(config, dtype, checkpoint, devices)
+    held = hold_as_published(of_ranks, whole.published, checkpoint, options)
+    found.quantised = dataclasses.replace(
+        found.quantised, dequantised=checkpoint.formats(without=held), terms=options.terms
+    )
 
 
 class _Place(NamedTuple):

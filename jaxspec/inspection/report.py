@@ -105,11 +105,26 @@ def _about_quantised(quantised: Quantised) -> Iterator[tuple[str, str]]:
     elif not formats:
         yield name, f"no weights, though {quantised.file} declares {quantised.kind}"
     if formats != {}:
-        yield "", f"dequantised to {quantised.dtype}; activations are not rounded"
+        yield "", _run_as(quantised)
     if quantised.kv_scales == 1:
         yield "", "1 scale of keys and values is not used"
     elif quantised.kv_scales:
         yield "", f"{quantised.kv_scales:,} scales of keys and values are not used"
+
+
+def _run_as(quantised: Quantised) -> str:
+    """Return how many parameters stay in FP8, and what becomes of the others and of activations."""
+    dtype, others = quantised.dtype, quantised.dequantised
+    total, rest = (
+        sum(each.parameters for each in (formats or {}).values())
+        for formats in (quantised.formats, others)
+    )
+    words = f"dequantised to {dtype}"
+    if others is not None and rest < total:
+        more = f", others are {words}" if rest else ""
+        words = f"{_number(total - rest)} parameters stay in FP8{more}"
+    are = "not" if quantised.terms == 2 else "before they multiply"
+    return f"{words}; activations are {are} rounded"
 
 
 def _held(experts: MoEConfig) -> str:

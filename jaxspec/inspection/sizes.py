@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import jax
 from flax import nnx
 
-from jaxspec.api.loading import ResolvedOptions, sizes_of
+from jaxspec.api.settling import ResolvedOptions, sizes_of
 from jaxspec.cache import CacheSpec, PoolSizes, allocate
 from jaxspec.models.base import Model
 from jaxspec.models.layers.parameters import Placement

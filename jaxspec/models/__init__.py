@@ -18,12 +18,10 @@ from jaxspec.models.hub import resolve_folder
 from jaxspec.models.layers.moe import sharing_experts
 from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint
 from jaxspec.models.quantised.holding import hold_as_published
-from jaxspec.models.quantised.option import check_asked, log_dequantised, terms_of
-from jaxspec.models.shards import shards
+from jaxspec.models.quantised.option import QuantisedOptions, log_dequantised
 from jaxspec.models.source import giving_sizes, naming, open_checkpoint, read_fields
 from jaxspec.models.weights import (
     Some,
-    as_published,
     compared,
     draw_weights,
     read_weights,
@@ -173,7 +171,8 @@ def unread(
             is unknown, the weights do not match config.json or `quantization`, or the group can't
             share the model.
     """
-    asked = _Asked(load_format, overrides, quantization, activation_dtype, whole_experts)
+    quantised = QuantisedOptions(quantization, activation_dtype)
+    asked = _Asked(load_format, overrides, quantised, whole_experts)
     with _unread(folder, dtype, asked, family_of, group) as found:
         yield found
 
@@ -192,8 +191,7 @@ class _Asked(NamedTuple):
 
     load_format: str
     overrides: Mapping[str, Any] | None = None
-    quantization: str | None = None
-    activation_dtype: str | None = None
+    quantised: QuantisedOptions = QuantisedOptions()
     whole_experts: bool | None = None
 
 
@@ -214,8 +212,7 @@ def _unread(
         config = sharing_experts(family.parse_config(fields), asked.whole_experts)
         shared = config.local(group.size)
     scheme = fields.scheme()
-    check_asked(asked.quantization, scheme, folder)
-    terms = terms_of(asked.activation_dtype, scheme, folder)
+    asked.quantised.check(scheme, folder)
     dtype = jnp.dtype(dtype)
     if asked.load_format == "dummy":
         model = undefined(family, shared, dtype, None)
@@ -223,17 +220,12 @@ def _unread(
         return
     with open_checkpoint(folder, scheme, family.uses(config)) as checkpoint:
         with giving_sizes(fields, folder):
-            model, placements, published = compared(family, config, dtype, checkpoint)
-        of_ranks = [placements]
-        if group.size > 1:
-            model = undefined(family, shared, dtype, frozenset(published))
-            local = list(as_published(model.checkpoint(), published, checkpoint))
-            ranks = range(group.size)
-            of_ranks = [list(shards(placements, local, rank, group.size)) for rank in ranks]
+            whole = compared(family, config, dtype, checkpoint)
+        model, of_ranks = whole.on_devices(shared, dtype, checkpoint, group.size)
+        published = whole.published
         if isinstance(checkpoint, QuantisedCheckpoint):
-            by_choice, held = asked.quantization == "dequantise", frozenset()
-            if not by_choice:
-                held = hold_as_published(of_ranks, published, checkpoint, terms)
+            held = hold_as_published(of_ranks, published, checkpoint, asked.quantised)
+            by_choice = asked.quantised.dequantises
             log_dequantised(checkpoint, dtype, group.size, held=held, by_choice=by_choice)
         fill = functools.partial(read_weights, model, of_ranks, published, checkpoint, group)
         yield AbstractModel(model, fill)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.trunk import LAYERS
 from jaxspec.models.layers.weight_matrix import parts_of, stored
 from jaxspec.models.safetensors_file import DTYPES, INTEGERS, QUANTISED
+from jaxspec.models.shards import shards
 from jaxspec.models.source import naming
 from jaxspec.models.transfer import to_device
 from jaxspec.parallel import Group
@@ -112,14 +113,32 @@ def _is_spelled_otherwise(placement: Placement, published: Collection[str]) -> b
     return any(other.name in published for other in first)
 
 
+class Compared(NamedTuple, Generic[Some]):
+    """A model without values whose parameters match the tensors of a checkpoint."""
+
+    model: Some
+    placements: list[Placement]  # of each tensor
+    published: dict[str, list[str]]  # the checkpoint's names of each canonical name
+
+    def on_devices(
+        self, config: ModelConfig, dtype: jnp.dtype, checkpoint: Checkpoint, devices: int
+    ) -> tuple[Some, list[list[Placement]]]:
+        """Return the model with the sizes of one device, and its placements on each device.
+
+        `config` has the sizes of one of several devices.
+        """
+        if devices == 1:
+            return self.model, [self.placements]
+        model = undefined(type(self.model), config, dtype, frozenset(self.published))
+        local = list(as_published(model.checkpoint(), self.published, checkpoint))
+        of_ranks = (shards(self.placements, local, rank, devices) for rank in range(devices))
+        return model, list(map(list, of_ranks))
+
+
 def compared(
     family: type[Some], config: ModelConfig, dtype: jnp.dtype, checkpoint: Checkpoint
-) -> tuple[Some, list[Placement], dict[str, list[str]]]:
-    """Make a model without values whose parameters match the checkpoint's tensors.
-
-    Returns:
-        The model, the placement of each tensor, and the checkpoint's names of each canonical name.
-            No tensor is read.
+) -> Compared[Some]:
+    """Compare a model with the checkpoint's tensors, of which none is read.
 
     Raises:
         ValueError: Tensors are missing, unexpected, duplicated, or have a wrong shape or dtype. One
@@ -134,7 +153,7 @@ def compared(
     model = undefined(family, config, dtype, frozenset(published))
     placements = list(as_published(model.checkpoint(), published, checkpoint))
     _check(placements, published, checkpoint)
-    return model, placements, published
+    return Compared(model, placements, published)
 
 
 def undefined(

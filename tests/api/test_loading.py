@@ -7,7 +7,8 @@ from gguf_files import write_gguf
 from harness import FIXTURES, model
 
 from jaxspec import SpeculativeConfig, inspect
-from jaxspec.api.loading import EMBEDDED_MODEL, load, settle
+from jaxspec.api.loading import EMBEDDED_MODEL, load
+from jaxspec.api.settling import settle
 from jaxspec.models import transfer
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.options.engine_options import EngineConfig

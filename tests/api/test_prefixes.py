@@ -8,7 +8,8 @@ import pytest
 from harness import FIXTURES, model
 from pools import StrangePages
 
-from jaxspec.api.loading import host_tier, prefix_sizes, settle
+from jaxspec.api.loading import host_tier
+from jaxspec.api.settling import prefix_sizes, settle
 from jaxspec.options.engine_options import EngineConfig
 from jaxspec.runner.blocks import BlockCopies
 

@@ -10,7 +10,8 @@ from flax import nnx
 from harness import FIXTURES, model
 from safetensors.numpy import load_file
 
-from jaxspec.api.loading import load, settle
+from jaxspec.api.loading import load
+from jaxspec.api.settling import settle
 from jaxspec.inspection.find import find
 from jaxspec.inspection.sizes import Parameters, cache_bytes, fits, parameters, weight_bytes
 from jaxspec.models import dtype_of, family_of, parse_config

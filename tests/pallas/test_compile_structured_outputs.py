@@ -11,7 +11,7 @@ from sm90 import nothing_kept_on_disk
 
 from benchmarks.measure.model_shapes import SHAPES
 from jaxspec import device
-from jaxspec.api.loading import settle
+from jaxspec.api.settling import settle
 from jaxspec.models import unread
 from jaxspec.options.engine_options import EngineConfig
 from jaxspec.parallel import ALONE

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from harness import FIXTURES
 
-from jaxspec.api.loading import settle
+from jaxspec.api.settling import settle
 from jaxspec.cache import state_policy
 from jaxspec.models import parse_config, unread, unread_model_or_head
 from jaxspec.models.layers.decoder import FEED_FORWARDS, MIXERS

@@ -7,6 +7,7 @@ import jax
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.weight_matrix import Form, WeightMatrix
 from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint
+from jaxspec.models.quantised.option import QuantisedOptions
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.matmul import float8
 
@@ -15,7 +16,7 @@ def hold_as_published(
     of_ranks: Iterable[Iterable[Placement]],
     published: Mapping[str, list[str]],
     checkpoint: QuantisedCheckpoint,
-    terms: int,
+    options: QuantisedOptions,
 ) -> frozenset[str]:
     """Hold matrices of an abstract model in FP8 if the checkpoint has all their columns in it.
 
@@ -26,11 +27,13 @@ def hold_as_published(
         of_ranks: The placements of the model on each device.
         published: The checkpoint's names of each canonical name.
         checkpoint: The open checkpoint.
-        terms: e4m3 numbers that an activation becomes (`Form`).
+        options: Those of `LLM`.
 
     Returns:
         The checkpoint's names of the weights that are held in FP8.
     """
+    if options.dequantises:
+        return frozenset()
     of_matrices: dict[int, tuple[WeightMatrix, list[Placement]]] = {}
     for placements in of_ranks:
         for placement in placements:
@@ -44,8 +47,9 @@ def hold_as_published(
         grain = grains.pop() if len(grains) == 1 else None
         if grain is None or not all(matrix.fits(part, grain) for part in parts):
             continue
-        if terms == 1 or _has_kernel(matrix, Form(grain, terms)):
-            matrix.hold(Form(grain, terms))
+        form = Form(grain, options.terms)
+        if options.terms == 1 or _has_kernel(matrix, form):
+            matrix.hold(form)
             held.update(names)
     return frozenset(held)
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Collection
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,50 +15,56 @@ from jaxspec.models.quantised.scheme import Scheme
 _log = logging.getLogger(__name__)
 
 
-def check_asked(word: str | None, scheme: Scheme | None, source: Path) -> None:
-    """Raise ValueError unless the option `quantization` fits a checkpoint.
+class QuantisedOptions(NamedTuple):
+    """The options of `LLM` for quantised weights."""
 
-    Args:
-        word: The option.
-        scheme: The scheme of a folder of quantised weights.
-        source: The folder or GGUF file.
-    """
-    own = scheme.kind if scheme is not None else "gguf" if is_gguf(source) else None
-    if word in (None, "dequantise", own):
-        return
-    if word == "fp8" and own is None:
+    quantization: str | None = None
+    activation_dtype: str | None = None
+
+    @property
+    def dequantises(self) -> bool:
+        """True if no weight is to stay in 8 bits."""
+        return self.quantization == "dequantise"
+
+    @property
+    def terms(self) -> int:
+        """The e4m3 numbers that an activation becomes before a weight in FP8 multiplies it."""
+        return 2 if self.activation_dtype is None else 1
+
+    def check(self, scheme: Scheme | None, source: Path) -> None:
+        """Raise ValueError unless the options fit a checkpoint.
+
+        Args:
+            scheme: The scheme of a folder of quantised weights.
+            source: The folder or GGUF file.
+        """
+        own = scheme.kind if scheme is not None else "gguf" if is_gguf(source) else None
+        self._check_activations(scheme, source)
+        if self.quantization in (None, "dequantise", own):
+            return
+        if self.quantization == "fp8" and own is None:
+            raise ValueError(
+                f"quantization='fp8' would round the weights in {source} to FP8 while they are "
+                "loaded, which is not implemented yet. Leave it out, or load a folder that was "
+                "published in FP8."
+            )
+        words = "" if own is None else f" or {own!r}, its own kind,"
         raise ValueError(
-            f"quantization='fp8' would round the weights in {source} to FP8 while they are "
-            "loaded, which is not implemented yet. Leave it out, or load a folder that was "
-            "published in FP8."
+            f"quantization must be None, 'dequantise'{words} for {source}, got "
+            f"{shown(self.quantization)}. Leave it out: weights are read as the checkpoint stores "
+            "them."
         )
-    words = "" if own is None else f" or {own!r}, its own kind,"
-    raise ValueError(
-        f"quantization must be None, 'dequantise'{words} for {source}, got {shown(word)}. Leave it "
-        "out: weights are read as the checkpoint stores them."
-    )
 
-
-def terms_of(activation_dtype: str | None, scheme: Scheme | None, source: Path) -> int:
-    """Return the e4m3 numbers that an activation becomes: 2, or 1 if it is rounded.
-
-    Args:
-        activation_dtype: The option.
-        scheme: The scheme of a folder of quantised weights.
-        source: The folder or GGUF file.
-
-    Raises:
-        ValueError: Activations are to be rounded, and the folder declares no weights in FP8.
-    """
-    if activation_dtype is None:
-        return 2
-    if activation_dtype != "float8_e4m3fn" or scheme is None or not scheme.grains:
-        raise ValueError(
-            "activation_dtype must be None, or 'float8_e4m3fn' for weights in FP8, got "
-            f"{shown(activation_dtype)} for {source}. Leave it out, or load a folder that was "
-            "published in FP8."
-        )
-    return 1
+    def _check_activations(self, scheme: Scheme | None, source: Path) -> None:
+        if self.activation_dtype is None:
+            return
+        has_float8 = scheme is not None and bool(scheme.grains)
+        if self.activation_dtype != "float8_e4m3fn" or not has_float8 or self.dequantises:
+            raise ValueError(
+                "activation_dtype must be None, or 'float8_e4m3fn' for weights that stay in FP8, "
+                f"got {shown(self.activation_dtype)} for {source}. Leave it out, or load a folder "
+                "that was published in FP8, without quantization='dequantise'."
+            )
 
 
 def log_dequantised(

@@ -1,5 +1,6 @@
 """Weights held in FP8 as published: the model is that of the dequantised weights."""
 
+import collections
 import dataclasses
 
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import pytest
 from harness import FIXTURES
 from quantised_folders import FORMATS, is_linear, write_pair
 
-from jaxspec import LLM, SamplingParams
+from jaxspec import LLM, SamplingParams, inspect
 from jaxspec.models import load_model
 from jaxspec.models.base import ModelSpec
 from jaxspec.models.fingerprint import fingerprint
@@ -142,6 +143,20 @@ def test_scales_are_read_for_whole_units_alone(columns, target):
         place = slice(None), slice(moved, moved + len(columns))
         other = dataclasses.replace(placement, index=place)
         assert target or not matrix.fits(other, Grain.BLOCKS)
+
+
+@pytest.mark.parametrize("rounded", [None, "float8_e4m3fn"])
+def test_an_inspection_counts_the_bytes_that_loading_holds(rounded, tmp_path, holds):
+    pair = write_pair(FIXTURES / WIDE, tmp_path, FORMATS[BLOCKS])
+    held = load_model(pair.quantised, FLOAT32, activation_dtype=rounded)
+    found = inspect(pair.quantised, dtype="float32", activation_dtype=rounded)
+    sizes = collections.Counter()
+    for leaf in ModelSpec.weights_of(held):
+        sizes[leaf.dtype.name] += leaf.nbytes
+    assert found.weight_bytes == sizes and sizes["float8_e4m3fn"] > 0
+    dequantised = inspect(pair.quantised, dtype="float32", quantization="dequantise")
+    assert set(dequantised.weight_bytes) == {"float32"}
+    assert str(found) != str(dequantised)
 
 
 @pytest.mark.devices

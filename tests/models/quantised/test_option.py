@@ -10,7 +10,7 @@ from quantised_folders import FORMATS, write_pair
 
 from jaxspec import inspect
 from jaxspec.models import unread
-from jaxspec.models.quantised.option import check_asked
+from jaxspec.models.quantised.option import QuantisedOptions
 from jaxspec.models.quantised.scheme import Scheme
 from jaxspec.parallel import Group
 
@@ -22,27 +22,42 @@ FOLDER = Path("folder")
 def test_a_checkpoints_own_kind_and_dequantise_are_accepted(name):
     scheme = Scheme.of(FORMATS[name].config)
     for word in (None, "dequantise", scheme.kind):
-        check_asked(word, scheme, FOLDER)
+        QuantisedOptions(word).check(scheme, FOLDER)
     other = "awq" if scheme.kind != "awq" else "gptq"
     with pytest.raises(ValueError, match=rf"quantization.*{scheme.kind}.*'{other}'"):
-        check_asked(other, scheme, FOLDER)
+        QuantisedOptions(other).check(scheme, FOLDER)
 
 
 def test_words_for_a_folder_of_16_bits():
-    check_asked(None, None, FOLDER)
-    check_asked("dequantise", None, FOLDER)
+    QuantisedOptions(None).check(None, FOLDER)
+    QuantisedOptions("dequantise").check(None, FOLDER)
     with pytest.raises(ValueError, match="not implemented yet"):
-        check_asked("fp8", None, FOLDER)
+        QuantisedOptions("fp8").check(None, FOLDER)
     with pytest.raises(ValueError, match="'awq'"):
-        check_asked("awq", None, FOLDER)
+        QuantisedOptions("awq").check(None, FOLDER)
+
+
+def test_activations_are_rounded_for_weights_in_fp8_alone():
+    rounded = QuantisedOptions(activation_dtype="float8_e4m3fn")
+    rounded.check(Scheme.of(FORMATS["fp8 blocks"].config), FOLDER)
+    assert (rounded.terms, QuantisedOptions().terms) == (1, 2)
+    for options, name in (
+        (rounded, "awq"),
+        (rounded, None),
+        (rounded._replace(quantization="dequantise"), "fp8 blocks"),
+        (rounded._replace(activation_dtype="int8"), "fp8 blocks"),
+    ):
+        scheme = None if name is None else Scheme.of(FORMATS[name].config)
+        with pytest.raises(ValueError, match=f"activation_dtype.*{options.activation_dtype}"):
+            options.check(scheme, FOLDER)
 
 
 def test_a_gguf_file_has_its_own_kind(tmp_path):
     path = tmp_path / "x.gguf"
     path.write_bytes(b"GGUF")
-    check_asked("gguf", None, path)
+    QuantisedOptions("gguf").check(None, path)
     with pytest.raises(ValueError, match="'gguf'"):
-        check_asked("fp8", None, path)
+        QuantisedOptions("fp8").check(None, path)
 
 
 def test_a_word_that_does_not_fit_is_refused_before_loading(tmp_path):
