@@ -430,7 +430,7 @@ def test_a_published_weight_counts_a_byte_for_each_entry(monkeypatch):
     monkeypatch.setattr(matmul, "_PARTS", {})
     monkeypatch.setattr(matmul, "_draw", lambda seed, count, *dims: (jnp.ones(dims, jnp.bfloat16),))
     cases = [*matmul.gated_matmul_cases()]
-    assert [case.about["rows"] for case in cases] == 2 * [1, 8]
+    assert [case.about["rows"] for case in cases] == 2 * [1, 1, 8, 8, 64, 64, 256, 256]
     assert {case.about["dtype"] for case in cases} == {"float8_e4m3fn"}
     first = cases[0]
     assert first.layer_bytes == 128 * 128 and first.total_bytes == 128 * 128 + 2 * (256 + 128)

@@ -2,7 +2,9 @@
 
 import jax.numpy as jnp
 import numpy as np
+from products import NAN_ROW, check
 
+from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.weight import Float8Blocks, Float8Rows
 
 
@@ -39,3 +41,32 @@ def dequantised(parts):
 def dequantised_rows(weight):
     wide = np.asarray(weight.array.astype(jnp.float32), np.float64)
     return (wide * np.asarray(weight.scale, np.float64)[:, None]).T
+
+
+def rows_with_nan(tokens, inner):
+    """Rows of very different sizes, some features 200 times as large, one row with a NaN."""
+    rng = np.random.default_rng(inner)
+    x = rng.normal(size=(tokens, inner)) * np.exp(2 * rng.normal(size=(tokens, 1)))
+    x[:, rng.integers(0, inner, 3)] *= 200
+    x[NAN_ROW : NAN_ROW + 1, inner // 3] = np.nan
+    return jnp.asarray(x, jnp.bfloat16)
+
+
+def assert_is_product(y, x, matrix):
+    """`y`, in parts or not, is `x @ matrix`: up to float32 sums, or rounded to bfloat16."""
+    dtype = y.dtype
+    y = np.asarray(y, np.float64)
+    y, expected = y.sum(axis=0) if y.ndim == 3 else y, np.asarray(x, np.float64) @ matrix
+    largest = np.nanmax(np.abs(expected), axis=1, keepdims=True, initial=1e-300)
+    check(y / largest, expected / largest, dtype, roundings=4 if dtype == jnp.float32 else 1)
+
+
+def gated_heads_of(tokens, heads, first):
+    rng = np.random.default_rng(heads)
+    x = rng.normal(size=(tokens, heads, 128)) * np.exp(rng.normal(size=(tokens, heads, 1)))
+    x[NAN_ROW : NAN_ROW + 1, :, 40] = np.nan
+    gates = np.full((tokens, first + heads * 128 + 8), np.nan)
+    gates[:, first : first + heads * 128] = 3 * rng.normal(size=(tokens, heads * 128))
+    weight = jnp.asarray(rng.normal(size=128), jnp.float32)
+    norm = GatedNorm(jnp.asarray(gates, jnp.bfloat16), weight, first=first, eps=1e-6)
+    return jnp.asarray(x, jnp.float32), norm

@@ -45,7 +45,7 @@ _MORE_ROWS = {  # than 8
     "qwen3.5-9b": (16, 64, 128, 256),
 }
 _PUBLISHED = "qwen3.5-9b", "qwen3.5-27b"  # also measured with weights in 8 bits
-_PUBLISHED_ROWS = 1, 8, 64
+_PUBLISHED_ROWS = 1, 8, 64, 256
 _SQUARED_RELU = {  # features, and columns of a layer without a gate
     "nemotron-3-nano-4b": (3136, 12544),
     "nemotron-nano-9b-v2": (4480, 15680),
@@ -124,16 +124,17 @@ def split_matmul_cases() -> Iterator[Case]:
 
 
 def gated_matmul_cases() -> Iterator[Case]:
-    """The last product of the feed-forward layer, for up to 8 rows."""
+    """The last product of the feed-forward layer, for up to 8 rows; for more in 8 bits."""
     ops = gated_matmul, gated_matmul_reference
     for model in _PARTS:
         for tokens in (1, 4, 8):
             about, inner = (model, "down", tokens), INTERMEDIATE[model]
             yield _plain_case("gated_matmul", ops, about, inner, HIDDEN[model], times=2)
     for model in _PUBLISHED:
-        for tokens in (1, 8):
-            about, sizes = (model, "down", tokens), (INTERMEDIATE[model], HIDDEN[model])
-            yield _published_case("gated_matmul", ops, about, *sizes, times=2)
+        sizes = INTERMEDIATE[model], HIDDEN[model]
+        for tokens in _PUBLISHED_ROWS:
+            yield _published_case("gated_matmul", ops, (model, "down", tokens), *sizes, times=2)
+            yield _rounded_case("gated_matmul", ops, (model, "down", tokens), *sizes, times=2)
 
 
 def matmul_silu_cases() -> Iterator[Case]:
@@ -147,8 +148,10 @@ def matmul_silu_cases() -> Iterator[Case]:
             )
 
     for model in _PUBLISHED:
-        about, sizes = (model, "gate_up", 64), (HIDDEN[model], 2 * INTERMEDIATE[model])
-        yield _published_case("matmul_silu", ops, about, *sizes)
+        sizes = HIDDEN[model], 2 * INTERMEDIATE[model]
+        for tokens in (64, 256, 2048):
+            yield _published_case("matmul_silu", ops, (model, "gate_up", tokens), *sizes)
+            yield _rounded_case("matmul_silu", ops, (model, "gate_up", tokens), *sizes)
 
 
 def matmul_squared_relu_cases() -> Iterator[Case]:
@@ -182,15 +185,23 @@ def _in_8_bits(array):
     return Float8.of(Dense(array))
 
 
-def _in_blocks(array):
+def _in_blocks(array, terms=2):
     in_8_bits, scale = to_float8(array.T)
     outer, inner = in_8_bits.shape
-    return Float8Blocks(in_8_bits, jnp.full((outer // 64, inner // 128), scale))
+    return Float8Blocks(in_8_bits, jnp.full((outer // 64, inner // 128), scale), terms)
 
 
-def _published_case(*args, **named):
+def _published_case(*args, of=_in_blocks, **named):
     """The case of a published weight in 8 bits; the reference would copy it in float32."""
-    return dataclasses.replace(_plain_case(*args, of=_in_blocks, **named), reference=None)
+    return dataclasses.replace(_plain_case(*args, of=of, **named), reference=None)
+
+
+def _rounded_case(name, ops, about, *sizes, **named):
+    """The same with activations that are rounded to 8 bits."""
+    model, product, tokens = about
+    about = model, f"{product}, activations in 8 bits", tokens
+    of = functools.partial(_in_blocks, terms=1)
+    return _published_case(name, ops, about, *sizes, of=of, **named)
 
 
 def _plain_case(name, ops, about, inner, outer, of=Dense, times=1):

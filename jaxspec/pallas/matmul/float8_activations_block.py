@@ -25,6 +25,7 @@ class Activations:
     """The rows of a matmul, in `dtype`; computed from pieces of operands in float32."""
 
     operands: tuple[jax.Array, ...]  # rows, and vectors of 128 constants
+    inner: int  # features
     pieces: tuple[Piece, ...]
     compute: Callable  # of the layout, the pieces and the constants
     dtype: Any
@@ -51,7 +52,8 @@ class Activations:
 
 def plain(x) -> Activations:
     """Return the rows of `x`."""
-    return Activations((x,), (Piece(0, 0, x.dtype),), lambda layout, pieces, _: pieces[0], x.dtype)
+    pieces = (Piece(0, 0, x.dtype),)
+    return Activations((x,), x.shape[1], pieces, lambda layout, pieces, _: pieces[0], x.dtype)
 
 
 def activated(x, activation: Activation) -> Activations:
@@ -62,7 +64,7 @@ def activated(x, activation: Activation) -> Activations:
     def compute(layout, pieces, constants):
         return activation.of_blocks(pieces)
 
-    return Activations((x,), pieces, compute, x.dtype)
+    return Activations((x,), features, pieces, compute, x.dtype)
 
 
 def normed(heads, norm) -> Activations:
@@ -76,4 +78,4 @@ def normed(heads, norm) -> Activations:
         return gated_norm_block.in_kernel(layout, x, gate, weight, norm.eps)
 
     operands = heads.reshape(tokens, number * dim), gates, norm.weight
-    return Activations(operands, pieces, compute, gates.dtype)
+    return Activations(operands, number * dim, pieces, compute, gates.dtype)

@@ -1,10 +1,10 @@
-"""Kernel of matmuls with weights in FP8 as published (Pallas, Mosaic GPU).
+"""Kernel of matmuls of few rows with weights in FP8 as published (Pallas, Mosaic GPU).
 
-A block has up to 64 rows, 64 or 128 columns of the weight, and all or part of its features. One
-warp copies the weight into a ring, 128 features at a time, and another one the activations. Two
-warpgroups take turns to compute the activations from what was copied, and split them into two e4m3
-numbers each (`float8_terms.split`). One or two warpgroups multiply the weight's bytes by both
-halves, scale the sum and add it in float32.
+A block has all rows, 64 columns of the weight, and all or part of its features. One warp copies the
+weight into a ring, 128 features at a time, and another one the activations. Two warpgroups take
+turns to compute the activations from what was copied, and to make e4m3 numbers of them: two each,
+or one that is rounded (`float8_terms`). Another warpgroup multiplies the weight's bytes by these,
+scales the sum and adds it in float32.
 
 Everything before the matmul thus runs beside it: the activation of a feed-forward layer, and the
 gated norm of Gated DeltaNet.
@@ -24,18 +24,16 @@ from jaxspec.pallas.gpu import access, device, layouts, tensor_cores
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.float8 import Float8Tiling
 from jaxspec.pallas.matmul.float8_activations_block import Activations, activated, normed, plain
-from jaxspec.pallas.matmul.float8_terms import CHUNK, LOW, split
+from jaxspec.pallas.matmul.float8_terms import CHUNK, LOW, ROWS, rounded, split
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.weight import Float8Blocks
 
 _MAX_STAGES = 24
-_SMALL_ROWS = 16  # rows up to which the rings of activations have twice the stages
-_SPLIT_ROWS = 8  # rows that are split at a time
+# Stages of what the activations are computed from, and of their e4m3 numbers. Both are even: each
+# stage belongs to one splitter, which waits for all its phases.
+_COPIED_STAGES, _TOKEN_STAGES = 8, 4
 _SPLITTERS = 2  # warpgroups that take turns to split activations
 _RESERVED = 8192  # bytes of barriers, and for rounding up allocations
-# Registers per thread that multiplies, or copies, of a block of five warpgroups. Others keep the 96
-# with which all start, and the sum must not exceed that of the start.
-_REGISTERS = 128, 24
 
 
 @functools.partial(jax.jit, static_argnames=("tiling", "interpret"))
@@ -80,7 +78,7 @@ def _split(name, activations, weight, tiling, interpret):
 
 def _launch(name, activations: Activations, weight, tiling, dtype, interpret):
     """Return `[parts, tokens, outer]` in `dtype`."""
-    outer, width = weight.outer, tiling.warpgroups * BLOCK_N
+    outer = weight.outer
     block = _Block.of(activations, weight, tiling, dtype)
     count = len(activations.operands)
 
@@ -92,10 +90,9 @@ def _launch(name, activations: Activations, weight, tiling, dtype, interpret):
         kernel_name=name,
         out_type=jax.ShapeDtypeStruct((tiling.parts, activations.tokens, outer), dtype),
         scratch_types=block.scratch(),
-        # The last axis varies fastest: blocks that share a part of the weight run side by side.
-        grid=(tiling.parts, outer // width, tiling.row_blocks),
-        grid_names=("part", "column", "row"),
-        num_threads=tiling.warpgroups + _SPLITTERS + 1,
+        grid=(tiling.parts, outer // BLOCK_N),
+        grid_names=("part", "column"),
+        num_threads=_SPLITTERS + 2,
         thread_name="warpgroup",
         compiler_params=access.EXPLICIT_BARRIERS,
         **({} if interpret is None else {"interpret": interpret}),
@@ -119,8 +116,8 @@ class _Buffers(NamedTuple):
     copied: Any  # what the activations are computed from, a list
     copied_filled: Any
     copied_freed: Any
-    tokens: Any  # the high halves of the activations, then the low halves
-    factors: Any  # the power of two of each row
+    tokens: Any  # the terms of the activations, one after the other
+    factors: Any  # of each row
     tokens_filled: Any
     tokens_freed: Any
     scales: Any  # of the weight's blocks; None with a scale per column
@@ -128,110 +125,85 @@ class _Buffers(NamedTuple):
     out: Any
 
 
-class _Stages(NamedTuple):
-    """Stages of each ring.
-
-    Those of the activations are even: each belongs to one splitter, which waits for all its phases.
-    """
-
-    weight: int
-    copied: int
-    tokens: int
-
-    @staticmethod
-    def of(activations, tiling, held: int, room: int) -> "_Stages":
-        """Return as many stages for the weight as fit beside `held` bytes and the other rings."""
-        rows, is_small = tiling.rows, tiling.rows <= _SMALL_ROWS
-        copied, tokens = (8, 4) if is_small else (4, 2)
-        bytes_copied = sum(rows * CHUNK * piece.dtype.itemsize for piece in activations.pieces)
-        held += copied * bytes_copied + tokens * rows * (2 * CHUNK + 4)
-        stages = (room - held) // (CHUNK * tiling.warpgroups * BLOCK_N)
-        return _Stages(max(2, min(stages, _MAX_STAGES)), copied, tokens)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Block:
     """A block of the kernel: its sizes, and what its warpgroups do."""
 
     activations: Activations
+    terms: int
     tiling: Float8Tiling
     chunks: int  # of all parts
     by_block: bool  # True if blocks of the weight have a scale, not columns
     dtype: Any  # of the output
-    stages: _Stages
+    stages: int  # of the weight
 
     @staticmethod
     def of(activations, weight, tiling, dtype):
+        """Return the block with as many stages of the weight as fit beside everything else."""
         chunks, by_block = weight.inner // CHUNK, isinstance(weight, Float8Blocks)
-        width = tiling.warpgroups * BLOCK_N
-        held = tiling.rows * width * jnp.dtype(dtype).itemsize + _RESERVED
-        held += 4 * chunks * tiling.warpgroups * by_block
-        room = device.room(tiling.blocks(weight.outer) if tiling.shares else 1)
-        stages = _Stages.of(activations, tiling, held, room)
-        return _Block(activations, tiling, chunks, by_block, dtype, stages)
+        rows, terms = tiling.rows, weight.terms
+        held = rows * BLOCK_N * jnp.dtype(dtype).itemsize + _RESERVED + 4 * chunks * by_block
+        bytes_copied = sum(rows * CHUNK * piece.dtype.itemsize for piece in activations.pieces)
+        held += _COPIED_STAGES * bytes_copied + _TOKEN_STAGES * rows * (terms * CHUNK + 4)
+        stages = (device.room(tiling.blocks(weight.outer)) - held) // (CHUNK * BLOCK_N)
+        stages = max(2, min(stages, _MAX_STAGES))
+        return _Block(activations, terms, tiling, chunks, by_block, dtype, stages)
 
     def scratch(self):
-        rows, warpgroups, stages = self.tiling.rows, self.tiling.warpgroups, self.stages
+        rows, pieces = self.tiling.rows, self.activations.pieces
         tile, f8 = tensor_cores.tile, jnp.float8_e4m3fn
-        scales = plgpu.SMEM((warpgroups, self.chunks), jnp.float32) if self.by_block else None
-        pieces = self.activations.pieces
+        copied = _COPIED_STAGES, rows, CHUNK
         return {
-            "weight": tile(stages.weight, warpgroups * BLOCK_N, CHUNK, dtype=f8),
-            "weight_filled": plgpu.Barrier(num_barriers=stages.weight),
-            "weight_freed": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages.weight),
-            "copied": [plgpu.SMEM((stages.copied, rows, CHUNK), piece.dtype) for piece in pieces],
-            "copied_filled": plgpu.Barrier(num_arrivals=len(pieces), num_barriers=stages.copied),
-            "copied_freed": plgpu.Barrier(num_barriers=stages.copied),
-            "tokens": tile(stages.tokens, 2 * rows, CHUNK, dtype=f8),
-            "factors": plgpu.SMEM((stages.tokens, rows), jnp.float32),
-            "tokens_filled": plgpu.Barrier(num_barriers=stages.tokens),
-            "tokens_freed": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages.tokens),
-            "scales": scales,
+            "weight": tile(self.stages, BLOCK_N, CHUNK, dtype=f8),
+            "weight_filled": plgpu.Barrier(num_barriers=self.stages),
+            "weight_freed": plgpu.Barrier(num_barriers=self.stages),
+            "copied": [plgpu.SMEM(copied, piece.dtype) for piece in pieces],
+            "copied_filled": plgpu.Barrier(num_arrivals=len(pieces), num_barriers=_COPIED_STAGES),
+            "copied_freed": plgpu.Barrier(num_barriers=_COPIED_STAGES),
+            "tokens": tile(_TOKEN_STAGES, self.terms * rows, CHUNK, dtype=f8),
+            "factors": plgpu.SMEM((_TOKEN_STAGES, rows), jnp.float32),
+            "tokens_filled": plgpu.Barrier(num_barriers=_TOKEN_STAGES),
+            "tokens_freed": plgpu.Barrier(num_barriers=_TOKEN_STAGES),
+            "scales": plgpu.SMEM((1, self.chunks), jnp.float32) if self.by_block else None,
             "scaled": plgpu.Barrier(),
-            "out": tile(warpgroups, rows, BLOCK_N, dtype=self.dtype),
+            "out": tile(rows, BLOCK_N, dtype=self.dtype),
         }
 
     def run(self, operands, buffers):
-        warpgroup, warpgroups = lax.axis_index("warpgroup"), self.tiling.warpgroups
-        part, copier = lax.axis_index("part"), warpgroups + _SPLITTERS
+        warpgroup, part = lax.axis_index("warpgroup"), lax.axis_index("part")
         first, end = (lax.div((part + i) * self.chunks, self.tiling.parts) for i in range(2))
         span = first, end - first
 
-        @pl.when(warpgroup < warpgroups)
+        @pl.when(warpgroup == 0)
         def _():
-            if warpgroups > 1:
-                plgpu.set_max_registers(_REGISTERS[0], action="increase")
-            self._multiply(warpgroup, span, operands, buffers)
+            self._multiply(span, operands, buffers)
 
-        @pl.when((warpgroup >= warpgroups) & (warpgroup < copier))
+        @pl.when((warpgroup > 0) & (warpgroup <= _SPLITTERS))
         def _():
-            self._split(warpgroup - warpgroups, span[1], operands, buffers)
+            self._split(warpgroup - 1, span[1], operands, buffers)
 
-        @pl.when(warpgroup == copier)
+        @pl.when(warpgroup > _SPLITTERS)
         def _():
-            if warpgroups > 1:
-                plgpu.set_max_registers(_REGISTERS[1], action="decrease")
             self._copy(span, operands, buffers)
 
     def _copy(self, span, operands, buffers):
         """Fill the rings of the weight and of the activations' pieces, with a warp for each."""
         first, count = span
-        column = lax.axis_index("column") * self.tiling.warpgroups
-        columns = pl.ds(column * BLOCK_N, self.tiling.warpgroups * BLOCK_N)
-        rows = pl.ds(lax.axis_index("row") * self.tiling.rows, self.tiling.rows)
+        column, rows = lax.axis_index("column"), pl.ds(0, self.tiling.rows)
+        columns = pl.ds(column * BLOCK_N, BLOCK_N)
 
         def fetch_weight(j):
-            stage = lax.rem(j, self.stages.weight)
+            stage = lax.rem(j, self.stages)
             freed = buffers.weight_freed.at[stage]
-            pl.when(j >= self.stages.weight)(lambda: plgpu.barrier_wait(freed))
+            pl.when(j >= self.stages)(lambda: plgpu.barrier_wait(freed))
             part = operands.weight.at[columns, pl.ds((first + j) * CHUNK, CHUNK)]
             filled = buffers.weight_filled.at[stage]
             plgpu.copy_gmem_to_smem(part, buffers.weight.at[stage], filled)
 
         def fetch_pieces(j):
-            stage = lax.rem(j, self.stages.copied)
+            stage = lax.rem(j, _COPIED_STAGES)
             freed = buffers.copied_freed.at[stage]
-            pl.when(j >= self.stages.copied)(lambda: plgpu.barrier_wait(freed))
+            pl.when(j >= _COPIED_STAGES)(lambda: plgpu.barrier_wait(freed))
             filled = buffers.copied_filled.at[stage]
             for piece, copied in zip(self.activations.pieces, buffers.copied, strict=True):
                 features = pl.ds(piece.first + (first + j) * CHUNK, CHUNK)
@@ -243,7 +215,7 @@ class _Block:
             @pl.when(warp == 0)
             def _():
                 if self.by_block:
-                    part = operands.scale.at[pl.ds(column, self.tiling.warpgroups)]
+                    part = operands.scale.at[pl.ds(column, 1)]
                     plgpu.copy_gmem_to_smem(part, buffers.scales, buffers.scaled)
                 pl.loop(0, count)(fetch_weight)
 
@@ -252,8 +224,8 @@ class _Block:
                 pl.loop(0, count)(fetch_pieces)
 
     def _split(self, turn, count, operands, buffers):
-        """Compute the activations of every other chunk, and split them into two e4m3 numbers."""
-        layout = layouts.piece_layout(_SPLIT_ROWS, CHUNK, self.activations.itemsize)
+        """Compute the activations of every other chunk, and make e4m3 numbers of them."""
+        layout = layouts.piece_layout(ROWS, CHUNK, self.activations.itemsize)
         of_features = self.activations.constants(operands.activations, layout)
 
         def advance(stage, stages):
@@ -264,26 +236,27 @@ class _Block:
             j = turn + i * _SPLITTERS
             plgpu.barrier_wait(buffers.copied_filled.at[source])
             freed = buffers.tokens_freed.at[target]
-            pl.when(j >= self.stages.tokens)(lambda: plgpu.barrier_wait(freed))
-            for first in range(0, self.tiling.rows, _SPLIT_ROWS):
-                rows, low = pl.ds(first, _SPLIT_ROWS), pl.ds(self.tiling.rows + first, _SPLIT_ROWS)
+            pl.when(j >= _TOKEN_STAGES)(lambda: plgpu.barrier_wait(freed))
+            for first in range(0, self.tiling.rows, ROWS):
+                rows = pl.ds(first, ROWS)
                 loaded = [access.load(x.at[source, rows], layout) for x in buffers.copied]
-                halves = split(self.activations.of(layout, loaded, of_features))
-                access.store(buffers.tokens.at[target, rows], halves[0])
-                access.store(buffers.tokens.at[target, low], halves[1])
-                access.store(buffers.factors.at[target, rows], halves[2])
+                x = self.activations.of(layout, loaded, of_features)
+                *numbers, factor = split(x) if self.terms == 2 else rounded(x)
+                for i, number in enumerate(numbers):
+                    of_term = pl.ds(i * self.tiling.rows + first, ROWS)
+                    access.store(buffers.tokens.at[target, of_term], number)
+                access.store(buffers.factors.at[target, rows], factor)
             plgpu.commit_smem()
             plgpu.barrier_arrive(buffers.tokens_filled.at[target])
             read = buffers.copied_freed.at[source]
-            pl.when(j + self.stages.copied < count)(lambda: plgpu.barrier_arrive(read))
-            return advance(source, self.stages.copied), advance(target, self.stages.tokens)
+            pl.when(j + _COPIED_STAGES < count)(lambda: plgpu.barrier_arrive(read))
+            return advance(source, _COPIED_STAGES), advance(target, _TOKEN_STAGES)
 
         lax.fori_loop(0, lax.div(count - turn + _SPLITTERS - 1, _SPLITTERS), step, (turn, turn))
 
-    def _multiply(self, warpgroup, span, operands, buffers):
-        """Sum the products of a warpgroup's columns, and write them."""
+    def _multiply(self, span, operands, buffers):
+        """Sum the products of the block's columns, and write them."""
         (first, count), rows = span, self.tiling.rows
-        mine = pl.ds(warpgroup * BLOCK_N, BLOCK_N)
         if self.by_block:
             plgpu.barrier_wait(buffers.scaled)
 
@@ -296,27 +269,26 @@ class _Block:
             plgpu.barrier_wait(buffers.weight_filled.at[stage])
             plgpu.barrier_wait(buffers.tokens_filled.at[at])
             tokens = buffers.tokens.at[at].transpose((1, 0))
-            sums = tensor_cores.product(buffers.weight.at[stage, mine], tokens)
-            release(buffers.weight_freed.at[stage], j, self.stages.weight)
+            sums = tensor_cores.product(buffers.weight.at[stage], tokens)
+            release(buffers.weight_freed.at[stage], j, self.stages)
             factor = access.load(buffers.factors.at[at], plgpu.Layout.WGMMA.reduce(0))
-            release(buffers.tokens_freed.at[at], j, self.stages.tokens)
-            factor = factor * buffers.scales[warpgroup, first + j] if self.by_block else factor
-            sums = sums[:, :rows] + sums[:, rows:] * LOW
+            release(buffers.tokens_freed.at[at], j, _TOKEN_STAGES)
+            factor = factor * buffers.scales[0, first + j] if self.by_block else factor
+            sums = sums[:, :rows] + sums[:, rows:] * LOW if self.terms == 2 else sums
             total = total + sums * lax.broadcast_in_dim(factor, sums.shape, (1,))
-            stage = access.next_stage(stage, self.stages.weight)
-            return stage, access.next_stage(at, self.stages.tokens), total
+            stage = access.next_stage(stage, self.stages)
+            return stage, access.next_stage(at, _TOKEN_STAGES), total
 
         zeros = plgpu.layout_cast(jnp.zeros((BLOCK_N, rows), jnp.float32), plgpu.Layout.WGMMA)
         _, _, total = lax.fori_loop(0, count, step, (jnp.int32(0), jnp.int32(0), zeros))
-        column = (lax.axis_index("column") * self.tiling.warpgroups + warpgroup) * BLOCK_N
-        columns = pl.ds(column, BLOCK_N)
+        columns = pl.ds(lax.axis_index("column") * BLOCK_N, BLOCK_N)
         if not self.by_block:
             scale = access.load(operands.scale.at[columns], plgpu.Layout.WGMMA.reduce(1))
             total = total * lax.broadcast_in_dim(scale, total.shape, (0,))
-        out = buffers.out.at[warpgroup]
         # In this layout a thread holds adjacent columns, which are contiguous in a row of `y`.
-        out.T[...] = plgpu.layout_cast(total.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        total = plgpu.layout_cast(total.astype(self.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        buffers.out.T[...] = total
         plgpu.commit_smem()
-        part, first_row = lax.axis_index("part"), lax.axis_index("row") * rows
-        plgpu.copy_smem_to_gmem(out, operands.y.at[part, pl.ds(first_row, rows), columns])
+        target = operands.y.at[lax.axis_index("part"), pl.ds(0, rows), columns]
+        plgpu.copy_smem_to_gmem(buffers.out, target)
         plgpu.wait_smem_to_gmem(0)

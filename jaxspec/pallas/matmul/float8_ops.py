@@ -1,8 +1,9 @@
 """The ops of this package for weights in FP8 as published; their arguments are checked.
 
-Activations are not rounded to 8 bits. The kernel multiplies any number of rows. For up to 8 it also
-runs the activation or the gated norm before the matmul, in every block; more rows would be read and
-computed too often.
+Activations are not rounded to 8 bits, unless the weight has one term. For up to 8 rows one kernel
+makes e4m3 numbers of the activations in every block (`float8`). It also runs the activation or the
+gated norm before the matmul. More rows would be read and computed too often, so a kernel makes
+their e4m3 numbers once, and another one multiplies those (`float8_gemm`).
 """
 
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.matmul import float8, float8_terms
 from jaxspec.pallas.matmul.activation import Activation
+from jaxspec.pallas.matmul.float8_gemm import Float8GemmTiling
+from jaxspec.pallas.matmul.float8_terms import Terms
 from jaxspec.pallas.matmul.products import matmul
 from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
@@ -23,9 +26,11 @@ def plain_matmul(op: str, x: Stream, weight: Published8Bit) -> Stream:
     why = float8.why_not_kernel(x, weight)
     if not _runs_kernel(op, why, x):
         return matmul(x, weight)
-    from jaxspec.pallas.matmul.float8_kernel import matmul_kernel
+    if float8.is_fused(x.shape[0], weight):
+        from jaxspec.pallas.matmul.float8_kernel import matmul_kernel
 
-    return matmul_kernel(x, weight)
+        return matmul_kernel(x, weight)
+    return _gemm(_terms(x, weight), weight, x.dtype)
 
 
 def norm_matmul(
@@ -47,37 +52,62 @@ def split_matmul(x: Stream, weight: Published8Bit) -> Output:
     why = float8.why_not_kernel(x, weight)
     if not _runs_kernel("split_matmul", why, x):
         return matmul(x, weight)
-    from jaxspec.pallas.matmul.float8_kernel import split_matmul_kernel
+    if float8.is_fused(x.shape[0], weight):
+        from jaxspec.pallas.matmul.float8_kernel import split_matmul_kernel
 
-    return split_matmul_kernel(x, weight)
+        return split_matmul_kernel(x, weight)
+    return _gemm(_terms(x, weight), weight, x.dtype, is_split=True)
 
 
 def activated_matmul(op: str, x: Stream, weight: Published8Bit, activation: Activation) -> Output:
     """Run `gated_matmul` or `squared_relu_matmul`."""
-    why = float8.why_not_kernel(x, weight) or _why_not_fused(x.shape[0])
+    why = float8.why_not_kernel(x, weight) or float8.why_not_split_by_kernel(weight)
     if not _runs_kernel(op, why, x):
         return split_matmul(activation(x), weight)
-    from jaxspec.pallas.matmul.float8_kernel import activated_matmul_kernel
+    if float8.is_fused(x.shape[0], weight):
+        from jaxspec.pallas.matmul.float8_kernel import activated_matmul_kernel
 
-    return activated_matmul_kernel(x, weight, activation)
+        return activated_matmul_kernel(x, weight, activation)
+    from jaxspec.pallas.matmul.float8_split_kernel import activated_split_kernel
+
+    return _gemm(
+        activated_split_kernel(x, activation, weight.terms), weight, x.dtype, is_split=True
+    )
 
 
 def gated_norm_matmul(heads: Heads, norm: GatedNorm, weight: Published8Bit) -> Output:
     """Run `gated_norm_matmul` for heads that are not normalized yet."""
-    why = _why_not_norm(heads, norm, weight) or _why_not_fused(heads.shape[0])
+    why = _why_not_norm(heads, norm, weight) or float8.why_not_split_by_kernel(weight)
     if not _runs_kernel("gated_norm_matmul", why, heads):
         return split_matmul(norm(heads), weight)
-    from jaxspec.pallas.matmul.float8_kernel import gated_norm_matmul_kernel
+    if float8.is_fused(heads.shape[0], weight):
+        from jaxspec.pallas.matmul.float8_kernel import gated_norm_matmul_kernel
 
-    return gated_norm_matmul_kernel(heads, norm, weight)
+        return gated_norm_matmul_kernel(heads, norm, weight)
+    from jaxspec.pallas.matmul.float8_split_kernel import gated_norm_split_kernel
+
+    terms = gated_norm_split_kernel(heads, norm, weight.terms)
+    return _gemm(terms, weight, norm.gates.dtype, is_split=True)
+
+
+def _terms(x, weight):
+    if float8.why_not_split_by_kernel(weight):
+        return float8_terms.of_whole_rows(x)
+    from jaxspec.pallas.matmul.float8_split_kernel import split_kernel
+
+    return split_kernel(x, weight.terms)
+
+
+def _gemm(terms: Terms, weight, dtype, *, is_split=False):
+    from jaxspec.pallas.matmul.float8_gemm_kernel import gemm_kernel
+
+    sizes = terms.numbers[0].shape[0], weight.inner, weight.outer, weight.terms
+    tiling = Float8GemmTiling.of(*sizes, is_split=is_split)
+    return gemm_kernel(terms, weight, dtype=dtype, tiling=tiling)
 
 
 def _runs_kernel(op, why, rows):
     return dispatch.runs_kernel(op, why, rows=rows.shape[0], by_choice=True)
-
-
-def _why_not_fused(rows):
-    return None if rows <= float8.FUSED_ROWS else f"not 1 to {float8.FUSED_ROWS} rows"
 
 
 def _why_not_norm(heads, norm, weight):

@@ -1,7 +1,9 @@
-"""Activations as e4m3 numbers: the exact sum of two, or one that is rounded.
+"""Activations as e4m3 numbers, their terms: the exact sum of two, or one that is rounded.
 
 Functions that kernels call, too, have only operations that Mosaic supports.
 """
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,6 +13,7 @@ from jaxspec.weight import PUBLISHED_BLOCK, Float8Blocks, Published8Bit
 
 CHUNK = PUBLISHED_BLOCK  # features of a sum of FP8 products, and of a scale
 LOW = 1 / 16  # factor of the low parts
+ROWS = 8  # rows that a kernel splits at a time
 _TOP = 7  # the largest number of a chunk is scaled to 2**7 to 2**8
 _LARGEST = 448  # of e4m3
 _SMALLEST = 2.0**-126  # of float32; below are subnormal numbers, which devices may take for zeros
@@ -52,6 +55,20 @@ def rounded(
     factor = jnp.where(factor < _SMALLEST, _SMALLEST, factor)
     inverse = 1 / factor  # 0 for infinity, and infinity times 0 is NaN
     return (x * lax.broadcast_in_dim(inverse, x.shape, (0,))).astype(jnp.float8_e4m3fn), factor
+
+
+class Terms(NamedTuple):
+    """Rows of a matmul in float8_e4m3fn, with a factor for each row and chunk of features."""
+
+    numbers: tuple[Float[Array, "rows inner"], ...]  # high and low halves, or rounded numbers
+    factors: Float[Array, "chunks padded"]  # float32; rows are padded to a multiple of `ROWS`
+
+
+def of_whole_rows(x: Float[Array, "rows inner"]) -> Terms:
+    """Round `x` with a factor for each whole row, by XLA."""
+    number, factor = rounded(x.astype(jnp.float32))
+    padded = jnp.pad(factor, (0, -len(factor) % ROWS))
+    return Terms((number,), jnp.broadcast_to(padded, (x.shape[1] // CHUNK, len(padded))))
 
 
 def as_multiplied(

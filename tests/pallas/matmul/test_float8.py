@@ -1,48 +1,38 @@
 """How a matmul with published weights in 8 bits is tiled, and what the kernel declines."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 from sm90 import array
 
-from benchmarks.measure.shapes import HIDDEN, INTERMEDIATE
-from jaxspec.pallas.matmul.float8 import Float8Tiling, why_not_kernel
-from jaxspec.pallas.matmul.float8_terms import CHUNK
+from jaxspec.pallas.matmul.float8 import (
+    Float8Tiling,
+    is_fused,
+    why_not_kernel,
+    why_not_split_by_kernel,
+)
 from jaxspec.weight import Float8Blocks, Float8Rows
 
 F8 = jnp.float8_e4m3fn
 
 
 SIZES = [
-    (8, 4096, 12288, False, Float8Tiling(8, 1, 1, 1)),
-    (1, 12288, 4096, True, Float8Tiling(8, 1, 1, 4)),
-    (8, 4096, 4096, True, Float8Tiling(8, 1, 1, 4)),
-    (8, 6144, 5120, True, Float8Tiling(8, 1, 1, 3)),
-    (12, 4096, 4096, True, Float8Tiling(16, 1, 1, 2)),
-    (64, 4096, 24576, False, Float8Tiling(64, 1, 2, 1)),
-    (64, 12288, 4096, True, Float8Tiling(64, 1, 2, 4)),
-    (64, 4096, 192, False, Float8Tiling(64, 1, 1, 1)),
-    (65, 4096, 24576, False, Float8Tiling(40, 2, 2, 1)),
-    (256, 4096, 24576, False, Float8Tiling(64, 4, 2, 1)),
+    (8, 4096, 12288, False, Float8Tiling(8, 1)),
+    (1, 12288, 4096, True, Float8Tiling(8, 4)),
+    (8, 4096, 4096, True, Float8Tiling(8, 4)),
+    (8, 6144, 5120, True, Float8Tiling(8, 3)),
+    (8, 256, 64, True, Float8Tiling(8, 2)),
+    (12, 4096, 16384, True, Float8Tiling(16, 1)),
+    (1, 4096, 34816, True, Float8Tiling(8, 1)),
 ]
 
 
 @pytest.mark.parametrize(("tokens", "inner", "outer", "is_split", "expected"), SIZES)
 def test_tilings(tokens, inner, outer, is_split, expected):
     assert Float8Tiling.of(tokens, inner, outer, is_split=is_split) == expected
-
-
-@pytest.mark.parametrize("model", HIDDEN)
-@pytest.mark.parametrize("tokens", range(1, 300, 17))
-def test_blocks_have_every_row_and_column_and_parts_every_feature(model, tokens):
-    inner, outer = INTERMEDIATE[model], HIDDEN[model]
-    tiling = Float8Tiling.of(tokens, inner, outer, is_split=True)
-    assert tiling.rows * (tiling.row_blocks - 1) < tokens <= tiling.rows * tiling.row_blocks
-    assert tiling.rows % 8 == 0 and outer % (64 * tiling.warpgroups) == 0
-    assert 1 <= tiling.parts <= inner // CHUNK
-    assert tiling.blocks(outer) == (
-        tiling.parts * tiling.row_blocks * outer // (64 * tiling.warpgroups)
-    )
+    assert expected.blocks(outer) == expected.parts * outer // 64
 
 
 def weight_of(kind, inner, outer):
@@ -65,3 +55,13 @@ def weight_of(kind, inner, outer):
 def test_what_the_kernel_declines(kind, inner, outer, dtype, why):
     x = jax.ShapeDtypeStruct((3, inner), dtype)
     assert why_not_kernel(x, weight_of(kind, inner, outer)) == why
+
+
+def test_few_rows_are_split_in_every_block_unless_a_whole_row_has_one_scale():
+    blocks, rows = (weight_of(kind, 512, 64) for kind in (Float8Blocks, Float8Rows))
+    for weight in (blocks, rows, dataclasses.replace(blocks, terms=1)):
+        assert is_fused(8, weight) and not is_fused(9, weight)
+        assert why_not_split_by_kernel(weight) is None
+    whole = dataclasses.replace(rows, terms=1)
+    assert not is_fused(1, whole)
+    assert why_not_split_by_kernel(whole) == "a scale for each row of activations"

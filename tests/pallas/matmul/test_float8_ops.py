@@ -3,17 +3,20 @@
 Then the ops with their kernels in the interpreter: which of them runs where, and the same results.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from products import NAN_ROW
-from published_8bit import blocks_of, rows_of
+from gated_delta import gated_norm
+from products import NAN_ROW, check
+from published_8bit import blocks_of, dequantised, gated_heads_of, rows_of, rows_with_nan
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.matmul import float8_kernel
+from jaxspec.pallas.matmul import float8_gemm_kernel, float8_kernel, float8_split_kernel
+from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul
 from jaxspec.pallas.matmul.feed_forward import (
     feed_forward,
@@ -21,6 +24,7 @@ from jaxspec.pallas.matmul.feed_forward import (
     matmul_squared_relu,
     squared_relu_feed_forward,
 )
+from jaxspec.pallas.matmul.float8_terms import as_multiplied
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.split_matmul import (
     gated_matmul,
@@ -34,12 +38,16 @@ from jaxspec.pallas.norm.rms_norm import Norm
 from jaxspec.weight import Dense, Float8Blocks, Float8Rows
 
 INNER, OUTER = 512, 128
-KERNELS = (
-    "matmul_kernel",
-    "split_matmul_kernel",
-    "activated_matmul_kernel",
-    "gated_norm_matmul_kernel",
-)
+KERNELS = {
+    float8_kernel: (
+        "matmul_kernel",
+        "split_matmul_kernel",
+        "activated_matmul_kernel",
+        "gated_norm_matmul_kernel",
+    ),
+    float8_split_kernel: ("split_kernel", "activated_split_kernel", "gated_norm_split_kernel"),
+    float8_gemm_kernel: ("gemm_kernel",),
+}
 
 
 def draw(seed, *dims):
@@ -116,32 +124,58 @@ def test_an_op_is_that_of_the_weight_in_16_bits(op, tokens, weight_of):
     assert_same(run(run_op, lambda weight: weight), run(run_op, in_16_bits))
 
 
+@pytest.mark.parametrize("terms", [2, 1])
 @pytest.mark.parametrize("tokens", [2, 20])
 @pytest.mark.parametrize("op", ops(1, blocks))
-def test_an_op_with_its_kernel_is_the_op_without(monkeypatch, interpreter, op, tokens):
+def test_an_op_with_its_kernels_is_the_op_without(monkeypatch, interpreter, op, tokens, terms):
     run_op = ops(tokens, blocks)[op]
-    expected = run(run_op, lambda weight: weight)
-    launched = interpreted(monkeypatch, interpreter)
-    assert_same(run(run_op, lambda weight: weight), expected)
-    assert launched
-    is_fused = {"activated_matmul_kernel", "gated_norm_matmul_kernel"} & set(launched)
-    assert not is_fused if tokens > 8 else (op.startswith(("norm", "split", "matmul")) or is_fused)
+
+    def convert(weight):
+        return dataclasses.replace(weight, terms=terms)
+
+    expected = run(run_op, convert)
+    launched = set(interpreted(monkeypatch, interpreter, lambda: run_op(convert), expected, terms))
+    gemm, fused = set(KERNELS[float8_gemm_kernel]), set(KERNELS[float8_kernel])
+    assert (fused if tokens <= 8 else gemm) & launched
+    assert not (gemm if tokens <= 8 else fused) & launched
+    if op.startswith(("gated", "squared", "feed")):  # what precedes a matmul is in its kernel
+        assert {name for name in launched if name.startswith(("activated", "gated"))}
 
 
-def interpreted(monkeypatch, parameters):
-    """Run the kernels of published weights in the interpreter; return the names of those run."""
+@pytest.mark.parametrize("tokens", [2, 20])
+@pytest.mark.parametrize("op", ["split_matmul", "gated_matmul", "norm_matmul"])
+def test_rows_with_one_scale_are_rounded_before_their_kernel(monkeypatch, interpreter, op, tokens):
+    run_op = ops(tokens, rows)[op]
+
+    def convert(weight):
+        return dataclasses.replace(weight, terms=1)
+
+    expected = run(run_op, convert)
+    launched = interpreted(monkeypatch, interpreter, lambda: run_op(convert), expected, 1)
+    assert launched == ["gemm_kernel"]
+
+
+def interpreted(monkeypatch, parameters, op, expected, terms):
+    """Run the kernels of published weights in the interpreter; return the names of those run.
+
+    The result is `expected`, up to roundings of what is rounded to 8 bits later, if anything is.
+    """
     launched = []
 
-    def replaced(name, kernel, *operands):
+    def replaced(name, kernel, *operands, tiling=None, **named):
         launched.append(name)
-        return kernel(*operands, interpret=parameters)
+        if tiling is not None:  # no clusters
+            named["tiling"] = tiling._replace(cluster=1)
+        return kernel(*operands, **named, interpret=parameters)
 
-    for name in KERNELS:
-        kernel = getattr(float8_kernel, name)
-        monkeypatch.setattr(float8_kernel, name, functools.partial(replaced, name, kernel))
+    for module, names in KERNELS.items():
+        for name in names:
+            kernel = getattr(module, name)
+            monkeypatch.setattr(module, name, functools.partial(replaced, name, kernel))
     published = "gated_matmul squared_relu_matmul gated_norm_matmul split_matmul norm_matmul"
     kinds = {*published.split(), "matmul_silu", "matmul_squared_relu"}
     monkeypatch.setattr(dispatch, "runs_kernel", lambda op, why, **_: why is None and op in kinds)
+    assert_same(run(lambda _: op(), None), expected, roundings=4 if terms == 2 else 12)
     return launched
 
 
@@ -175,3 +209,41 @@ def test_no_rows_trace(tokens):
 def test_a_weight_for_other_features_is_refused():
     with pytest.raises(ValueError, match="a row for each of the 512 features, but this one is 256"):
         split_matmul(draw(0, 2, INNER), blocks(256, 64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("terms", [2, 1])
+@pytest.mark.parametrize("weight_of", [blocks, rows])
+@pytest.mark.parametrize("tokens", [1, 4, 8, 9, 16, 40, 64, 100, 128, 256, 700, 2050])
+def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(tokens, weight_of, terms):
+    """Tensor cores sum 128 features with about 14 bits."""
+    dispatch._chosen.pop("split_matmul", None)
+    weight = dataclasses.replace(weight_of(4096, 1024), terms=terms)
+    x = rows_with_nan(tokens, 4096)
+    y = np.asarray(jax.jit(split_matmul)(x, weight), np.float64)
+    y = y.sum(axis=0) if y.ndim == 3 else y
+    expected = np.asarray(jax.jit(as_multiplied)(x, weight), np.float64)
+    expected = expected @ np.asarray(weight.dense().array, np.float64)
+    largest = np.nanmax(np.abs(expected), axis=1, keepdims=True, initial=1e-300)
+    check(y / largest, expected / largest, jnp.bfloat16, roundings=1)
+    assert dispatch.implementations()["split_matmul"] == ("kernel",)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_on_a_gpu_what_precedes_the_matmul_is_in_its_kernel(tokens):
+    for op in ("gated_matmul", "gated_norm_matmul"):
+        dispatch._chosen.pop(op, None)
+    heads, norm = gated_heads_of(tokens, 32, 8192)
+    weight, parts = blocks_of(4096, 1024)
+    y = np.asarray(jax.jit(gated_norm_matmul)(heads, norm, weight), np.float64).sum(axis=0)
+    check(y, gated_norm(heads, norm) @ dequantised(parts), jnp.bfloat16)
+    x = rows_with_nan(tokens, 8192)
+    wide = np.split(np.asarray(x, np.float64), 2, axis=1)
+    gated = np.asarray(jnp.asarray(Activation.SWIGLU.of_blocks(wide), jnp.bfloat16), np.float64)
+    y = np.asarray(jax.jit(gated_matmul)(x, weight), np.float64).sum(axis=0)
+    expected = gated @ dequantised(parts)
+    largest = np.nanmax(np.abs(expected), axis=1, keepdims=True, initial=1e-300)
+    check(y / largest, expected / largest, jnp.bfloat16)
+    assert dispatch.implementations()["gated_matmul"] == ("kernel",)
+    assert dispatch.implementations()["gated_norm_matmul"] == ("kernel",)
