@@ -62,10 +62,10 @@ def check(features: int, width: int, router: Router, experts: Experts) -> None:
         ValueError: the experts or the router have another shape.
     """
     rule, up, down = router.rule, experts.up.array.shape, experts.down.array.shape
-    inner, number = experts.down.inner, rule.none
+    inner, number = experts.width, rule.none
     if held(rule, experts) * parallel.size() == rule.num_experts:
         number = experts.number
-    wanted = (number, experts.activation.pieces * inner, width), (number, width, inner)
+    wanted = (number, experts.activation.pieces * inner, width), (number, width, experts.held_width)
     if (up, down) != wanted:
         raise ValueError(
             f"The weights of {rule.num_experts} experts that compete and {rule.num_shared} slices "
