@@ -25,7 +25,8 @@ MAX_SCATTERED = 16  # maximum rows of a tile that are written one by one
 _ROWS = {3: 8, 10: 16, 24: 32, 96: 64}
 _MOST_ROWS = 128
 _MOST_FLOAT8_ROWS = 64  # in FP8, where an activation is two numbers
-_MOST_SPLIT = 4096  # features that a block splits and holds
+_MOST_SPLIT = 4096  # features that a block in FP8 splits and holds
+_MOST_HELD = 8192  # the same of all experts that one block of a single token multiplies
 
 
 @flax.struct.dataclass
@@ -85,9 +86,10 @@ def _few_tokens(x, experts, choices):
     x = operand(x, up, work.rows)
     hidden = kernels.up_kernel(x, up, arrays, experts.activation, work=work)
     hidden = operand(hidden, down, work.rows)
-    if tokens > 1 or choices.has_gaps:
-        return kernels.down_kernel(hidden, down, arrays, work=work)
     sums = max(1, min(parts, MAX_SUMS // down.outer))
+    is_held = isinstance(down, DenseExperts) or -(-parts // sums) * down.inner <= _MOST_HELD
+    if tokens > 1 or choices.has_gaps or not is_held:
+        return kernels.down_kernel(hidden, down, arrays, work=work)
     return kernels.one_token_down_kernel(hidden, down, choices.experts, parts=sums)
 
 

@@ -102,7 +102,7 @@ class SplitTokens:
             "staged": plgpu.SMEM((self.staged, self.rows, CHUNK), jnp.bfloat16),
             "filled": plgpu.Barrier(num_barriers=self.staged),
             "numbers": _tile(self.chunks, self.terms * self.rows, CHUNK),
-            "factors": plgpu.SMEM((self.chunks, self.rows), jnp.float32),
+            "factors": plgpu.SMEM((self.chunks * self.rows,), jnp.float32),  # 1 axis: not tiled
         }
 
     def fetch(self, read, index, j, stage, buffers, filled):
@@ -144,7 +144,7 @@ class SplitTokens:
             for half, numbers in enumerate(halves):
                 place = pl.ds(half * self.rows, self.rows)
                 access.store(buffers["numbers"].at[first + i, place], numbers)
-            access.store(buffers["factors"].at[first + i], factor)
+            access.store(self._factors(first + i, buffers), factor)
 
         @pl.when(first + _STAGED < self.chunks)
         def _():
@@ -158,5 +158,8 @@ class SplitTokens:
         return ()
 
     def at(self, j, stage, ahead, buffers):
-        factors = access.load(buffers["factors"].at[j], plgpu.Layout.WGMMA.reduce(0))
+        factors = access.load(self._factors(j, buffers), plgpu.Layout.WGMMA.reduce(0))
         return buffers["numbers"].at[j], factors
+
+    def _factors(self, j, buffers):
+        return buffers["factors"].at[pl.ds(j * self.rows, self.rows)]
