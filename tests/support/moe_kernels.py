@@ -1,5 +1,6 @@
 """The kernels of `moe_experts` in Mosaic's interpreter, for experts in 16 or in 8 bits."""
 
+import jax
 import jax.numpy as jnp
 
 from jaxspec.pallas.moe.experts import MAX_SCATTERED, gathered, operand
@@ -14,7 +15,7 @@ def direct(x, experts, choices, interpreter):
     work = kernels.Direct(*choices.experts.shape, experts.number)
     x = operand(x, up, work.rows)
     hidden = kernels.up_kernel(x, up, arrays, experts.activation, work=work, interpret=interpreter)
-    hidden = operand(hidden, down, work.rows)
+    hidden = _operand(hidden, down, work.rows)
     return kernels.down_kernel(hidden, down, arrays, work=work, interpret=interpreter)
 
 
@@ -26,7 +27,7 @@ def one_token(x, experts, choices, parts, interpreter):
     work = kernels.Direct(*choices.experts.shape, experts.number)
     x = operand(x, up, work.rows)
     hidden = kernels.up_kernel(x, up, arrays, experts.activation, work=work, interpret=interpreter)
-    hidden = operand(hidden, down, work.rows)
+    hidden = _operand(hidden, down, work.rows)
     sums = kernels.one_token_down_kernel(
         hidden, down, choices.experts, parts=parts, interpret=interpreter
     )
@@ -45,8 +46,16 @@ def listed(x, experts, choices, rows, interpreter):
     work = kernels.Listed(*choices.experts.shape, none, tiles.expert.shape[0], rows)
     arrays = tiles.expert, tiles.count, *of_rows
     hidden = kernels.up_kernel(x, up, arrays, experts.activation, work=work, interpret=interpreter)
-    hidden = operand(hidden, down, rows)
+    hidden = _operand(hidden, down, rows)
     if rows <= MAX_SCATTERED:
         return kernels.down_kernel(hidden, down, arrays, work=work, interpret=interpreter)
     y = kernels.tiled_down_kernel(hidden, down, arrays, work=work, interpret=interpreter)
     return from_tiles_kernel(y, tiles, choices, none=none, interpret=interpreter)
+
+
+def _operand(hidden, down, rows):
+    """What XLA makes of the output of a kernel.
+
+    The interpreter runs operations of its own in callbacks, which must not wait for others.
+    """
+    return operand(jax.block_until_ready(hidden), down, rows)

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.kernels.case import INPUTS, Case
 from benchmarks.measure.mixtures import Mixture, mixture
-from jaxspec.pallas.matmul.float8 import CHUNK
+from jaxspec.pallas.matmul.float8_terms import CHUNK
 from jaxspec.pallas.matmul.products import BLOCK_N, matmul
 from jaxspec.pallas.moe.experts import Experts, moe_experts_reference
 from jaxspec.pallas.moe.feed_forward import Router, moe_feed_forward

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, tensor_cores
-from jaxspec.pallas.matmul.float8 import CHUNK, LOW
+from jaxspec.pallas.matmul.float8_terms import CHUNK, LOW
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.moe.float8_tokens import Float8Tokens
 from jaxspec.pallas.moe.float8_tokens_block import RingTokens, SplitTokens

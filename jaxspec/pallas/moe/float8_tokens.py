@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas.matmul.float8 import CHUNK, LOW, split
+from jaxspec.pallas.matmul.float8_terms import CHUNK, LOW, split
 from jaxspec.weight import Float8BlockExperts, Published8BitExperts
 
 _LARGEST = 448.0  # of float8_e4m3fn

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, layouts, tensor_cores
-from jaxspec.pallas.matmul.float8 import CHUNK, split
+from jaxspec.pallas.matmul.float8_terms import CHUNK, split
 from jaxspec.pallas.moe.product_block import Chunks, tile_of
 
 _SPLIT_ROWS = 8  # rows of a tile that a block splits
