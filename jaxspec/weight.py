@@ -271,7 +271,7 @@ class Float8BlockExperts(_ScaledExperts):
     def dense(self, start: Int[Array, ""] | int = 0, count: int | None = None) -> DenseExperts:
         """Return `count` experts from `start` in float32, by default all."""
         array, scale = self._some(start, self.num_experts if count is None else count)
-        by_column = jnp.repeat(scale, _SCALED_COLUMNS, axis=1)[:, : self.outer]
+        by_column = jnp.repeat(scale, SCALED_COLUMNS, axis=1)[:, : self.outer]
         by_feature = jnp.repeat(by_column, PUBLISHED_BLOCK, axis=2)[..., : self.inner]
         return DenseExperts(array * by_feature)
 

@@ -74,11 +74,13 @@ def row_experts(number, outer, inner, seed=0):
 def experts_of(kind, number, features, inner, activation=Activation.SWIGLU):
     """Experts whose stacks `kind` draws, and the same in float64 for the oracle.
 
-    The down matrices are padded with zeros to whole chunks of 128 features.
+    The matrices are padded with zeros to whole chunks of 128 features.
     """
     up, wide_up = kind(number, activation.pieces * inner, features)
     down, wide_down = kind(number, features, inner, 1)
-    padding = (0, 0), (0, 0), (0, -inner % 128)
-    down = down.replace(array=jnp.pad(down.array, padding))
+    up, down = (
+        each.replace(array=jnp.pad(each.array, ((0, 0), (0, 0), (0, -each.inner % 128))))
+        for each in (up, down)
+    )
     wide = Experts(DenseExperts(wide_up), DenseExperts(wide_down), activation)
     return Experts(up, down, activation), wide

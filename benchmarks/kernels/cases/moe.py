@@ -89,8 +89,10 @@ def _weights(
     inner = [dims[2] if len(dims) == 3 else dims[0] for dims in shapes]
     keys = jax.random.split(jax.random.key(number), len(shapes))
     router, up, down, *last = (_draw(*each) for each in zip(keys, shapes, inner, strict=True))
-    if stack is not DenseExperts:  # in FP8 the last features are padded
-        down = jnp.pad(down, ((0, 0), (0, 0), (0, -down.shape[2] % CHUNK)))
+    if stack is not DenseExperts:  # in FP8 features are padded to whole chunks
+        up, down = (
+            jnp.pad(each, ((0, 0), (0, 0), (0, -each.shape[2] % CHUNK))) for each in (up, down)
+        )
     return jnp.zeros(layer.features, _DTYPE), router, stack(up), stack(down), *last
 
 

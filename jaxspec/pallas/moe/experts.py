@@ -16,7 +16,7 @@ from jaxspec.pallas.matmul.products import BLOCK_N, DTYPES
 from jaxspec.pallas.moe.float8_tokens import Float8Tokens, as_multiplied
 from jaxspec.pallas.moe.route import Choices
 from jaxspec.pallas.moe.work_list import WorkList, work_list
-from jaxspec.weight import DenseExperts, ExpertsWeight, Published8BitExperts
+from jaxspec.weight import DenseExperts, ExpertsWeight
 
 MAX_DIRECT = 8  # maximum tokens in one tile: the smallest N of wgmma
 MAX_SCATTERED = 16  # maximum rows of a tile that are written one by one
@@ -46,12 +46,6 @@ class Experts:
     def width(self) -> int:
         """Features between the two matmuls."""
         return self.up.outer // self.activation.pieces
-
-    @property
-    def held_width(self) -> int:
-        """Features that the down matrices must have: in FP8 whole chunks, the last with zeros."""
-        in_8_bits = isinstance(self.down, Published8BitExperts)
-        return self.width + -self.width % CHUNK if in_8_bits else self.width
 
 
 def moe_experts(
@@ -155,9 +149,17 @@ def why_not_kernel(x, experts):
         # A float16 number has 11 significant bits: it is not the sum of two e4m3 numbers.
         if x.dtype not in DTYPES or x.dtype != (stack.dtype if is_dense else jnp.bfloat16):
             return f"{x.dtype} and {stack.dtype}"
-    if features % 128 or width % BLOCK_N or experts.down.inner != experts.held_width:
-        return f"experts of {features} x {width}"
-    return None
+    return why_not_sizes(features, width)
+
+
+def held_features(features: int, weight: ExpertsWeight) -> int:
+    """Return the features that each matrix of `weight` has: in FP8 whole chunks, with padding."""
+    return features if isinstance(weight, DenseExperts) else features + -features % CHUNK
+
+
+def why_not_sizes(features: int, width: int) -> str | None:
+    """Return why kernels cannot multiply experts of these sizes, or None."""
+    return f"experts of {features} x {width}" if features % 128 or width % BLOCK_N else None
 
 
 _REFERENCE_ROWS = 8  # rows per tile; in a decode step most experts have fewer
