@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 PUBLISHED_BLOCK = 128  # columns and features with one scale in published matrices
@@ -219,10 +220,86 @@ class DenseExperts:
         return self.array.dtype
 
 
+class _ScaledExperts:
+    """Matrices stored as `[experts, outer, inner]` in 8 bits, with float32 scales."""
+
+    array: Float[Array, "experts outer inner"]
+    scale: Array
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts, including the slices of a shared expert."""
+        return self.array.shape[0]
+
+    @property
+    def inner(self) -> int:
+        """Size of the contracted axis."""
+        return self.array.shape[2]
+
+    @property
+    def outer(self) -> int:
+        """Number of output columns."""
+        return self.array.shape[1]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.array.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices and their scales."""
+        return _bytes(self.array) + _bytes(self.scale)
+
+    def _some(self, start, count):
+        """Return `count` matrices in float32, and their scales."""
+        array = lax.dynamic_slice_in_dim(self.array, start, count)
+        return array.astype(jnp.float32), lax.dynamic_slice_in_dim(self.scale, start, count)
+
+
+@flax.struct.dataclass
+class Float8BlockExperts(_ScaledExperts):
+    """Published matrices in float8_e4m3fn, with a scale for each 64 columns and 128 features.
+
+    One matrix per expert, stored as `[outer, inner]`; its scales are those of `Float8Blocks`.
+    """
+
+    array: Float[Array, "experts outer inner"]
+    scale: Float[Array, "experts rows columns"]  # float32
+    # Numbers in float8_e4m3fn whose sum an activation is: 2 are exact, 1 rounds activations.
+    terms: int = flax.struct.field(pytree_node=False, default=2)
+
+    def dense(self, start: Int[Array, ""] | int = 0, count: int | None = None) -> DenseExperts:
+        """Return `count` experts from `start` in float32, by default all."""
+        array, scale = self._some(start, self.num_experts if count is None else count)
+        by_column = jnp.repeat(scale, SCALED_COLUMNS, axis=1)[:, : self.outer]
+        by_feature = jnp.repeat(by_column, PUBLISHED_BLOCK, axis=2)[..., : self.inner]
+        return DenseExperts(array * by_feature)
+
+
+@flax.struct.dataclass
+class Float8RowExperts(_ScaledExperts):
+    """Published matrices in float8_e4m3fn, with a scale for each column.
+
+    One matrix per expert, stored as `[outer, inner]`; its scales are those of `Float8Rows`.
+    """
+
+    array: Float[Array, "experts outer inner"]
+    scale: Float[Array, "experts outer"]  # float32
+    # Numbers in float8_e4m3fn whose sum an activation is: 2 are exact, 1 rounds activations.
+    terms: int = flax.struct.field(pytree_node=False, default=2)
+
+    def dense(self, start: Int[Array, ""] | int = 0, count: int | None = None) -> DenseExperts:
+        """Return `count` experts from `start` in float32, by default all."""
+        array, scale = self._some(start, self.num_experts if count is None else count)
+        return DenseExperts(array * scale[:, :, None])
+
+
 Published8Bit = Float8Blocks | Float8Rows
 
 
 Weight = Dense | Float8 | Published8Bit
+Published8BitExperts = Float8BlockExperts | Float8RowExperts
+ExpertsWeight = DenseExperts | Published8BitExperts
 
 
 @flax.struct.dataclass

@@ -380,6 +380,7 @@ def test_a_layer_of_experts_counts_the_bytes_of_those_that_tokens_chose(monkeypa
     """Once each, at 48 of the shared one's columns among two of the others' 32."""
     moe = importlib.import_module("benchmarks.kernels.cases.moe")
     monkeypatch.setattr(moe, "_TOKENS", {"tiny-moe": (1, 64, 65)})
+    monkeypatch.setattr(moe, "_PUBLISHED_TOKENS", {})
     one, many, _ = cases = list(moe.moe_feed_forward_cases())
     assert [case.about["experts_read"] for case in (one, many)] == [4.0, 10.0]
     expert, router = 3 * 64 * 32, 64 * 9
@@ -405,9 +406,23 @@ def test_a_latent_layer_counts_its_projections_and_the_shared_layer_besides(monk
 def test_experts_without_a_gate_have_two_matrices_each(monkeypatch):
     moe = importlib.import_module("benchmarks.kernels.cases.moe")
     monkeypatch.setattr(moe, "_TOKENS", {"tiny-nemotron": (1,)})
+    monkeypatch.setattr(moe, "_PUBLISHED_TOKENS", {})
     (one,) = moe.moe_feed_forward_cases()
     assert one.about["experts_read"] == 4.0  # two slices of the shared expert among them
     assert one.total_bytes == 2 * (4 * 2 * 64 * 32 + 64 * 8 + 4 * 64)
+
+
+def test_published_experts_count_a_byte_for_each_entry(monkeypatch):
+    moe = importlib.import_module("benchmarks.kernels.cases.moe")
+    monkeypatch.setattr(moe, "_TOKENS", {})
+    monkeypatch.setattr(moe, "_PUBLISHED_TOKENS", {"tiny-moe": (64,), "tiny-nemotron": (1,)})
+    for case, matrices in zip(moe.moe_feed_forward_cases(), (3 * 10, 2 * 4), strict=True):
+        experts, tokens = matrices * 64 * 32, case.about["rows"]
+        router = 64 * (9 if matrices == 30 else 8)
+        assert case.about["dtype"] == "float8_e4m3fn"
+        assert case.total_bytes == experts + 2 * (router + 4 * tokens * 64)
+        outputs = [run((), 3, *case.operands)[0] for run in (case.run, case.reference)]
+        chex.assert_trees_all_close(*outputs, atol=0.05)  # of bfloat16, fused or not
 
 
 def test_a_draft_head_counts_a_byte_for_each_weight(monkeypatch):

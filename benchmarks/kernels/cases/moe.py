@@ -1,7 +1,7 @@
 """The cases of a mixture of experts: a whole layer, with the norm and the routing before it."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 
 from benchmarks.kernels.case import INPUTS, Case
 from benchmarks.measure.mixtures import Mixture, mixture
+from jaxspec.pallas.matmul.float8_terms import CHUNK
 from jaxspec.pallas.matmul.products import BLOCK_N, matmul
 from jaxspec.pallas.moe.experts import Experts, moe_experts_reference
 from jaxspec.pallas.moe.feed_forward import Router, moe_feed_forward
@@ -18,7 +19,14 @@ from jaxspec.pallas.moe.route import moe_route_reference
 from jaxspec.pallas.norm.add_norm import add_norm_reference
 from jaxspec.pallas.norm.residual import sum_parts
 from jaxspec.pallas.norm.rms_norm import Norm
-from jaxspec.weight import Dense, DenseExperts
+from jaxspec.weight import (
+    Dense,
+    DenseExperts,
+    ExpertsWeight,
+    Float8BlockExperts,
+    Float8RowExperts,
+    to_float8,
+)
 
 _DTYPE = jnp.bfloat16
 _LAYERS = 4  # with weights of their own, 1.2 to 5.6 GB each
@@ -29,6 +37,10 @@ _TOKENS = {
     "nemotron-3-nano-30b-a3b": (1, 4, 8, 64, 256, 2048, 4096),
     "granite-4-small": (1, 8, 64, 256, 2048),
 }
+_PUBLISHED_TOKENS = {
+    "qwen3.5-35b-a3b": (1, 8, 64, 256, 2048, 4096),
+    "nemotron-3-nano-30b-a3b": (1, 8, 64, 2048),
+}
 _LATENT_TOKENS = {"nemotron-3-super-120b-a12b": (1, 4, 8, 64, 256, 2048, 4096)}
 _MOST_BY_REFERENCE = 64  # tokens: it goes from tile to tile, which takes some 10 ms
 _POOLS = 2**30  # bytes: `run.py` goes on with another layer until it has touched as many
@@ -38,6 +50,9 @@ def moe_feed_forward_cases() -> Iterator[Case]:
     """A layer from the addition before its norm to its output, which is pending."""
     for model, sizes in _TOKENS.items():
         yield from _cases(model, sizes, moe_feed_forward, _reference)
+    for model, sizes in _PUBLISHED_TOKENS.items():
+        stack = _in_blocks if model.startswith("qwen") else _in_rows
+        yield from _cases(model, sizes, moe_feed_forward, _reference, stack)
 
 
 def latent_moe_feed_forward_cases() -> Iterator[Case]:
@@ -46,9 +61,9 @@ def latent_moe_feed_forward_cases() -> Iterator[Case]:
         yield from _cases(model, sizes, latent_moe_feed_forward, _latent_reference)
 
 
-def _cases(model, counts, op, reference) -> Iterator[Case]:
+def _cases(model, counts, op, reference, stack=DenseExperts) -> Iterator[Case]:
     layer = mixture(model)
-    weights = tuple(_weights(layer, number) for number in range(_LAYERS))
+    weights = tuple(_weights(layer, number, stack) for number in range(_LAYERS))
     for tokens in counts:
         yield _case(model, layer, weights, tokens, (op, reference))
 
@@ -65,14 +80,31 @@ def _shapes(layer: Mixture) -> tuple[tuple[int, ...], ...]:
     return shapes if latent is None else (*shapes, (latent + sizes.shared_size, features))
 
 
-def _weights(layer: Mixture, number: int) -> tuple[jax.Array, ...]:
-    """Those of the norm, and then of `_shapes`."""
+def _weights(
+    layer: Mixture, number: int, stack: Callable[[jax.Array], ExpertsWeight]
+) -> tuple[Any, ...]:
+    """Those of the norm, and then of `_shapes`; `stack` makes weights of matrices of experts."""
     shapes = _shapes(layer)
     # A stack's product sums over its last axis, and another weight's over its first.
     inner = [dims[2] if len(dims) == 3 else dims[0] for dims in shapes]
     keys = jax.random.split(jax.random.key(number), len(shapes))
-    drawn = (_draw(*each) for each in zip(keys, shapes, inner, strict=True))
-    return jnp.zeros(layer.features, _DTYPE), *drawn
+    router, up, down, *last = (_draw(*each) for each in zip(keys, shapes, inner, strict=True))
+    if stack is not DenseExperts:  # in FP8 features are padded to whole chunks
+        up, down = (
+            jnp.pad(each, ((0, 0), (0, 0), (0, -each.shape[2] % CHUNK))) for each in (up, down)
+        )
+    return jnp.zeros(layer.features, _DTYPE), router, stack(up), stack(down), *last
+
+
+def _in_blocks(array):
+    array, scale = to_float8(array)
+    experts, outer, inner = array.shape
+    return Float8BlockExperts(array, jnp.full((experts, outer // 64, inner // 128), scale))
+
+
+def _in_rows(array):
+    array, scale = to_float8(array)
+    return Float8RowExperts(array, jnp.full(array.shape[:2], scale))
 
 
 def _draw(key, dims, inner):
@@ -91,6 +123,7 @@ def _case(model, layer, weights, tokens, ops):
         return op(*_operands(sizes, call, *operands)), pool
 
     operands = weights, inputs, jnp.ones(tokens, bool)
+    dtype = weights[0][2].dtype  # of the experts
     read = sum(_experts_read(_operands(sizes, call, *operands)) for call in range(INPUTS)) / INPUTS
     return Case(
         op=ops[0].__name__,
@@ -101,7 +134,7 @@ def _case(model, layer, weights, tokens, ops):
             "shared": sizes.rule.num_shared,
             "features": features,
             "expert_width": sizes.intermediate_size,
-            "dtype": jnp.dtype(_DTYPE).name,
+            "dtype": jnp.dtype(dtype).name,
             "rows": tokens,
             "experts_read": round(read, 1),
         },
@@ -110,7 +143,7 @@ def _case(model, layer, weights, tokens, ops):
         pool=lambda layers: (),
         layer_bytes=_POOLS // INPUTS,
         operands=operands,
-        total_bytes=_bytes(layer, tokens, read),
+        total_bytes=_bytes(layer, tokens, read, jnp.dtype(dtype).itemsize),
         calls=INPUTS,
         writes=False,
     )
@@ -120,21 +153,22 @@ def _operands(sizes, call, weights, inputs, live):
     """The layer's operands in one of `INPUTS` calls."""
     scale, router, up, down, *last = weights[call % _LAYERS]
     bias = jnp.zeros(sizes.rule.num_experts) if sizes.has_correction else None
-    experts = Experts(DenseExperts(up), DenseExperts(down), sizes.activation)
+    experts = Experts(up, down, sizes.activation)
     held = Norm(scale, 1e-6, zero_centred=True), Router(Dense(router), bias, sizes.rule), experts
     return *inputs[call], *held, *map(Dense, last), live
 
 
-def _bytes(layer: Mixture, tokens: int, experts_read: float) -> int:
+def _bytes(layer: Mixture, tokens: int, experts_read: float, itemsize: int) -> int:
     """Return the bytes that a call must move: chosen experts, the other weights, the stream."""
     features, sizes = layer
     pieces, read = sizes.activation.pieces, sizes.latent_size or features
-    numbers = (pieces + 1) * experts_read * read * sizes.intermediate_size
-    numbers += features * sizes.rule.num_columns
+    of_experts = round((pieces + 1) * experts_read * read * sizes.intermediate_size)
+    numbers = features * sizes.rule.num_columns
     if sizes.latent_size is not None:
         numbers += features * (2 * read + (pieces + 1) * sizes.shared_size)
     # The stream and what is pending, as they come and as they go.
-    return jnp.dtype(_DTYPE).itemsize * round(numbers + 4 * tokens * features)
+    others = jnp.dtype(_DTYPE).itemsize * (numbers + 4 * tokens * features)
+    return itemsize * of_experts + others
 
 
 def _reference(stream, pending, norm, router, experts, live):

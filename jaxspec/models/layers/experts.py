@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models.layers.parameters import CENTRED_ROWS, NORMAL, Placement, declare
+from jaxspec.models.layers.parameters import CENTRED_ROWS, NORMAL, Placement
+from jaxspec.models.layers.weight_matrix import WeightStack
 from jaxspec.pallas.matmul.activation import Activation
-from jaxspec.pallas.moe.experts import Experts
-from jaxspec.weight import DenseExperts
+from jaxspec.pallas.moe.experts import Experts, why_not_sizes
 
 _INITS = {Activation.SWIGLU: NORMAL, Activation.SQUARED_RELU: CENTRED_ROWS}  # for the down matrices
 
@@ -46,12 +46,14 @@ class ExpertStacks(nnx.Module):
         self.competing, self.own = competing, competing // holders
         self.shared_width, self.activation = shared_width, activation
         held = self.own + -(-shared_width // width)
-        self.up = declare((held, activation.pieces * width, features), dtype)
-        self.down = declare((held, features, width), dtype, _INITS[activation])
+        has_kernel = dtype == jnp.bfloat16 and why_not_sizes(features, width) is None
+        up, down = (held, activation.pieces * width, features), (held, features, width)
+        self.up = WeightStack(up, dtype, NORMAL, has_kernel=has_kernel)
+        self.down = WeightStack(down, dtype, _INITS[activation], has_kernel=has_kernel)
 
     @property
     def operand(self) -> Experts:
-        return Experts(DenseExperts(self.up[...]), DenseExperts(self.down[...]), self.activation)
+        return Experts(self.up.operand, self.down.operand, self.activation)
 
     @property
     def _pieces(self) -> tuple[str, ...]:
@@ -70,13 +72,13 @@ class ExpertStacks(nnx.Module):
         yield from self._shared(prefix + "shared_expert.")
 
     def _stack(
-        self, prefix: str, name: str, param: nnx.Param, matrices: Mapping[str, slice]
+        self, prefix: str, name: str, stack: WeightStack, matrices: Mapping[str, slice]
     ) -> Placement:
         """Place all routed experts from one tensor, or from one tensor per expert and matrix.
 
         `matrices` maps the names of the latter to their rows of an expert.
         """
-        outer, inner = param.shape[1:]
+        _, outer, inner = stack.shape
 
         def one_by_one() -> Iterator[Placement]:
             for expert in range(self.competing):
@@ -85,13 +87,13 @@ class ExpertStacks(nnx.Module):
                     yield Placement(
                         f"{prefix}{expert}.{matrix}.weight",
                         (rows.stop - rows.start, inner),
-                        param,
+                        stack,
                         index=(index, rows),
                         holder=holder if self.own < self.competing else None,
                     )
 
         shape, index = (self.own, outer, inner), slice(self.own)
-        return Placement(prefix + name, shape, param, index=index, instead=one_by_one)
+        return Placement(prefix + name, shape, stack, index=index, instead=one_by_one)
 
     def _shared(self, prefix: str) -> Iterator[Placement]:
         """Yield the shared expert's slices: rows of its first matrices, columns of `down_proj`."""

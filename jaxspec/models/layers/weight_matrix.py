@@ -1,4 +1,4 @@
-"""WeightMatrix: the matrix of linear layers, in the dtype of the model or as published in FP8."""
+"""Matrices of linear layers and of experts, in the dtype of the model or as published in FP8."""
 
 import dataclasses
 import enum
@@ -24,9 +24,14 @@ from jaxspec.weight import (
     SCALED_COLUMNS,
     Columns,
     Dense,
+    DenseExperts,
+    ExpertsWeight,
+    Float8BlockExperts,
     Float8Blocks,
+    Float8RowExperts,
     Float8Rows,
     Published8Bit,
+    Published8BitExperts,
     Weight,
 )
 
@@ -67,6 +72,22 @@ class Form(NamedTuple):
 
         def declared() -> Published8Bit:
             return kind(jnp.zeros(values, _FLOAT8), jnp.zeros(scales, _FLOAT32), terms=terms)
+
+        return jax.eval_shape(declared)
+
+    def abstract_experts(self, number: int, outer: int, inner: int) -> Published8BitExperts:
+        """Return a stack of matrices in this form, without values, with whole blocks of features.
+
+        Padding has no influence.
+        """
+        inner += -inner % PUBLISHED_BLOCK
+        scales = number, *self.grain.scales((outer, inner))
+        terms = self.terms
+        kind = Float8BlockExperts if self.grain is Grain.BLOCKS else Float8RowExperts
+
+        def declared() -> Published8BitExperts:
+            values = jnp.zeros((number, outer, inner), _FLOAT8)
+            return kind(values, jnp.zeros(scales, _FLOAT32), terms=terms)
 
         return jax.eval_shape(declared)
 
@@ -186,6 +207,89 @@ class WeightMatrix(nnx.Module):
         return (columns, rows), box(placement.shape, placement.part)
 
 
+class WeightStack(nnx.Module):
+    """A stack of experts' matrices `[experts, outer, inner]`, with the use of a `WeightMatrix`."""
+
+    def __init__(
+        self, shape: tuple[int, int, int], dtype: jnp.dtype, init: Init, *, has_kernel: bool
+    ):
+        """Declare the stack in `dtype`.
+
+        Args:
+            shape: Number of experts, output features and input features.
+            dtype: Dtype of the model.
+            init: See `declare`.
+            has_kernel: True if a kernel multiplies matrices of these sizes in FP8.
+        """
+        self.shape, self.dtype, self.init = shape, jnp.dtype(dtype), init
+        self.has_kernel = has_kernel
+        self.form: Form | None = None
+        self.array: nnx.Param | None = declare(shape, dtype, init)
+        self.values: nnx.Param | None = nnx.data(None)
+        self.scales: nnx.Param | None = nnx.data(None)
+
+    def hold(self, form: Form) -> None:
+        """Change the form of a stack that has no values yet."""
+        abstract = form.abstract_experts(*self.shape)
+        self.form, self.array = form, None
+        self.values = nnx.Param(abstract.array, init=_DrawnStack(self.init))
+        self.scales = nnx.Param(abstract.scale, init=_draw_scales)
+
+    @property
+    def operand(self) -> ExpertsWeight:
+        """The stack as ops take it."""
+        if self.form is None or self.values is None or self.scales is None:
+            assert self.array is not None
+            return DenseExperts(self.array[...])
+        kind = Float8BlockExperts if self.form.grain is Grain.BLOCKS else Float8RowExperts
+        return kind(self.values[...], self.scales[...], terms=self.form.terms)
+
+    def may_hold(self, placement: Placement) -> bool:
+        """Return True: all matrices of the stack may be in FP8."""
+        return True
+
+    def fits(self, placement: Placement, grain: Grain) -> bool:
+        """Return whether the scales of a placement's tensor are scales of one expert, too."""
+        experts, target, source = self._extents(placement)
+        return len(experts) == 1 and None not in _units(target, source, grain)
+
+    def stored(self, placement: Placement) -> Iterator[Placement]:
+        """Yield placements of the parameters in place of a placement of the stack."""
+        if self.form is None:
+            yield dataclasses.replace(placement, param=self.array)
+            return
+        (expert,), target, source = self._extents(placement)
+        units = list(filter(None, _units(target, source, self.form.grain)))
+        common = {"segments": None, "instead": None}
+        yield dataclasses.replace(
+            placement,
+            name=placement.name + VALUES,
+            param=self.values,
+            index=(expert, *(slice(each.start, each.stop) for each in target)),
+            scale=1.0,
+            **common,
+        )
+        yield dataclasses.replace(
+            placement,
+            name=placement.name + SCALES,
+            shape=self.form.grain.scales(placement.shape),
+            param=self.scales,
+            index=(expert, *(unit.target for unit in units)),
+            part=tuple(unit.source for unit in units),
+            **common,
+        )
+
+    def _extents(self, placement: Placement) -> tuple[range, list[range], list[Picked]]:
+        """Return a placement's experts, their rows and columns, and those of its tensor."""
+        experts, *target = map(_as_range, box(self.shape, placement.index))
+        return experts, target, box(placement.shape, placement.part)
+
+
+def _as_range(picked: Picked) -> range:
+    assert isinstance(picked, range)
+    return picked
+
+
 class _Units(NamedTuple):
     """Indices along an axis of scales."""
 
@@ -199,6 +303,11 @@ def _units(target: Sequence[range], source: Sequence[Picked], grain: Grain) -> l
 
 
 def _along(target: range, source: Picked, unit: int) -> _Units | None:
+    if isinstance(source, range) and source.step == 1:  # as nearly all; there are many experts
+        if target.start % unit or source.start % unit:
+            return None
+        count, starts = -(-len(source) // unit), (target.start // unit, source.start // unit)
+        return _Units(*(slice(start, start + count) for start in starts))
     places = np.asarray(source)
     firsts, within = places[::unit], np.arange(len(places)) % unit
     are_whole = (places == np.repeat(firsts, unit)[: len(places)] + within).all()
@@ -208,15 +317,18 @@ def _along(target: range, source: Picked, unit: int) -> _Units | None:
     return _Units(slice(first, first + len(firsts)), as_slice(firsts // unit))
 
 
+Holder = WeightMatrix | WeightStack
+
+
 def parts_of(name: str) -> tuple[str, str]:
     """Split the name of a stored part into that of its tensor, and `VALUES`, `SCALES` or ""."""
     part = next(filter(name.endswith, (VALUES, SCALES)), "")
     return name.removesuffix(part), part
 
 
-def matrices_of(module: nnx.Module) -> list[WeightMatrix]:
+def matrices_of(module: nnx.Module) -> list[Holder]:
     """Return the matrices of a model, in an order that depends on its structure alone."""
-    return [found for _, found in nnx.iter_modules(module) if isinstance(found, WeightMatrix)]
+    return [found for _, found in nnx.iter_modules(module) if isinstance(found, Holder)]
 
 
 def forms_of(module: nnx.Module) -> tuple[Form | None, ...]:
@@ -235,7 +347,7 @@ def stored(placements: Iterable[Placement]) -> Iterator[Placement]:
     """Yield the placements of parameters, in place of those of matrices."""
     for placement in placements:
         matrix = placement.param
-        yield from matrix.stored(placement) if isinstance(matrix, WeightMatrix) else (placement,)
+        yield from matrix.stored(placement) if isinstance(matrix, Holder) else (placement,)
 
 
 class _DrawnValues(NamedTuple):
@@ -245,6 +357,15 @@ class _DrawnValues(NamedTuple):
 
     def __call__(self, key: jax.Array, shape: tuple[int, int], dtype: jnp.dtype) -> jax.Array:
         return (self.init(key, shape[::-1], _FLOAT32).T / _DRAWN_SCALE).astype(dtype)
+
+
+class _DrawnStack(NamedTuple):
+    """The same for a stack of experts' matrices."""
+
+    init: Init  # of `[experts, outer, inner]`
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        return (self.init(key, shape, _FLOAT32) / _DRAWN_SCALE).astype(dtype)
 
 
 def _draw_scales(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:

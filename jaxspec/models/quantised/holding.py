@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import jax
 
 from jaxspec.models.layers.parameters import Placement
-from jaxspec.models.layers.weight_matrix import Form, WeightMatrix
+from jaxspec.models.layers.weight_matrix import Form, Holder, WeightStack
 from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint
 from jaxspec.models.quantised.option import QuantisedOptions
 from jaxspec.pallas import dispatch
@@ -34,11 +34,11 @@ def hold_as_published(
     """
     if options.dequantises:
         return frozenset()
-    of_matrices: dict[int, tuple[WeightMatrix, list[Placement]]] = {}
+    of_matrices: dict[int, tuple[Holder, list[Placement]]] = {}
     for placements in of_ranks:
         for placement in placements:
             matrix = placement.param
-            if isinstance(matrix, WeightMatrix) and matrix.may_hold(placement):
+            if isinstance(matrix, Holder) and matrix.may_hold(placement):
                 of_matrices.setdefault(id(matrix), (matrix, []))[1].append(placement)
     held = set[str]()
     for matrix, parts in of_matrices.values():
@@ -54,7 +54,9 @@ def hold_as_published(
     return frozenset(held)
 
 
-def _has_kernel(matrix: WeightMatrix, form: Form) -> bool:
+def _has_kernel(matrix: Holder, form: Form) -> bool:
+    if isinstance(matrix, WeightStack):
+        return dispatch.has_kernels() and matrix.has_kernel
     inner = matrix.shape[0]
     row = jax.ShapeDtypeStruct((1, inner), matrix.dtype)
     why_not = float8.why_not_kernel(row, form.abstract(inner, matrix.eight_bits))

@@ -1,17 +1,22 @@
 """Matmuls of a layer's experts with the tokens that chose them."""
 
+from typing import Any
+
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.matmul.activation import Activation
+from jaxspec.pallas.matmul.float8_terms import CHUNK
 from jaxspec.pallas.matmul.norm_matmul import MAX_SUMS
-from jaxspec.pallas.matmul.products import DTYPES
+from jaxspec.pallas.matmul.products import BLOCK_N, DTYPES
+from jaxspec.pallas.moe.float8_tokens import Float8Tokens, as_multiplied
 from jaxspec.pallas.moe.route import Choices
-from jaxspec.pallas.moe.work_list import work_list
-from jaxspec.weight import DenseExperts
+from jaxspec.pallas.moe.work_list import WorkList, work_list
+from jaxspec.weight import DenseExperts, ExpertsWeight
 
 MAX_DIRECT = 8  # maximum tokens in one tile: the smallest N of wgmma
 MAX_SCATTERED = 16  # maximum rows of a tile that are written one by one
@@ -19,20 +24,28 @@ MAX_SCATTERED = 16  # maximum rows of a tile that are written one by one
 # padding; with fewer, the expert's matrices are read again.
 _ROWS = {3: 8, 10: 16, 24: 32, 96: 64}
 _MOST_ROWS = 128
+_MOST_FLOAT8_ROWS = 64  # in FP8, where an activation is two numbers
+_MOST_SPLIT = 4096  # features that a block in FP8 splits and holds
+_MOST_HELD = 8192  # the same of all experts that one block of a single token multiplies
 
 
 @flax.struct.dataclass
 class Experts:
     """Feed-forward layers of a layer's experts, each `down(activation(up(x)))`."""
 
-    up: DenseExperts  # rows of the gate, if the activation has one, then those of up
-    down: DenseExperts
+    up: ExpertsWeight  # rows of the gate, if the activation has one, then those of up
+    down: ExpertsWeight
     activation: Activation = flax.struct.field(pytree_node=False, default=Activation.SWIGLU)
 
     @property
     def number(self) -> int:
         """Number of experts, including the slices of shared ones."""
         return self.up.num_experts
+
+    @property
+    def width(self) -> int:
+        """Features between the two matmuls."""
+        return self.up.outer // self.activation.pieces
 
 
 def moe_experts(
@@ -42,8 +55,8 @@ def moe_experts(
 
     The result is float32 `[parts, tokens, features]`, one part for each expert of a token, so the
     order of the sum depends on the token alone. Padding gets zeros, and so do parts without an
-    expert on this device (`own_choices`). The kernels read only chosen
-    experts, and compute some of the sum themselves, always in one order:
+    expert on this device (`own_choices`). Matrices in FP8 are multiplied as they are. The kernels
+    read only chosen experts, and compute some of the sum themselves, always in one order:
 
     * one token: no more parts than `norm_matmul` takes in one kernel;
     * up to 8 tokens form one tile, which is passed whole to every expert;
@@ -61,30 +74,38 @@ def moe_experts(
 def _few_tokens(x, experts, choices):
     from jaxspec.pallas.moe import experts_kernel as kernels
 
-    (tokens, parts), down = choices.experts.shape, experts.down.array
+    (tokens, parts), up, down = choices.experts.shape, experts.up, experts.down
     work = kernels.Direct(tokens, parts, experts.number)
     arrays = choices.experts, choices.weights
-    hidden = kernels.up_kernel(x, experts.up.array, arrays, experts.activation, work=work)
-    if tokens > 1 or choices.has_gaps:
+    x = operand(x, up, work.rows)
+    hidden = kernels.up_kernel(x, up, arrays, experts.activation, work=work)
+    hidden = operand(hidden, down, work.rows)
+    sums = max(1, min(parts, MAX_SUMS // down.outer))
+    is_held = isinstance(down, DenseExperts) or -(-parts // sums) * down.inner <= _MOST_HELD
+    if tokens > 1 or choices.has_gaps or not is_held:
         return kernels.down_kernel(hidden, down, arrays, work=work)
-    sums = max(1, min(parts, MAX_SUMS // x.shape[1]))
     return kernels.one_token_down_kernel(hidden, down, choices.experts, parts=sums)
 
 
 def _many_tokens(x, experts, choices):
     from jaxspec.pallas.moe import experts_kernel as kernels
-    from jaxspec.pallas.moe import tiles_kernel
+    from jaxspec.pallas.moe.tiles_kernel import from_tiles_kernel
 
-    (tokens, parts), none, down = choices.experts.shape, experts.number, experts.down.array
-    tiles = work_list(choices, none, tile_rows(tokens, parts, none * choices.devices))
-    tiled, *of_rows = tiles_kernel.to_tiles_kernel(x, tiles, choices, none=none)
+    (tokens, parts), none = choices.experts.shape, experts.number
+    up, down = experts.up, experts.down
+    rows = tile_rows(tokens, parts, none * choices.devices)
+    if not isinstance(up, DenseExperts) or not isinstance(down, DenseExperts):
+        rows = min(rows, _MOST_FLOAT8_ROWS)
+    tiles = work_list(choices, none, rows)
+    tiled, *of_rows = gathered(operand(x, up, rows), tiles, choices, none)
     work = kernels.Listed(tokens, parts, none, tiles.expert.shape[0], tiles.rows)
     arrays = tiles.expert, tiles.count, *of_rows
-    hidden = kernels.up_kernel(tiled, experts.up.array, arrays, experts.activation, work=work)
+    hidden = kernels.up_kernel(tiled, up, arrays, experts.activation, work=work)
+    hidden = operand(hidden, down, rows)
     if tiles.rows <= MAX_SCATTERED:
         return kernels.down_kernel(hidden, down, arrays, work=work)
     y = kernels.tiled_down_kernel(hidden, down, arrays, work=work)
-    return tiles_kernel.from_tiles_kernel(y, tiles, choices, none=none)
+    return from_tiles_kernel(y, tiles, choices, none=none)
 
 
 def tile_rows(tokens: int, parts: int, num_experts: int) -> int:
@@ -96,13 +117,49 @@ def tile_rows(tokens: int, parts: int, num_experts: int) -> int:
     return next((rows for most, rows in _ROWS.items() if average <= most), _MOST_ROWS)
 
 
+def operand(x: jax.Array, weight: ExpertsWeight, rows: int) -> jax.Array | Float8Tokens:
+    """Return `x` as the kernels of tiles of `rows` rows read it for a matmul with `weight`.
+
+    For experts in FP8, blocks of 8 rows split them exactly; others get `Float8Tokens`.
+    """
+    if isinstance(weight, DenseExperts):
+        return x
+    is_small = rows == MAX_DIRECT and weight.inner <= _MOST_SPLIT
+    return x if is_small and weight.terms == 2 else Float8Tokens.of(x, weight)
+
+
+def gathered(
+    x: jax.Array | Float8Tokens, tiles: WorkList, choices: Choices, none: int, interpret: Any = None
+) -> tuple[jax.Array | Float8Tokens, jax.Array, jax.Array]:
+    """Return the rows of all tiles, and the choice and weight of each (`to_tiles_kernel`)."""
+    from jaxspec.pallas.moe.tiles_kernel import to_tiles_kernel
+
+    if not isinstance(x, Float8Tokens):
+        return to_tiles_kernel(x, tiles, choices, none=none, interpret=interpret)
+    numbers, at_place, weights = to_tiles_kernel(
+        x.numbers, tiles, choices, none=none, interpret=interpret
+    )
+    return x.in_tiles(numbers, at_place // choices.experts.shape[1]), at_place, weights
+
+
 def why_not_kernel(x, experts):
-    up, down = experts.up, experts.down
-    if x.dtype not in DTYPES or {up.dtype, down.dtype} != {x.dtype}:
-        return f"{x.dtype} and {up.dtype}"
-    if x.shape[1] % 128 or down.inner % 64:
-        return f"experts of {x.shape[1]} x {down.inner}"
-    return None
+    features, width = x.shape[1], experts.width
+    for stack in (experts.up, experts.down):
+        is_dense = isinstance(stack, DenseExperts)
+        # A float16 number has 11 significant bits: it is not the sum of two e4m3 numbers.
+        if x.dtype not in DTYPES or x.dtype != (stack.dtype if is_dense else jnp.bfloat16):
+            return f"{x.dtype} and {stack.dtype}"
+    return why_not_sizes(features, width)
+
+
+def held_features(features: int, weight: ExpertsWeight) -> int:
+    """Return the features that each matrix of `weight` has: in FP8 whole chunks, with padding."""
+    return features if isinstance(weight, DenseExperts) else features + -features % CHUNK
+
+
+def why_not_sizes(features: int, width: int) -> str | None:
+    """Return why kernels cannot multiply experts of these sizes, or None."""
+    return f"experts of {features} x {width}" if features % 128 or width % BLOCK_N else None
 
 
 _REFERENCE_ROWS = 8  # rows per tile; in a decode step most experts have fewer
@@ -110,17 +167,17 @@ _REFERENCE_ROWS = 8  # rows per tile; in a decode step most experts have fewer
 
 def moe_experts_reference(x, experts, choices):
     """Reference for `moe_experts`: tile by tile, so that only experts with work are read."""
-    (tokens, parts), up, down = choices.experts.shape, experts.up.array, experts.down.array
+    tokens, parts = choices.experts.shape
     if not tokens:  # the loop's body cannot be traced without a tile
         return jnp.zeros((parts, 0, x.shape[1]), jnp.float32)
     work = work_list(choices, experts.number, _REFERENCE_ROWS)
-    at_place, weights = work.choices, choices.weights.reshape(-1)
+    at_place, weights = work.choices, choices.weights.reshape(tokens * parts)
 
     def one_tile(tile, out):
         at, expert = at_place[tile], work.expert[tile]
         rows = x[jnp.maximum(at, 0) // parts]
-        hidden = experts.activation(_product(rows, up[expert]).astype(x.dtype))
-        y = _product(hidden, down[expert]) * weights[at][:, None]
+        hidden = experts.activation(_product(rows, experts.up, expert).astype(x.dtype))
+        y = _product(hidden, experts.down, expert) * weights[at][:, None]
         return out.at[jnp.where(at < 0, tokens * parts, at)].set(y, mode="drop")
 
     out = jnp.zeros((tokens * parts, x.shape[1]), jnp.float32)
@@ -130,7 +187,12 @@ def moe_experts_reference(x, experts, choices):
     return jnp.swapaxes(out.reshape(tokens, parts, x.shape[1]), 0, 1)
 
 
-def _product(x, matrix):
-    """Return `x @ matrix.T` in float32."""
+def _product(x, weight, expert):
+    """Return `x` times the matrix of an expert in float32."""
     dims = (((1,), (1,)), ((), ()))
-    return lax.dot_general(x, matrix, dims, preferred_element_type=jnp.float32)
+    if isinstance(weight, DenseExperts):
+        return lax.dot_general(x, weight.array[expert], dims, preferred_element_type=jnp.float32)
+    # In float32, because entries of the matrix are not rounded.
+    matrix = weight.dense(expert, 1).array[0]
+    x = jnp.pad(as_multiplied(x, weight), ((0, 0), (0, weight.inner - x.shape[1])))
+    return lax.dot_general(x, matrix, dims, precision=lax.Precision.HIGHEST)

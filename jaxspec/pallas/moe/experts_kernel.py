@@ -9,7 +9,6 @@ chosen experts are read.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -21,85 +20,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, layouts, tensor_cores
 from jaxspec.pallas.matmul.products import BLOCK_N
+from jaxspec.pallas.moe.float8_product_block import Float8Product
+from jaxspec.pallas.moe.product_block import Chunks, Product
+from jaxspec.weight import DenseExperts
 
 
-@dataclasses.dataclass(frozen=True)
-class _Product:
-    """Tiling of a block's matmul: `rows` tokens and `pieces * BLOCK_N` columns."""
-
-    rows: int
-    pieces: int
-    inner: int  # features
-    chunk: int  # features per chunk
-    stages: int  # chunks in the ring
-    dtype: Any
-
-    @staticmethod
-    def of(rows: int, pieces: int, matrix: Any, blocks: int) -> "_Product":
-        """Return the tiling with the largest ring such that `blocks` fit on a multiprocessor."""
-        inner, size = matrix.shape[2], matrix.dtype.itemsize
-        chunk = 128 if rows <= 32 and inner % 128 == 0 else 64
-        stage = size * chunk * (rows + pieces * BLOCK_N)
-        room = device.room(1) // blocks - 2048 - rows * BLOCK_N * pieces * 4
-        stages = max(2, min(inner // chunk, room // stage))
-        return _Product(rows, pieces, inner, chunk, stages, matrix.dtype)
-
-    def scratch(self) -> dict[str, Any]:
-        tile = functools.partial(tensor_cores.tile, dtype=self.dtype)
-        return {
-            "tokens": tile(self.stages, self.rows, self.chunk),
-            "ring": tile(self.stages, self.pieces, BLOCK_N, self.chunk),
-            "filled": plgpu.Barrier(num_arrivals=self.pieces + 1, num_barriers=self.stages),
-        }
-
-    @property
-    def chunks(self) -> int:
-        return self.inner // self.chunk
-
-    def start(self, fetch: Callable) -> None:
-        for j in range(min(self.stages, self.chunks)):
-            fetch(j, j)
-
-    def fetch(self, x, matrix, columns, *, tokens, ring, filled):
-        """Return a function that copies chunk `j` of `x` and of pieces of `matrix` to a stage."""
-
-        def fetch(j, stage):
-            chunk = pl.ds(j * self.chunk, self.chunk)
-            for piece, column in enumerate(columns):
-                part = matrix.at[pl.ds(column, BLOCK_N), chunk]
-                plgpu.copy_gmem_to_smem(part, ring.at[stage, piece], filled.at[stage])
-            plgpu.copy_gmem_to_smem(x.at[:, chunk], tokens.at[stage], filled.at[stage])
-
-        return fetch
-
-    def run(self, fetch: Callable, chunks: Any = None, *, tokens, ring, filled):
-        """Return the transposed matmul of each piece, float32 `[BLOCK_N, rows]`.
-
-        It sums over `chunks` chunks; None means all features.
-        """
-        chunks = self.chunks if chunks is None else chunks
-
-        def all_chunks(*sums):
-            def step(j, stage):
-                plgpu.barrier_wait(filled.at[stage])
-                rows = tokens.at[stage].transpose((1, 0))
-                for piece, sum_ in enumerate(sums):
-                    plgpu.wgmma(sum_, ring.at[stage, piece], rows)
-                plgpu.wgmma_wait(self.pieces)  # the previous chunk's wgmmas are done
-                refill = j - 1 + self.stages
-
-                @pl.when((j > 0) & (refill < chunks))
-                def _():
-                    plgpu.commit_smem()  # also a barrier: all warps are done
-                    fetch(refill, jnp.where(stage == 0, self.stages - 1, stage - 1))
-
-                return access.next_stage(stage, self.stages)
-
-            lax.fori_loop(0, chunks, step, jnp.int32(0))
-            return [sum_[...] for sum_ in sums]
-
-        sums = [plgpu.WGMMAAccumulatorRef((BLOCK_N, self.rows), jnp.float32)] * self.pieces
-        return pl.run_scoped(all_chunks, *sums)
+def _product(x, rows, pieces, weight, blocks, experts=1):
+    """Return the tiling of `x @ weight` such that `blocks` fit on a multiprocessor."""
+    if isinstance(weight, DenseExperts):
+        return Product.of(rows, pieces, weight, blocks)
+    return Float8Product.of(x, rows, pieces, weight, blocks, experts)
 
 
 class _Row(NamedTuple):
@@ -239,30 +169,28 @@ def up_kernel(x, up, arrays, activation, *, work, interpret=None):
     alone. If the number of pieces is odd, the last block's second piece is filled with zeros, and
     its output is dropped.
     """
-    inner = up.shape[1] // activation.pieces
+    inner = up.outer // activation.pieces
     neighbours = 2 // activation.pieces  # output columns per block, in pieces
     starts = [BLOCK_N * i + inner * j for i in range(neighbours) for j in range(activation.pieces)]
-    columns = pl.cdiv(inner, BLOCK_N * neighbours)
-    is_alone = work.rows > 64 or work.tiles * columns <= device.MULTIPROCESSORS
-    product = _Product.of(work.rows, len(starts), up, blocks=1 if is_alone else 2)
+    blocks = pl.cdiv(inner, BLOCK_N * neighbours)
+    is_alone = work.rows > 64 or work.tiles * blocks <= device.MULTIPROCESSORS
+    product = _product(x, work.rows, len(starts), up, blocks=1 if is_alone else 2)
+    operands = product.operands(x, up)
 
-    def body(x, up, *rest, out, **ring):
-        *arrays, hidden = rest
+    def body(*refs, out, **ring):
+        read, (*arrays, hidden) = refs[: len(operands)], refs[len(operands) :]
         index, column = lax.axis_index("tile"), lax.axis_index("column") * BLOCK_N * neighbours
         tile = work.tile(arrays, index)
 
         @pl.when(tile.is_asked & (tile.expert < work.none))
         def _():
-            # A traced 0, because jax 0.12 rejects rows that are statically out of bounds.
-            rows = x.at[pl.ds(index * 0, work.rows)] if len(x.shape) == 2 else x.at[index]
-            fetch = product.fetch(
-                rows, up.at[tile.expert], [column + start for start in starts], **ring
-            )
-            product.start(fetch)
+            columns = [column + start for start in starts]
+            chunks = product.of_tile(read, index, tile.expert, columns, **ring)
+            product.start(chunks, **ring)
             weights = tile.weights((BLOCK_N, work.rows))
             # The matmul is rounded first, as if it had been stored.
             rounded = [
-                sum_.astype(out.dtype).astype(jnp.float32) for sum_ in product.run(fetch, **ring)
+                sum_.astype(out.dtype).astype(jnp.float32) for sum_ in product.run(chunks, **ring)
             ]
             size = activation.pieces
             of_each = [rounded[i : i + size] for i in range(0, len(rounded), size)]
@@ -272,25 +200,25 @@ def up_kernel(x, up, arrays, activation, *, work, interpret=None):
     kernel = plgpu.kernel(
         body,
         kernel_name="moe_up",
-        out_type=jax.ShapeDtypeStruct((work.tiles, work.rows, inner), x.dtype),
+        out_type=jax.ShapeDtypeStruct((work.tiles, work.rows, inner), product.dtype),
         scratch_types=product.scratch()
-        | {"out": tensor_cores.tile(work.rows, BLOCK_N, dtype=x.dtype)},
-        grid=(work.tiles, columns),
+        | {"out": tensor_cores.tile(work.rows, BLOCK_N, dtype=product.dtype)},
+        grid=(work.tiles, blocks),
         grid_names=("tile", "column"),
         compiler_params=access.EXPLICIT_BARRIERS,
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(x, up, *arrays)
+    return kernel(*operands, *arrays)
 
 
 @functools.partial(jax.jit, static_argnames=("work", "interpret"))
 def down_kernel(hidden, down, arrays, *, work, interpret=None):
     """Multiply each row of `hidden` with its matrix: float32 `[parts, tokens, features]`."""
-    features = down.shape[1]
-    product = _Product.of(work.rows, 1, down, blocks=4)
+    features, product = down.outer, _product(hidden, work.rows, 1, down, blocks=4)
+    operands = product.operands(hidden, down)
 
-    def body(hidden, down, *rest, out, **ring):
-        *arrays, y = rest
+    def body(*refs, out, **ring):
+        read, (*arrays, y) = refs[: len(operands)], refs[len(operands) :]
         index, column = lax.axis_index("tile"), lax.axis_index("column") * BLOCK_N
         tile = work.tile(arrays, index)
 
@@ -302,10 +230,10 @@ def down_kernel(hidden, down, arrays, *, work, interpret=None):
 
         @pl.when(tile.is_asked & (tile.expert < work.none))
         def _():
-            fetch = product.fetch(hidden.at[index], down.at[tile.expert], [column], **ring)
-            product.start(fetch)
+            chunks = product.of_tile(read, index, tile.expert, [column], **ring)
+            product.start(chunks, **ring)
             rows = tile.rows()  # while the copies are in flight
-            (sum_,) = product.run(fetch, **ring)
+            (sum_,) = product.run(chunks, **ring)
             access.store(out.T, plgpu.layout_cast(sum_, plgpu.Layout.WGMMA_TRANSPOSED))
             put_out(rows)
 
@@ -324,7 +252,7 @@ def down_kernel(hidden, down, arrays, *, work, interpret=None):
         compiler_params=access.EXPLICIT_BARRIERS,
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(hidden, down, *arrays)
+    return kernel(*operands, *arrays)
 
 
 def _put_row(values, y, row: _Row, column):
@@ -340,33 +268,48 @@ def _put_row(values, y, row: _Row, column):
 def one_token_down_kernel(hidden, down, experts, *, parts, interpret=None):
     """Run `down_kernel` for one token, and sum its experts: float32 `[parts, 1, features]`.
 
-    `hidden` is `[choices, 8, inner]`, with only the first row of each real; `experts` are those of
-    `Choices`. Part `i` is the sum over the choices `i`, `i + parts`, `i + 2 * parts` and so on: one
-    matmul over the features of all these experts, one after the other.
+    `hidden` is that of `[choices, 8, inner]`, with only the first row of each real; `experts` are
+    those of `Choices`. Part `i` is the sum over the choices `i`, `i + parts`, `i + 2 * parts` and
+    so on: one matmul over the features of all these experts, one after the other.
     """
-    (none, features, _), count = down.shape, hidden.shape[0]
-    product = _Product.of(hidden.shape[1], 1, down, blocks=1)
+    none, features, count = down.num_experts, down.outer, experts.shape[1]
+    most = pl.cdiv(count, parts)  # experts of a part
+    product = _product(hidden, Direct.rows, 1, down, blocks=1, experts=most)
+    operands = product.operands(hidden, down)
 
-    def body(hidden, down, experts, y, *, out, **ring):
+    def body(*refs, out, **ring):
+        read, (experts, y) = refs[: len(operands)], refs[len(operands) :]
         part, column = lax.axis_index("part"), lax.axis_index("column") * BLOCK_N
         layout = layouts.lane_layout(count)
         table = access.load(experts.at[0], layout)
         place = plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout)
         is_live = experts[0, 0] < none
 
-        def fetch(j, stage):
+        def chunk_of_expert(j):
             index = lax.div(j, product.chunks)
-            choice = part + index * parts
+            choice = jnp.minimum(part + index * parts, count - 1)
             expert = jnp.max(jnp.where(place == choice, table, 0))
-            one = product.fetch(hidden.at[choice], down.at[expert], [column], **ring)
-            one(j - index * product.chunks, stage)
+            of_choice = product.of_tile(read, choice, expert, [column], **ring)
+            return of_choice, j - index * product.chunks
+
+        def fetch(j, stage):
+            chunks, chunk = chunk_of_expert(j)
+            chunks.fetch(chunk, stage)
+
+        def of_columns(j):
+            chunks, chunk = chunk_of_expert(j)
+            return chunks.of_columns(chunk)
+
+        def of_rows(j):
+            chunks, chunk = chunk_of_expert(j)
+            return chunks.of_rows(chunk)
 
         @pl.when(is_live)
         def _():
-            chunks = product.chunks * lax.div(count - part + parts - 1, parts)
-            for j in range(product.stages):  # possibly of one expert and part of the next
-                pl.when(j < chunks)(functools.partial(fetch, jnp.int32(j), j))
-            (sum_,) = product.run(fetch, chunks, **ring)
+            total = product.chunks * lax.div(count - part + parts - 1, parts)
+            chunks = Chunks(fetch, of_columns, of_rows)
+            product.start(chunks, total, **ring)  # possibly of one expert and part of the next
+            (sum_,) = product.run(chunks, total, **ring)
             access.store(out.T, plgpu.layout_cast(sum_, plgpu.Layout.WGMMA_TRANSPOSED))
 
         @pl.when(~is_live)
@@ -381,14 +324,13 @@ def one_token_down_kernel(hidden, down, experts, *, parts, interpret=None):
         body,
         kernel_name="moe_one_token_down",
         out_type=jax.ShapeDtypeStruct((parts, 1, features), jnp.float32),
-        scratch_types=product.scratch()
-        | {"out": plgpu.SMEM((hidden.shape[1], BLOCK_N), jnp.float32)},
+        scratch_types=product.scratch() | {"out": plgpu.SMEM((Direct.rows, BLOCK_N), jnp.float32)},
         grid=(parts, features // BLOCK_N),
         grid_names=("part", "column"),
         compiler_params=access.EXPLICIT_BARRIERS,
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(hidden, down, experts)
+    return kernel(*operands, experts)
 
 
 def _put_tiles(pieces, out, rows, column):
@@ -404,35 +346,43 @@ def _put_tiles(pieces, out, rows, column):
     plgpu.wait_smem_to_gmem(0)
 
 
+def _wide_tiling(rows, weight):
+    """Return the pieces per block, and the blocks on a multiprocessor."""
+    if isinstance(weight, DenseExperts):
+        return (4, 2) if rows <= 64 else (2, 1)
+    return (4 if rows <= 32 else 2), 2  # sums of two numbers per row take twice the registers
+
+
 @functools.partial(jax.jit, static_argnames=("work", "interpret"))
 def tiled_down_kernel(hidden, down, arrays, *, work, interpret=None):
     """Multiply the rows of all tiles: `[tiles, rows, features]` in the dtype of `hidden`."""
-    features = down.shape[1]
-    pieces, blocks = (4, 2) if work.rows <= 64 else (2, 1)
+    features = down.outer
+    pieces, blocks = _wide_tiling(work.rows, down)
     pieces = gcd(pieces, features // BLOCK_N)
-    width, product = pieces * BLOCK_N, _Product.of(work.rows, pieces, down, blocks)
+    width, product = pieces * BLOCK_N, _product(hidden, work.rows, pieces, down, blocks)
+    operands = product.operands(hidden, down)
 
-    def body(hidden, down, *rest, out, **ring):
-        *arrays, y = rest
+    def body(*refs, out, **ring):
+        read, (*arrays, y) = refs[: len(operands)], refs[len(operands) :]
         index, column = lax.axis_index("tile"), lax.axis_index("column") * width
         tile = work.tile(arrays, index)
 
         @pl.when(tile.expert < work.none)
         def _():
             columns = [column + piece * BLOCK_N for piece in range(pieces)]
-            fetch = product.fetch(hidden.at[index], down.at[tile.expert], columns, **ring)
-            product.start(fetch)
-            _put_tiles(product.run(fetch, **ring), out, y.at[index], column)
+            chunks = product.of_tile(read, index, tile.expert, columns, **ring)
+            product.start(chunks, **ring)
+            _put_tiles(product.run(chunks, **ring), out, y.at[index], column)
 
     kernel = plgpu.kernel(
         body,
         kernel_name="moe_tiled_down",
-        out_type=jax.ShapeDtypeStruct((work.tiles, work.rows, features), hidden.dtype),
+        out_type=jax.ShapeDtypeStruct((work.tiles, work.rows, features), product.dtype),
         scratch_types=product.scratch()
-        | {"out": tensor_cores.tile(work.rows, BLOCK_N, dtype=hidden.dtype)},
+        | {"out": tensor_cores.tile(work.rows, BLOCK_N, dtype=product.dtype)},
         grid=(work.tiles, features // width),
         grid_names=("tile", "column"),
         compiler_params=access.EXPLICIT_BARRIERS,
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(hidden, down, *arrays)
+    return kernel(*operands, *arrays)

@@ -4,7 +4,7 @@ import flax.struct
 from jaxtyping import Array, Bool, Float
 
 from jaxspec import parallel
-from jaxspec.pallas.moe.experts import Experts, moe_experts
+from jaxspec.pallas.moe.experts import Experts, held_features, moe_experts
 from jaxspec.pallas.moe.route import Routing, moe_route, own_choices
 from jaxspec.pallas.moe.scores import moe_scores
 from jaxspec.pallas.norm.add_norm import add_norm
@@ -62,10 +62,13 @@ def check(features: int, width: int, router: Router, experts: Experts) -> None:
         ValueError: the experts or the router have another shape.
     """
     rule, up, down = router.rule, experts.up.array.shape, experts.down.array.shape
-    inner, number = experts.down.inner, rule.none
+    inner, number = experts.width, rule.none
     if held(rule, experts) * parallel.size() == rule.num_experts:
         number = experts.number
-    wanted = (number, experts.activation.pieces * inner, width), (number, width, inner)
+    wanted = (
+        (number, experts.activation.pieces * inner, held_features(width, experts.up)),
+        (number, width, held_features(inner, experts.down)),
+    )
     if (up, down) != wanted:
         raise ValueError(
             f"The weights of {rule.num_experts} experts that compete and {rule.num_shared} slices "

@@ -14,10 +14,24 @@ from jaxspec.models import load_model
 from jaxspec.models.base import ModelSpec
 from jaxspec.models.fingerprint import fingerprint
 from jaxspec.models.layers.parameters import Placement
-from jaxspec.models.layers.weight_matrix import Form, Grain, WeightMatrix, matrices_of
+from jaxspec.models.layers.weight_matrix import (
+    Form,
+    Grain,
+    WeightMatrix,
+    WeightStack,
+    matrices_of,
+)
 from jaxspec.models.quantised import holding
 from jaxspec.parallel import Group
-from jaxspec.weight import Columns, Dense, Float8Blocks, Float8Rows
+from jaxspec.weight import (
+    Columns,
+    Dense,
+    DenseExperts,
+    Float8BlockExperts,
+    Float8Blocks,
+    Float8RowExperts,
+    Float8Rows,
+)
 
 FLOAT32 = jnp.dtype("float32")
 BLOCKS, ROWS, TENSOR = "fp8 blocks of 128", "ct fp8 rows", "modelopt fp8"
@@ -31,10 +45,28 @@ def holds(monkeypatch):
     monkeypatch.setattr(holding, "_has_kernel", lambda matrix, form: True)
 
 
+def weight_of(matrix):
+    return matrix.operand if isinstance(matrix, WeightStack) else matrix.columns
+
+
 def dense(weight):
     if isinstance(weight, Columns):
         return np.concatenate([dense(part) for part in weight.parts], axis=1)
-    return np.asarray((weight if isinstance(weight, Dense) else weight.dense()).array)
+    is_dense = isinstance(weight, Dense | DenseExperts)
+    return np.asarray((weight if is_dense else weight.dense()).array)
+
+
+def assert_equal(matrix, other, **tolerance):
+    """Two matrices or stacks are equal, and what pads the first is zeros."""
+    found, expected = dense(weight_of(matrix)), dense(weight_of(other))
+    padding = [(0, a - b) for a, b in zip(found.shape, expected.shape, strict=True)]
+    np.testing.assert_allclose(found, np.pad(expected, padding), **tolerance)
+
+
+def experts_of(folder, **options):
+    """The two stacks of the first layer."""
+    layer = load_model(folder, FLOAT32, **options).trunk.layers[0]
+    return layer.feed_forward.experts.up, layer.feed_forward.experts.down
 
 
 def ids(folder, drafts=0, **options):
@@ -62,9 +94,9 @@ def test_held_matrices_are_the_dequantised_ones(fixture, name, tmp_path, holds):
     model, plain = (load_model(folder, FLOAT32) for folder in pair)
     kind, kinds = Float8Blocks if name == BLOCKS else Float8Rows, set()
     for matrix, other in zip(matrices_of(model), matrices_of(plain), strict=True):
-        weight = matrix.columns
+        weight = weight_of(matrix)
         kinds.add(type(weight))
-        np.testing.assert_allclose(dense(weight), dense(other.columns), rtol=1e-6)
+        assert_equal(matrix, other, rtol=1e-6)
         if isinstance(weight, Columns):
             assert [type(part) for part in weight.parts] == [kind, Dense]
     assert kind in kinds
@@ -82,7 +114,7 @@ def test_a_spec_rebuilds_the_forms_of_a_model(tmp_path, holds):
     again = spec.with_weights(leaves)
     for matrix, other in zip(matrices_of(model), matrices_of(again), strict=True):
         assert matrix.form == other.form
-        np.testing.assert_array_equal(dense(matrix.columns), dense(other.columns))
+        assert_equal(matrix, other, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +189,51 @@ def test_an_inspection_counts_the_bytes_that_loading_holds(rounded, tmp_path, ho
     dequantised = inspect(pair.quantised, dtype="float32", quantization="dequantise")
     assert set(dequantised.weight_bytes) == {"float32"}
     assert str(found) != str(dequantised)
+
+
+@pytest.mark.parametrize(("name", "kind"), [(BLOCKS, Float8BlockExperts), (ROWS, Float8RowExperts)])
+def test_experts_are_held_with_the_shared_one(name, kind, tmp_path, holds):
+    pair = write_pair(FIXTURES / WIDE, tmp_path, FORMATS[name])
+    for stack, other in zip(experts_of(pair.quantised), experts_of(pair.plain), strict=True):
+        assert isinstance(stack.operand, kind) and isinstance(other.operand, DenseExperts)
+        assert stack.operand.nbytes < dense(other.operand).nbytes / 3
+        assert_equal(stack, other, rtol=0)
+
+
+def test_slices_of_a_wide_shared_expert_are_held(tmp_path, holds):
+    """Of experts of width 32: its last slice has half of that, and all are padded."""
+    pair = write_pair(FIXTURES / "qwen3_5_moe", tmp_path, FORMATS[ROWS])
+    for stack, other in zip(experts_of(pair.quantised), experts_of(pair.plain), strict=True):
+        assert isinstance(stack.operand, Float8RowExperts)
+        assert stack.operand.inner == 128
+        assert_equal(stack, other, rtol=0)
+    assert ids(pair.quantised) == ids(pair.plain)
+
+
+@pytest.mark.parametrize("module", ["experts.3.up_proj", "shared_expert.up_proj"])
+def test_experts_of_which_one_is_in_16_bits_are_dequantised(module, tmp_path, holds):
+    def chosen(name, shape):
+        return is_linear(name, shape) and module not in name
+
+    pair = write_pair(FIXTURES / WIDE, tmp_path, FORMATS[ROWS], chosen=chosen)
+    up, down = experts_of(pair.quantised)
+    assert up.form is None and down.form == Form(Grain.ROWS)
+    assert ids(pair.quantised) == ids(pair.plain)
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("name", [BLOCKS, ROWS])
+@pytest.mark.parametrize("whole", [False, True])
+def test_devices_share_held_experts(name, whole, tmp_path, holds):
+    """By width each has 64 columns of a down matrix: half of a block of 128."""
+    pair = write_pair(FIXTURES / WIDE, tmp_path, FORMATS[name])
+    up, down = experts_of(pair.quantised, group=Group.of(2), whole_experts=whole)
+    form = Form(Grain.BLOCKS if name == BLOCKS else Grain.ROWS)
+    assert up.form == form
+    assert down.form == (form if whole or name == ROWS else None)
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": whole}
+    for drafts in (0, 3):
+        assert ids(pair.quantised, drafts, **options) == ids(pair.plain)
 
 
 @pytest.mark.devices

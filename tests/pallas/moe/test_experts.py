@@ -4,16 +4,18 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
-from mixtures import check, drawn, drawn_tokens, with_gaps
+from mixtures import activated, check, drawn, drawn_tokens, with_gaps
+from moe_kernels import direct, listed, one_token
+from published_8bit import block_experts, experts_of, row_experts
 from races import assert_no_races
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.moe.experts import (
-    MAX_SCATTERED,
     Experts,
     moe_experts,
     moe_experts_reference,
@@ -21,7 +23,6 @@ from jaxspec.pallas.moe.experts import (
     why_not_kernel,
 )
 from jaxspec.pallas.moe.route import Choices
-from jaxspec.pallas.moe.work_list import work_list
 from jaxspec.pallas.norm.residual import sum_parts
 from jaxspec.weight import DenseExperts
 
@@ -37,35 +38,35 @@ def test_the_op_is_what_the_experts_put_out(tokens, dtype, activation):
         check(jax.jit(moe_experts)(*operands, each), *operands, each)
 
 
-def direct(x, experts, choices, interpreter):
-    """The kernels of up to 8 tokens."""
-    from jaxspec.pallas.moe import experts_kernel as kernels
+@pytest.mark.parametrize("kind", [block_experts, row_experts])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 8, 40])
+def test_the_op_multiplies_published_matrices_as_they_are(tokens, dtype, kind):
+    """Half a block is partial at the end of a matrix's columns, and of its features."""
+    experts, wide = experts_of(kind, 5, 32, 24)
+    x, choices = drawn_tokens(tokens, 3, 5, 32, dtype)
+    for each in (choices, with_gaps(choices, 5)):
+        check(jax.jit(moe_experts)(x, experts, each), x, wide, each)
 
-    arrays = choices.experts, choices.weights
-    work = kernels.Direct(*choices.experts.shape, experts.number)
-    hidden = kernels.up_kernel(
-        x, experts.up.array, arrays, experts.activation, work=work, interpret=interpreter
-    )
-    return kernels.down_kernel(hidden, experts.down.array, arrays, work=work, interpret=interpreter)
+
+def rounded_to_e4m3(x):
+    """Rows in float64, each 128 features rounded to e4m3 numbers times a 448th of the largest."""
+    chunks = np.asarray(x, np.float64).reshape(len(x), x.shape[1] // 128, 128)
+    factors = np.abs(chunks).max(axis=2, keepdims=True) / 448
+    return ((chunks / factors).astype(ml_dtypes.float8_e4m3fn) * factors).reshape(x.shape)
 
 
-def listed(x, experts, choices, rows, interpreter):
-    """The kernels of tiles of so many rows."""
-    from jaxspec.pallas.moe import experts_kernel as kernels
-    from jaxspec.pallas.moe.tiles_kernel import from_tiles_kernel, to_tiles_kernel
-
-    none, down = experts.number, experts.down.array
-    tiles = work_list(choices, none, rows)
-    x, *of_rows = to_tiles_kernel(x, tiles, choices, none=none, interpret=interpreter)
-    work = kernels.Listed(*choices.experts.shape, none, tiles.expert.shape[0], rows)
-    arrays = tiles.expert, tiles.count, *of_rows
-    hidden = kernels.up_kernel(
-        x, experts.up.array, arrays, experts.activation, work=work, interpret=interpreter
-    )
-    if rows <= MAX_SCATTERED:
-        return kernels.down_kernel(hidden, down, arrays, work=work, interpret=interpreter)
-    y = kernels.tiled_down_kernel(hidden, down, arrays, work=work, interpret=interpreter)
-    return from_tiles_kernel(y, tiles, choices, none=none, interpret=interpreter)
+def test_the_op_rounds_activations_where_the_weight_has_one_term():
+    experts, wide = experts_of(block_experts, 1, 256, 128)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(16, 256)), jnp.bfloat16)
+    choices = Choices(jnp.zeros((16, 1), jnp.int32), jnp.ones((16, 1), jnp.float32))
+    rounded = experts.replace(up=experts.up.replace(terms=1), down=experts.down.replace(terms=1))
+    exact, y = (jax.jit(moe_experts_reference)(x, e, choices)[0] for e in (experts, rounded))
+    hidden = activated(rounded_to_e4m3(x) @ wide.up.array[0].T, GATED)
+    expected = rounded_to_e4m3(hidden) @ wide.down.array[0].T
+    off, apart = (np.abs(expected - np.asarray(a)).mean() for a in (y, exact))
+    assert off < apart / 3
 
 
 @pytest.mark.parametrize(
@@ -87,32 +88,14 @@ def test_one_tile_for_each_expert_is_the_op_without_races(
     assert_no_races()
 
 
-def one_token(parts_of_sum, count, inner, interpreter, *, live=True):
-    """The token's operands, and the kernels' sums of its `count` experts."""
-    from jaxspec.pallas.moe import experts_kernel as kernels
-
-    x, experts, choices = drawn(1, count, 12, 256, inner, jnp.bfloat16)
-    if not live:
-        choices = Choices(jnp.full_like(choices.experts, 12), jnp.zeros_like(choices.weights))
-    arrays, work = (choices.experts, choices.weights), kernels.Direct(1, count, 12)
-    hidden = kernels.up_kernel(
-        x, experts.up.array, arrays, experts.activation, work=work, interpret=interpreter
-    )
-    sums = kernels.one_token_down_kernel(
-        hidden, experts.down.array, choices.experts, parts=parts_of_sum, interpret=interpreter
-    )
-    assert sums.shape == (parts_of_sum, 1, 256) and sums.dtype == jnp.float32
-    return (x, experts, choices), sums
-
-
 @pytest.mark.parametrize(
     ("count", "sums", "inner"), [(9, 1, 64), (9, 4, 64), (11, 3, 64), (4, 3, 192), (3, 3, 128)]
 )
 def test_one_token_s_experts_are_summed_without_races(interpreter, count, sums, inner):
     """Sum `i` is that of the choices `i`, `i + sums` and so on; the ring may hold all of them."""
-    operands, y = one_token(sums, count, inner, interpreter)
+    *others, choices = drawn(1, count, 12, 256, inner, jnp.bfloat16)
+    y = one_token(*others, choices, sums, interpreter)
     for i, summed in enumerate(y):
-        *others, choices = operands
         is_here = jnp.arange(count)[None, :] % sums == i
         check(
             summed.astype(jnp.bfloat16),
@@ -123,7 +106,9 @@ def test_one_token_s_experts_are_summed_without_races(interpreter, count, sums, 
 
 
 def test_one_token_of_padding_gets_zeros(interpreter):
-    _, y = one_token(4, 9, 64, interpreter, live=False)
+    x, experts, choices = drawn(1, 9, 12, 256, 64, jnp.bfloat16)
+    choices = Choices(jnp.full_like(choices.experts, 12), jnp.zeros_like(choices.weights))
+    y = one_token(x, experts, choices, 4, interpreter)
     assert not np.asarray(y).any()
     assert_no_races()
 
@@ -202,7 +187,7 @@ def test_a_tile_has_room_for_what_an_expert_has_on_average(tokens, parts, expert
         (3 * [jnp.float16], 128, 64, None),
         (3 * [jnp.float32], 256, 64, "float32 and float32"),
         ([jnp.float16, jnp.bfloat16, jnp.bfloat16], 256, 64, "float16 and bfloat16"),
-        ([jnp.bfloat16, jnp.bfloat16, jnp.float16], 256, 64, "bfloat16 and bfloat16"),
+        ([jnp.bfloat16, jnp.bfloat16, jnp.float16], 256, 64, "bfloat16 and float16"),
         (3 * [jnp.bfloat16], 192, 64, "experts of 192 x 64"),
         (3 * [jnp.bfloat16], 256, 96, "experts of 256 x 96"),
     ],
