@@ -13,9 +13,9 @@ def direct(x, experts, choices, interpreter):
 
     arrays, (up, down) = (choices.experts, choices.weights), (experts.up, experts.down)
     work = kernels.Direct(*choices.experts.shape, experts.number)
-    x = operand(x, up, work.rows)
+    x = jax.block_until_ready(operand(x, up, work.rows, interpreter))
     hidden = kernels.up_kernel(x, up, arrays, experts.activation, work=work, interpret=interpreter)
-    hidden = _operand(hidden, down, work.rows)
+    hidden = _operand(hidden, down, work.rows, interpreter)
     return kernels.down_kernel(hidden, down, arrays, work=work, interpret=interpreter)
 
 
@@ -25,9 +25,9 @@ def one_token(x, experts, choices, parts, interpreter):
 
     arrays, (up, down) = (choices.experts, choices.weights), (experts.up, experts.down)
     work = kernels.Direct(*choices.experts.shape, experts.number)
-    x = operand(x, up, work.rows)
+    x = jax.block_until_ready(operand(x, up, work.rows, interpreter))
     hidden = kernels.up_kernel(x, up, arrays, experts.activation, work=work, interpret=interpreter)
-    hidden = _operand(hidden, down, work.rows)
+    hidden = _operand(hidden, down, work.rows, interpreter)
     sums = kernels.one_token_down_kernel(
         hidden, down, choices.experts, parts=parts, interpret=interpreter
     )
@@ -42,20 +42,22 @@ def listed(x, experts, choices, rows, interpreter):
 
     none, up, down = experts.number, experts.up, experts.down
     tiles = work_list(choices, none, rows)
-    x, *of_rows = gathered(operand(x, up, rows), tiles, choices, none, interpreter)
+    x, *of_rows = gathered(
+        jax.block_until_ready(operand(x, up, rows, interpreter)), tiles, choices, none, interpreter
+    )
     work = kernels.Listed(*choices.experts.shape, none, tiles.expert.shape[0], rows)
     arrays = tiles.expert, tiles.count, *of_rows
     hidden = kernels.up_kernel(x, up, arrays, experts.activation, work=work, interpret=interpreter)
-    hidden = _operand(hidden, down, rows)
+    hidden = _operand(hidden, down, rows, interpreter)
     if rows <= MAX_SCATTERED:
         return kernels.down_kernel(hidden, down, arrays, work=work, interpret=interpreter)
     y = kernels.tiled_down_kernel(hidden, down, arrays, work=work, interpret=interpreter)
     return from_tiles_kernel(y, tiles, choices, none=none, interpret=interpreter)
 
 
-def _operand(hidden, down, rows):
+def _operand(hidden, down, rows, interpreter):
     """What XLA makes of the output of a kernel.
 
     The interpreter runs operations of its own in callbacks, which must not wait for others.
     """
-    return operand(jax.block_until_ready(hidden), down, rows)
+    return jax.block_until_ready(operand(jax.block_until_ready(hidden), down, rows, interpreter))

@@ -249,40 +249,45 @@ class WeightStack(nnx.Module):
         return True
 
     def fits(self, placement: Placement, grain: Grain) -> bool:
-        """Return whether the scales of a placement's tensor are scales of one expert, too."""
-        experts, target, source = self._extents(placement)
-        return len(experts) == 1 and None not in _units(target, source, grain)
+        """Return whether the scales of a placement's tensor are scales of the experts, too."""
+        _, target, source = self._extents(placement)
+        return None not in _units(target, source, grain)
 
     def stored(self, placement: Placement) -> Iterator[Placement]:
         """Yield placements of the parameters in place of a placement of the stack."""
         if self.form is None:
             yield dataclasses.replace(placement, param=self.array)
             return
-        (expert,), target, source = self._extents(placement)
+        experts, target, source = self._extents(placement)
         units = list(filter(None, _units(target, source, self.form.grain)))
+        (*whole, outer, inner), index = placement.shape, slice(experts.start, experts.stop)
+        first = box(placement.shape, placement.part)[: len(whole)]  # of a tensor of all experts
         common = {"segments": None, "instead": None}
         yield dataclasses.replace(
             placement,
             name=placement.name + VALUES,
             param=self.values,
-            index=(expert, *(slice(each.start, each.stop) for each in target)),
+            index=(index, *(slice(each.start, each.stop) for each in target)),
             scale=1.0,
             **common,
         )
         yield dataclasses.replace(
             placement,
             name=placement.name + SCALES,
-            shape=self.form.grain.scales(placement.shape),
+            shape=(*whole, *self.form.grain.scales((outer, inner))),
             param=self.scales,
-            index=(expert, *(unit.target for unit in units)),
-            part=tuple(unit.source for unit in units),
+            index=(index, *(unit.target for unit in units)),
+            part=(
+                *(as_slice(np.asarray(each)) for each in first),
+                *(unit.source for unit in units),
+            ),
             **common,
         )
 
     def _extents(self, placement: Placement) -> tuple[range, list[range], list[Picked]]:
         """Return a placement's experts, their rows and columns, and those of its tensor."""
         experts, *target = map(_as_range, box(self.shape, placement.index))
-        return experts, target, box(placement.shape, placement.part)
+        return experts, target, box(placement.shape, placement.part)[-2:]
 
 
 def _as_range(picked: Picked) -> range:

@@ -117,7 +117,9 @@ def tile_rows(tokens: int, parts: int, num_experts: int) -> int:
     return next((rows for most, rows in _ROWS.items() if average <= most), _MOST_ROWS)
 
 
-def operand(x: jax.Array, weight: ExpertsWeight, rows: int) -> jax.Array | Float8Tokens:
+def operand(
+    x: jax.Array, weight: ExpertsWeight, rows: int, interpret: Any = None
+) -> jax.Array | Float8Tokens:
     """Return `x` as the kernels of tiles of `rows` rows read it for a matmul with `weight`.
 
     For experts in FP8, blocks of 8 rows split them exactly; others get `Float8Tokens`.
@@ -125,7 +127,7 @@ def operand(x: jax.Array, weight: ExpertsWeight, rows: int) -> jax.Array | Float
     if isinstance(weight, DenseExperts):
         return x
     is_small = rows == MAX_DIRECT and weight.inner <= _MOST_SPLIT
-    return x if is_small and weight.terms == 2 else Float8Tokens.of(x, weight)
+    return x if is_small and weight.terms == 2 else Float8Tokens.of(x, weight, interpret)
 
 
 def gathered(
@@ -136,10 +138,10 @@ def gathered(
 
     if not isinstance(x, Float8Tokens):
         return to_tiles_kernel(x, tiles, choices, none=none, interpret=interpret)
-    numbers, at_place, weights = to_tiles_kernel(
-        x.numbers, tiles, choices, none=none, interpret=interpret
+    joined, at_place, weights = to_tiles_kernel(
+        x.joined, tiles, choices, none=none, interpret=interpret
     )
-    return x.in_tiles(numbers, at_place // choices.experts.shape[1]), at_place, weights
+    return x.in_tiles(joined, at_place // choices.experts.shape[1]), at_place, weights
 
 
 def why_not_kernel(x, experts):

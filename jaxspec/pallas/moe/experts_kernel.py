@@ -162,8 +162,8 @@ def up_kernel(x, up, arrays, activation, *, work, interpret=None):
     """Return each tile's activated first matmul, times the rows' weights: `[tiles, rows, inner]`.
 
     The weights are applied here, before the values are rounded, so that later kernels need not read
-    them. `x` is `[tokens, features]` for `Direct`, else `[tiles, rows, features]`; `arrays` are
-    those of `work`.
+    them. `x` is `[tokens, features]` for `Direct`, else `[tiles, rows, features]`, or, for experts
+    in FP8, what `operand` makes of that; `arrays` are those of `work`.
 
     A block has two pieces of the matrix: one of gate and one of up, or two adjacent ones of up
     alone. If the number of pieces is odd, the last block's second piece is filled with zeros, and
@@ -173,6 +173,8 @@ def up_kernel(x, up, arrays, activation, *, work, interpret=None):
     neighbours = 2 // activation.pieces  # output columns per block, in pieces
     starts = [BLOCK_N * i + inner * j for i in range(neighbours) for j in range(activation.pieces)]
     blocks = pl.cdiv(inner, BLOCK_N * neighbours)
+    # In FP8 an odd piece's zeros pad the output to whole chunks of features.
+    width = inner if isinstance(up, DenseExperts) else blocks * BLOCK_N * neighbours
     is_alone = work.rows > 64 or work.tiles * blocks <= device.MULTIPROCESSORS
     product = _product(x, work.rows, len(starts), up, blocks=1 if is_alone else 2)
     operands = product.operands(x, up)
@@ -200,7 +202,7 @@ def up_kernel(x, up, arrays, activation, *, work, interpret=None):
     kernel = plgpu.kernel(
         body,
         kernel_name="moe_up",
-        out_type=jax.ShapeDtypeStruct((work.tiles, work.rows, inner), product.dtype),
+        out_type=jax.ShapeDtypeStruct((work.tiles, work.rows, width), product.dtype),
         scratch_types=product.scratch()
         | {"out": tensor_cores.tile(work.rows, BLOCK_N, dtype=product.dtype)},
         grid=(work.tiles, blocks),
@@ -268,9 +270,10 @@ def _put_row(values, y, row: _Row, column):
 def one_token_down_kernel(hidden, down, experts, *, parts, interpret=None):
     """Run `down_kernel` for one token, and sum its experts: float32 `[parts, 1, features]`.
 
-    `hidden` is that of `[choices, 8, inner]`, with only the first row of each real; `experts` are
-    those of `Choices`. Part `i` is the sum over the choices `i`, `i + parts`, `i + 2 * parts` and
-    so on: one matmul over the features of all these experts, one after the other.
+    `hidden` is the `operand` of `[choices, 8, inner]`, with only the first row of each real;
+    `experts` are those of `Choices`. Part `i` is the sum over the choices `i`, `i + parts`,
+    `i + 2 * parts` and so on: one matmul over the features of all these experts, one after the
+    other.
     """
     none, features, count = down.num_experts, down.outer, experts.shape[1]
     most = pl.cdiv(count, parts)  # experts of a part

@@ -49,7 +49,7 @@ class Float8Product:
         """
         chunks = weight.inner // CHUNK
         is_split = isinstance(x, Float8Tokens)
-        tokens = RingTokens(rows, x.terms, chunks) if is_split else SplitTokens(chunks * experts)
+        tokens = RingTokens(rows, x.starts) if is_split else SplitTokens(chunks * experts)
         stage = tokens.stage_bytes + CHUNK * pieces * BLOCK_N
         held = _RESERVED + tokens.held_bytes + min(4 * rows * BLOCK_N, _MOST_OUT)
         fitting = ((device.room(1) // each - held) // stage for each in range(blocks, 0, -1))

@@ -1,13 +1,14 @@
-"""Activations of experts in FP8, as the kernels read them."""
+"""Activations of experts in FP8: as kernels read them, and as XLA rounds them."""
 
 from math import prod
+from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas.matmul.float8_terms import CHUNK, LOW, split
+from jaxspec.pallas.matmul.float8_terms import CHUNK, of_whole_rows
 from jaxspec.weight import Float8BlockExperts, Published8BitExperts
 
 _LARGEST = 448.0  # of float8_e4m3fn
@@ -17,72 +18,61 @@ _MANTISSA_BITS = 3
 
 @flax.struct.dataclass
 class Float8Tokens:
-    """Rows of activations in float8_e4m3fn, each padded with zeros to whole chunks.
+    """`Terms` of the rows of all tiles, one after the other."""
 
-    A chunk has 128 features. With `factor` that of a row's chunk, an activation is
-
-        factor * (high + low / 16)    exactly, with two terms (`float8.split`)
-        factor * high                 rounded, with one
-    """
-
-    numbers: Float[Array, "*tiles rows numbers"]  # all high numbers of a row, then all low ones
-    factors: Float[Array, "*tiles chunks rows"]  # float32
-    terms: int = flax.struct.field(pytree_node=False)
+    numbers: tuple[Float[Array, "rows columns"], ...]  # of each term; maybe all in one array
+    factors: Float[Array, "chunks padded"]  # float32; there are factors of 8 rows or more
+    starts: tuple[int, ...] = flax.struct.field(pytree_node=False)  # first columns of the terms
 
     @staticmethod
-    def of(x: Float[Array, "*tiles rows features"], weight: Published8BitExperts) -> "Float8Tokens":
-        """Return `x` in the terms of `weight`."""
-        terms, factors = _terms(x, weight)
-        flat = (*x.shape[:-1], factors.shape[-1] * CHUNK)
-        numbers = [term.astype(jnp.float8_e4m3fn).reshape(flat) for term in terms]
-        joined = jnp.concatenate(numbers, axis=-1)
-        return Float8Tokens(joined, jnp.swapaxes(factors, -1, -2), weight.terms)
+    def of(
+        x: Float[Array, "*tiles rows features"], weight: Published8BitExperts, interpret: Any = None
+    ) -> "Float8Tokens":
+        """Return `x` in the terms of `weight`, padded to its features."""
+        from jaxspec.pallas.matmul.float8_split_kernel import split_kernel
+
+        rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
+        if x.shape[-1] < weight.inner:
+            rows = jnp.pad(rows, ((0, 0), (0, weight.inner - x.shape[-1])))
+        if weight.terms == 1 and not isinstance(weight, Float8BlockExperts):
+            terms = of_whole_rows(rows)
+        else:
+            terms = split_kernel(rows, weight.terms, interpret=interpret)
+        return Float8Tokens(terms.numbers, terms.factors, (0,) * weight.terms)
+
+    @property
+    def joined(self) -> Float[Array, "rows all_columns"]:
+        """The numbers of all terms side by side."""
+        return jnp.concatenate(self.numbers, axis=1)
 
     def in_tiles(
-        self, numbers: Float[Array, "tiles rows numbers"], tokens: Int[Array, "tiles rows"]
+        self, joined: Float[Array, "tiles rows all_columns"], tokens: Int[Array, "tiles rows"]
     ) -> "Float8Tokens":
-        """Return tiles of `numbers`, with the factors of the tokens in them.
+        """Return tiles with these rows of `joined`, of these tokens.
 
         A place without a token may have any number, and then any factors.
         """
-        factors = jnp.take(self.factors.T, tokens, axis=0, mode="clip")
-        return Float8Tokens(numbers, jnp.swapaxes(factors, -1, -2), self.terms)
+        tiles, rows, columns = joined.shape
+        factors = jnp.take(self.factors, tokens.reshape(tiles * rows), axis=1, mode="clip")
+        terms = len(self.numbers)
+        starts = tuple(range(0, columns, columns // terms))
+        return Float8Tokens((joined.reshape(tiles * rows, columns),) * terms, factors, starts)
 
 
 def as_multiplied(
     x: Float[Array, "rows features"], weight: Published8BitExperts
 ) -> Float[Array, "rows features"]:
     """Return `x` in float32, rounded as it is for a matmul with `weight`: not at all by default."""
+    wide = x.astype(jnp.float32)
     if weight.terms > 1:
-        return x.astype(jnp.float32)
-    (high, *_), factors = _terms(x, weight)
-    return (high * factors[..., None]).reshape(len(x), prod(high.shape[1:]))[:, : x.shape[1]]
-
-
-def _terms(x, weight):
-    """Return float32 terms `[..., rows, chunks, 128]`, representable in e4m3, and their factors."""
-    *rows, features = x.shape
-    padding = [(0, 0)] * len(rows) + [(0, -features % CHUNK)]
-    padded = jnp.pad(x.astype(jnp.float32), padding)
-    chunks = padded.reshape(*rows, padded.shape[-1] // CHUNK, CHUNK)
-    if weight.terms == 1:
-        factors = _rounding_factors(chunks, isinstance(weight, Float8BlockExperts))
-    else:
-        *_, factors = split(chunks.reshape(prod(chunks.shape[:-1]), CHUNK))
-        factors = factors.reshape(chunks.shape[:-1])
-    scaled = chunks / factors[..., None]
-    # A conversion of infinity could saturate instead.
-    high = jnp.where(jnp.isinf(scaled), jnp.nan, _rounded(scaled))
-    if weight.terms == 1:
-        return (high,), factors
-    return (high, _rounded((scaled - high) * (1 / LOW))), factors
-
-
-def _rounding_factors(chunks, by_chunk):
-    """Return the factors with which the largest number of a chunk, or of a row, becomes 448."""
-    largest = jnp.max(jnp.abs(chunks), axis=-1 if by_chunk else (-1, -2))
-    factors = jnp.where(largest == 0, 1.0, largest / _LARGEST)
-    return factors if by_chunk else jnp.broadcast_to(factors[..., None], chunks.shape[:-1])
+        return wide
+    rows, features = x.shape
+    size = CHUNK if isinstance(weight, Float8BlockExperts) else features
+    groups = jnp.pad(wide, ((0, 0), (0, -features % size)))
+    groups = groups.reshape(rows, groups.shape[1] // size, size)
+    largest = jnp.max(jnp.abs(groups), axis=2, keepdims=True)
+    factor = jnp.where(largest == 0, 1.0, largest / _LARGEST)
+    return (_rounded(groups / factor) * factor).reshape(rows, prod(groups.shape[1:]))[:, :features]
 
 
 def _rounded(x):

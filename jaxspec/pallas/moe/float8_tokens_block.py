@@ -24,8 +24,11 @@ class RingTokens:
     """`Float8Tokens`, copied beside each chunk of the matrix."""
 
     rows: int
-    terms: int
-    chunks: int
+    starts: tuple[int, ...]  # first columns of the terms in their arrays
+
+    @property
+    def terms(self) -> int:
+        return len(self.starts)
 
     @property
     def copies(self) -> int:
@@ -39,24 +42,27 @@ class RingTokens:
     held_bytes = 0
 
     def operands(self, x) -> tuple[Any, ...]:
-        # All factors of a tile are loaded, those of rows that are not there too.
-        missing = self.rows - x.factors.shape[-1]
-        return x.numbers, jnp.pad(x.factors, [(0, 0)] * (x.factors.ndim - 1) + [(0, missing)])
+        return *x.numbers, x.factors
 
     def scratch(self, stages: int) -> dict[str, Any]:
         return {"numbers": _tile(stages, self.terms * self.rows, CHUNK)}
 
     def fetch(self, read, index, j, stage, buffers, filled):
-        numbers = tile_of(read[0], index, self.rows)
-        for term in range(self.terms):
-            part = numbers.at[:, pl.ds((term * self.chunks + j) * CHUNK, CHUNK)]
+        *numbers, _ = read
+        for term, (of_term, start) in enumerate(zip(numbers, self.starts, strict=True)):
+            part = of_term.at[self._rows(read, index), pl.ds(start + j * CHUNK, CHUNK)]
             target = buffers["numbers"].at[stage, pl.ds(term * self.rows, self.rows)]
             plgpu.copy_gmem_to_smem(part, target, filled)
 
     def of_rows(self, read, index, j):
         """Return the factors of the rows of chunk `j`."""
-        factors = read[1] if len(read[1].shape) == 2 else read[1].at[index]
-        return access.load(factors.at[j], plgpu.Layout.WGMMA.reduce(0))
+        factors = read[-1].at[j, self._rows(read, index)]
+        return access.load(factors, plgpu.Layout.WGMMA.reduce(0))
+
+    def _rows(self, read, index):
+        """Return the rows of tile `index`, which are the same for all tiles of few tokens."""
+        is_shared = read[0].shape[0] <= self.rows
+        return pl.ds((index * 0 if is_shared else index) * self.rows, self.rows)
 
     def start(self, chunks: Chunks, buffers):
         """Do nothing: the tokens are in the ring."""

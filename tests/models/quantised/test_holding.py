@@ -225,12 +225,12 @@ def test_experts_of_which_one_is_in_16_bits_are_dequantised(module, tmp_path, ho
 @pytest.mark.parametrize("name", [BLOCKS, ROWS])
 @pytest.mark.parametrize("whole", [False, True])
 def test_devices_share_held_experts(name, whole, tmp_path, holds):
-    """By width each has 64 columns of a down matrix: half of a block of 128."""
+    """Each has 64 columns of the shared down matrix, and by width of all: half of a block."""
     pair = write_pair(FIXTURES / WIDE, tmp_path, FORMATS[name])
     up, down = experts_of(pair.quantised, group=Group.of(2), whole_experts=whole)
     form = Form(Grain.BLOCKS if name == BLOCKS else Grain.ROWS)
     assert up.form == form
-    assert down.form == (form if whole or name == ROWS else None)
+    assert down.form == (form if name == ROWS else None)
     options = {"tensor_parallel_size": 2, "enable_expert_parallel": whole}
     for drafts in (0, 3):
         assert ids(pair.quantised, drafts, **options) == ids(pair.plain)
@@ -246,7 +246,8 @@ def test_devices_share_held_matrices(name, tmp_path, holds):
         fingerprint(ModelSpec.of(model, FLOAT32), ModelSpec.weights_of(model), devices)
         for model, devices in ((alone, Group.of(1)), (shared, group))
     }
-    assert len(digests) == 1
+    # With blocks, two devices cut matrices of experts, which are dequantised then.
+    assert len(digests) == (1 if name == ROWS else 2)
     assert ids(pair.quantised, 3, tensor_parallel_size=2) == ids(pair.plain, 3)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mixtures import activated, check, drawn, drawn_tokens, with_gaps
 from moe_kernels import direct, listed, one_token
-from published_8bit import block_experts, experts_of, row_experts
+from published_experts import block_experts, experts_of, row_experts
 from races import assert_no_races
 
 from jaxspec.pallas import dispatch
