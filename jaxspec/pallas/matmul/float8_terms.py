@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxspec.weight import PUBLISHED_BLOCK, Float8Blocks, Published8Bit
+from jaxspec.weight import (
+    PUBLISHED_BLOCK,
+    Float8BlockExperts,
+    Float8Blocks,
+    Published8Bit,
+    Published8BitExperts,
+)
 
 CHUNK = PUBLISHED_BLOCK  # features of a sum of FP8 products, and of a scale
 LOW = 1 / 16  # factor of the low parts
@@ -17,6 +23,8 @@ ROWS = 8  # rows that a kernel splits at a time
 _TOP = 7  # the largest number of a chunk is scaled to 2**7 to 2**8
 _LARGEST = 448  # of e4m3
 _SMALLEST = 2.0**-126  # of float32; below are subnormal numbers, which devices may take for zeros
+_SMALLEST_NORMAL, _STEP = 2.0**-6, 2.0**-9  # of e4m3; smaller numbers are multiples of the step
+_MANTISSA_BITS = 3  # of e4m3
 _BIAS, _MANTISSA = 127, 23  # of float32
 
 
@@ -51,10 +59,15 @@ def rounded(
     The factor scales the row's largest number to 448. A row with a number that is not finite has a
     NaN in its place. Kernels call this, too.
     """
+    scaled, factor = _scaled(x)
+    return scaled.astype(jnp.float8_e4m3fn), factor
+
+
+def _scaled(x):
     factor = jnp.max(jnp.abs(x), axis=1) * (1 / _LARGEST)
     factor = jnp.where(factor < _SMALLEST, _SMALLEST, factor)
     inverse = 1 / factor  # 0 for infinity, and infinity times 0 is NaN
-    return (x * lax.broadcast_in_dim(inverse, x.shape, (0,))).astype(jnp.float8_e4m3fn), factor
+    return x * lax.broadcast_in_dim(inverse, x.shape, (0,)), factor
 
 
 class Terms(NamedTuple):
@@ -72,16 +85,26 @@ def of_whole_rows(x: Float[Array, "rows inner"]) -> Terms:
 
 
 def as_multiplied(
-    x: Float[Array, "rows inner"], weight: Published8Bit
+    x: Float[Array, "rows inner"], weight: Published8Bit | Published8BitExperts
 ) -> Float[Array, "rows inner"]:
     """Return float32 activations as a matmul with `weight` sees them: rounded for one term."""
     x = x.astype(jnp.float32)
     if weight.terms == 2:
         return x
     tokens, inner = x.shape
-    size = CHUNK if isinstance(weight, Float8Blocks) else inner
+    size = CHUNK if isinstance(weight, Float8Blocks | Float8BlockExperts) else inner
     groups = -(-inner // size)
     padded = jnp.pad(x, ((0, 0), (0, groups * size - inner)))
-    number, factor = rounded(padded.reshape(tokens * groups, size))
-    wide = number.astype(jnp.float32) * factor[:, None]
+    scaled, factor = _scaled(padded.reshape(tokens * groups, size))
+    wide = _to_e4m3(scaled) * factor[:, None]
     return wide.reshape(tokens, groups * size)[:, :inner]
+
+
+def _to_e4m3(x):
+    """Round float32 numbers to those of e4m3.
+
+    XLA for GPUs would remove a conversion to 8 bits and back.
+    """
+    subnormal = jnp.round(x / _STEP) * _STEP
+    normal = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=_MANTISSA_BITS)
+    return jnp.where(jnp.abs(x) < _SMALLEST_NORMAL, subnormal, normal)

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.matmul.activation import Activation
-from jaxspec.pallas.matmul.float8_terms import CHUNK
+from jaxspec.pallas.matmul.float8_terms import CHUNK, as_multiplied
 from jaxspec.pallas.matmul.norm_matmul import MAX_SUMS
 from jaxspec.pallas.matmul.products import BLOCK_N, DTYPES
-from jaxspec.pallas.moe.float8_tokens import Float8Tokens, as_multiplied
+from jaxspec.pallas.moe.float8_tokens import Float8Tokens
 from jaxspec.pallas.moe.route import Choices
 from jaxspec.pallas.moe.work_list import WorkList, work_list
 from jaxspec.weight import DenseExperts, ExpertsWeight

@@ -1,19 +1,14 @@
-"""Activations of experts in FP8: as kernels read them, and as XLA rounds them."""
+"""Activations of experts in FP8, as kernels read them."""
 
 from math import prod
 from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas.matmul.float8_terms import CHUNK, of_whole_rows
+from jaxspec.pallas.matmul.float8_terms import of_whole_rows
 from jaxspec.weight import Float8BlockExperts, Published8BitExperts
-
-_LARGEST = 448.0  # of float8_e4m3fn
-_SMALLEST_NORMAL, _STEP = 2.0**-6, 2.0**-9  # smaller numbers are multiples of the step
-_MANTISSA_BITS = 3
 
 
 @flax.struct.dataclass
@@ -57,26 +52,3 @@ class Float8Tokens:
         terms = len(self.numbers)
         starts = tuple(range(0, columns, columns // terms))
         return Float8Tokens((joined.reshape(tiles * rows, columns),) * terms, factors, starts)
-
-
-def as_multiplied(
-    x: Float[Array, "rows features"], weight: Published8BitExperts
-) -> Float[Array, "rows features"]:
-    """Return `x` in float32, rounded as it is for a matmul with `weight`: not at all by default."""
-    wide = x.astype(jnp.float32)
-    if weight.terms > 1:
-        return wide
-    rows, features = x.shape
-    size = CHUNK if isinstance(weight, Float8BlockExperts) else features
-    groups = jnp.pad(wide, ((0, 0), (0, -features % size)))
-    groups = groups.reshape(rows, groups.shape[1] // size, size)
-    largest = jnp.max(jnp.abs(groups), axis=2, keepdims=True)
-    factor = jnp.where(largest == 0, 1.0, largest / _LARGEST)
-    return (_rounded(groups / factor) * factor).reshape(rows, prod(groups.shape[1:]))[:, :features]
-
-
-def _rounded(x):
-    """Round float32 numbers to those of e4m3. XLA removes a conversion to 8 bits and back."""
-    subnormal = jnp.round(x / _STEP) * _STEP
-    normal = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=_MANTISSA_BITS)
-    return jnp.where(jnp.abs(x) < _SMALLEST_NORMAL, subnormal, normal)

@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from published_8bit import blocks_of, rows_of
+from sm90 import compile_for
 
 from jaxspec.pallas.matmul.float8_terms import CHUNK, as_multiplied, split
 from jaxspec.pallas.matmul.float8_terms import rounded as in_8_bits
@@ -117,3 +119,11 @@ def test_one_term_of_what_is_not_finite_stays_in_its_row(bad, of_blocks):
     weight = blocks_of(256, 64)[0] if of_blocks else rows_of(256, 64)
     nan = np.isnan(as_multiplied(jnp.asarray(x), dataclasses.replace(weight, terms=1)))
     assert nan[1, 7] and not nan[[0, 2]].any()
+
+
+def test_rounded_activations_stay_rounded_in_a_program_for_a_gpu(h200, monkeypatch):
+    """XLA for GPUs removes a conversion to 8 bits and back, and XLA for CPUs does not."""
+    weight = dataclasses.replace(blocks_of(256, 64)[0], terms=1)
+    operands = [jax.ShapeDtypeStruct((8, 256), jnp.bfloat16)]
+    compiled = compile_for(h200, monkeypatch, lambda x: as_multiplied(x, weight), operands)
+    assert "reduce-precision(" in compiled.as_text()
