@@ -20,8 +20,9 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields, overridden
 from jaxspec.models.layers.moe import sharing_experts
 from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint, StoredFormat
-from jaxspec.models.quantised.holding import hold_as_published
+from jaxspec.models.quantised.holding import hold_as_published, rounded
 from jaxspec.models.quantised.option import QuantisedOptions
+from jaxspec.models.quantised.rounded import RoundedCheckpoint
 from jaxspec.models.quantised.scheme import Scheme
 from jaxspec.models.source import giving_sizes, naming, open_checkpoint, read_fields
 from jaxspec.models.weights import Compared, compared, undefined
@@ -129,6 +130,10 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
         found.local, local = None, _local(found, place.path, config, options)
         if local is not None:
             found.local = undefined(family, local, dtype, names)
+    if whole is not None and checkpoint is not None and quantised.rounds(scheme, place.path):
+        checkpoint = rounded(checkpoint, whole.placements, whole.published)
+        file = "quantization='fp8'"
+        found.quantised = Quantised("fp8", dtype.name, file, checkpoint.formats())
     if whole is not None and found.local is not None:
         _hold(found, whole, found.local.config, checkpoint, quantised, devices)
     return found
@@ -157,8 +162,9 @@ def _hold(
     devices: int,
 ) -> None:
     """Hold matrices of the local model in FP8, as loading does; `config` is that of a device."""
-    if not isinstance(checkpoint, QuantisedCheckpoint) or found.quantised is None:
+    if not isinstance(checkpoint, QuantisedCheckpoint | RoundedCheckpoint):
         return
+    assert found.quantised is not None
     dtype = jnp.dtype(found.quantised.dtype)
     found.local, of_ranks = whole.on_devices(config, dtype, checkpoint, devices)
     held = hold_as_published(of_ranks, whole.published, checkpoint, options)

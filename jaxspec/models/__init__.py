@@ -19,8 +19,9 @@ from jaxspec.models.fields import Fields
 from jaxspec.models.hub import resolve_folder
 from jaxspec.models.layers.moe import sharing_experts
 from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint
-from jaxspec.models.quantised.holding import hold_as_published
+from jaxspec.models.quantised.holding import hold_as_published, hold_drawn, rounded
 from jaxspec.models.quantised.option import QuantisedOptions, log_dequantised
+from jaxspec.models.quantised.rounded import ROUNDED, RoundedCheckpoint
 from jaxspec.models.source import giving_sizes, naming, open_checkpoint, read_fields
 from jaxspec.models.weights import (
     Some,
@@ -225,10 +226,13 @@ def _unread(
         config = sharing_experts(family.parse_config(fields), asked.whole_experts)
         shared = config.local(group.size)
     scheme = fields.scheme()
-    asked.quantised.check(scheme, folder)
+    quantised = asked.quantised
+    quantised.check(scheme, folder)
+    rounds = quantised.rounds(scheme, folder)
     dtype = jnp.dtype(dtype)
     if asked.load_format == "dummy":
         model = undefined(family, shared, dtype, None)
+        hold_drawn(model.checkpoint(), ROUNDED if rounds else scheme, quantised)
         yield AbstractModel(model, lambda progress: draw_weights(model, group))
         return
     with open_checkpoint(
@@ -240,9 +244,11 @@ def _unread(
         shared = config.local(group.size)
         model, of_ranks = whole.on_devices(shared, dtype, checkpoint, group.size)
         published = whole.published
-        if isinstance(checkpoint, QuantisedCheckpoint):
-            held = hold_as_published(of_ranks, published, checkpoint, asked.quantised)
-            by_choice = asked.quantised.dequantises
+        if rounds:
+            checkpoint = rounded(checkpoint, whole.placements, published)
+        if isinstance(checkpoint, QuantisedCheckpoint | RoundedCheckpoint):
+            held = hold_as_published(of_ranks, published, checkpoint, quantised)
+            by_choice = quantised.dequantises
             log_dequantised(checkpoint, dtype, group.size, held=held, by_choice=by_choice)
         fill = functools.partial(read_weights, model, of_ranks, published, checkpoint, group)
         yield AbstractModel(model, fill)

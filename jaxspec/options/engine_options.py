@@ -118,8 +118,9 @@ class EngineConfig:
         | None
     ) = option(
         None,
-        "quantised weights (docs/quantised.md): dequantise runs them in dtype; the checkpoint's "
-        "kind (fp8, compressed-tensors, modelopt, awq, gptq, auto-round, mxfp4 or gguf) means None",
+        "quantised weights (docs/quantised.md): dequantise runs them in dtype; fp8 rounds weights "
+        "in 16 bits while they are loaded; the checkpoint's kind (fp8, compressed-tensors, "
+        "modelopt, awq, gptq, auto-round, mxfp4 or gguf) means None",
         none="as the checkpoint is",
     )
     activation_dtype: Literal["float8_e4m3fn"] | None = option(

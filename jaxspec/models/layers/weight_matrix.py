@@ -350,7 +350,8 @@ def stored(placements: Iterable[Placement]) -> Iterator[Placement]:
         yield from matrix.stored(placement) if isinstance(matrix, Holder) else (placement,)
 
 
-class _DrawnValues(NamedTuple):
+@dataclasses.dataclass(frozen=True)  # unlike a tuple, `jax.jit` takes it
+class _DrawnValues:
     """Draws values for scales of `_draw_scales`."""
 
     init: Init  # of a matrix `[inner, outer]`

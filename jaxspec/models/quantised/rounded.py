@@ -1,20 +1,26 @@
 """RoundedCheckpoint: a 16-bit checkpoint whose matrices are rounded to FP8 while they are read."""
 
+import math
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxspec.models.checkpoint import Checkpoint
+from jaxspec.models.layers.weight_matrix import SCALES, VALUES, Grain, parts_of
+from jaxspec.models.quantised.checkpoint import StoredFormat
 from jaxspec.models.quantised.matrices import by_group
+from jaxspec.models.quantised.scheme import Scheme
 from jaxspec.models.quantised.tensors import Tensor
 from jaxspec.models.safetensors_file import QUANTISED, StoredTensor
+from jaxspec.weight import PUBLISHED_BLOCK as BLOCK
 
-BLOCK = 128
-"""Rows, and columns, with one scale; the last block along an axis may be partial."""
+ROUNDED = Scheme("fp8", grains=frozenset([(BLOCK, BLOCK)]))
+"""The scheme of matrices that are rounded while they are read."""
 
+_LABEL = "FP8 by 128x128 blocks, rounded here"
 _E4M3 = QUANTISED["F8_E4M3"]
 _LARGEST = np.float32(448)
 _LEAST = np.finfo(np.float32).tiny  # of scales; smaller ones lose bits, or are 0
@@ -30,7 +36,9 @@ class RoundedCheckpoint:
     experts, each has blocks of its own. A context manager.
     """
 
-    def __init__(self, checkpoint: Checkpoint, rounded: Collection[str]):
+    scheme = ROUNDED
+
+    def __init__(self, checkpoint: Checkpoint, rounded: Iterable[str]):
         """Wrap an open checkpoint.
 
         Args:
@@ -52,11 +60,28 @@ class RoundedCheckpoint:
     def files_of(self, name: str) -> list[str]:
         return self.inner.files_of(name)
 
+    def grain_of(self, name: str) -> Grain | None:
+        """Return the grain in which a model can hold a weight in FP8."""
+        return Grain.BLOCKS if name in self._matrices else None
+
     def stored(self, name: str) -> StoredTensor:
+        name, part = parts_of(name)
         stored = self.inner.stored(name)
-        if name not in self._matrices:
+        if (matrix := self._matrices.get(name)) is None:
             return stored
-        return StoredTensor("F32", stored.shape, stored.start, stored.num_bytes)
+        shape = matrix.shape_of_scales if part == SCALES else stored.shape
+        dtype = "F8_E4M3" if part == VALUES else "F32"
+        return StoredTensor(dtype, shape, stored.start, stored.num_bytes)
+
+    def formats(self, without: Collection[str] = ()) -> dict[str, StoredFormat]:
+        """Return the number of rounded parameters, and their bytes in FP8.
+
+        Matrices whose names are in `without` are not counted.
+        """
+        counted = [self._matrices[name] for name in self._matrices.keys() - without]
+        parameters = sum(math.prod(matrix.tensor.shape) for matrix in counted)
+        scales = sum(math.prod(matrix.blocks) for matrix in counted)
+        return {_LABEL: StoredFormat(parameters, parameters + 4 * scales)} if counted else {}
 
     def bytes_by_type(self) -> Mapping[str, int]:
         return self.inner.bytes_by_type()
@@ -71,8 +96,11 @@ class RoundedCheckpoint:
             ValueError: The file was truncated after it was opened, or a number of a matrix that is
                 rounded is infinite.
         """
+        name, part = parts_of(name)
         if (matrix := self._matrices.get(name)) is None:
             self.inner.read(name, first, into)
+        elif part == SCALES:
+            into[...] = matrix.held_scales.ravel()[first : first + into.size]
         else:
             matrix.read(first, into)
 
@@ -94,6 +122,22 @@ class _Rounded:
         *self.outer, self.rows, self.columns = tensor.shape
         self._scales: np.ndarray | None = None
         self._lock = threading.Lock()
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The number of blocks along each axis."""
+        return (*self.outer, -(-self.rows // BLOCK), -(-self.columns // BLOCK))
+
+    @property
+    def shape_of_scales(self) -> tuple[int, ...]:
+        """The shape of `held_scales`."""
+        return (*self.outer, *Grain.BLOCKS.scales((self.rows, self.columns)))
+
+    @property
+    def held_scales(self) -> np.ndarray:
+        """The scales of `Grain.BLOCKS`, which are those of parts of blocks."""
+        times = BLOCK // Grain.BLOCKS.unit[0]
+        return np.repeat(self.scales, times, axis=-2)[..., : self.shape_of_scales[-2], :]
 
     @property
     def scales(self) -> np.ndarray:
@@ -146,17 +190,12 @@ class _Rounded:
 
     def _block_rows(self, row: int, count: int) -> np.ndarray:
         matrix, within = np.divmod(np.arange(row, row + count), self.rows)
-        return matrix * self._row_blocks + within // BLOCK
-
-    @property
-    def _row_blocks(self) -> int:
-        return -(-self.rows // BLOCK)
+        return matrix * self.blocks[-2] + within // BLOCK
 
     def _computed(self) -> np.ndarray:
-        blocks = self._row_blocks, -(-self.columns // BLOCK)
-        found = np.empty((*self.outer, *blocks), np.float32)
+        found = np.empty(self.blocks, np.float32)
         together = max(1, _ELEMENTS // (BLOCK * self.columns)) * BLOCK
-        for number, grid in enumerate(found.reshape(-1, *blocks)):
+        for number, grid in enumerate(found.reshape(-1, *self.blocks[-2:])):
             for row in range(0, self.rows, together):
                 count = min(together, self.rows - row)
                 first = (number * self.rows + row) * self.columns

@@ -1,11 +1,23 @@
 """RoundedCheckpoint: matrices in FP8 by 128 x 128 blocks, as NumPy states it."""
 
+import shutil
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from harness import FIXTURES
 from quantised_folders import BF16, E4M3, write_safetensors
+from safetensors.numpy import load_file
 
+from jaxspec import LLM, SamplingParams, inspect
+from jaxspec.models import unread
 from jaxspec.models.checkpoint import SafetensorsCheckpoint
+from jaxspec.models.layers.weight_matrix import Form, Grain, matrices_of
+from jaxspec.models.quantised import holding
 from jaxspec.models.quantised.rounded import RoundedCheckpoint
+from jaxspec.parallel import ALONE, Group
 
 SHAPES = [(1, 1), (128, 128), (256, 384), (130, 257), (127, 1), (64, 640), (3, 130, 140)]
 
@@ -114,3 +126,126 @@ def test_rounding_twice_changes_nothing(tmp_path):
         np.testing.assert_allclose(read(checkpoint), once, rtol=1e-6)
     error = np.abs(once - weight) / np.abs(weight).max()
     assert error.max() < 2**-4
+
+
+# The option `quantization` on a folder of 16 bits
+FLOAT32 = jnp.dtype("float32")
+KEPT = ("embed", "lm_head", "norm", "conv.conv.", "conv1d.", "in_proj_a.", "in_proj_b.", "mtp.fc.")
+ROUNDED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "out_proj")
+ROUNDED += ("in_proj_qkv.", "in_proj_z.", "in_proj.", ".w1.", ".w2.", ".w3.")
+PROMPTS = [[3, 14, 15, 92, 65], [35, 8, 97, 93, 23, 84, 62]]
+FP8 = {"quantization": "fp8"}
+
+
+def loaded(folder, group=ALONE, **options):
+    with unread(folder, FLOAT32, group=group, **options) as found:
+        return found.read()
+
+
+def rounded_by(folder, target):
+    """Write the folder with the weights that rounding gives, and return the rounded names."""
+    shutil.copytree(folder, target)
+    tensors, names = load_file(folder / "model.safetensors"), set()
+    for name, values in tensors.items():
+        if is_rounded(name, values):
+            names.add(name)
+            tensors[name] = both(values)[1]
+    write_safetensors(target / "model.safetensors", tensors)
+    return names
+
+
+def is_rounded(name, values):
+    if values.ndim < 2 or any(part in name for part in KEPT):
+        return False
+    assert any(part in name for part in ROUNDED), name
+    return True
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("fixture", ["qwen3_5", "falcon_h1", "lfm2", "mamba2", "llama"])
+def test_a_folder_is_rounded_but_for_what_errors_would_change(fixture, devices, tmp_path):
+    """Expected values are those of a folder that NumPy rounded, tensor by tensor."""
+    assert rounded_by(FIXTURES / fixture, tmp_path / "x")
+    group = Group.of(devices)
+    pairs = zip(
+        jax.tree.leaves(nnx.state(loaded(FIXTURES / fixture, group, **FP8))),
+        jax.tree.leaves(nnx.state(loaded(tmp_path / "x", group))),
+        strict=True,
+    )
+    for found, expected in pairs:
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.fixture
+def holds(monkeypatch):
+    """Hold what kernels multiply on a GPU, as on a GPU."""
+    monkeypatch.setattr(holding, "_has_kernel", lambda matrix, form: True)
+
+
+@pytest.mark.parametrize("fixture", ["qwen3_5_moe_wide", "llama"])
+def test_held_matrices_are_the_dequantised_ones(fixture, holds, monkeypatch):
+    held = matrices_of(loaded(FIXTURES / fixture, **FP8))
+    plain = matrices_of(loaded(FIXTURES / fixture))
+    monkeypatch.setattr(holding, "_has_kernel", lambda matrix, form: False)
+    dequantised = matrices_of(loaded(FIXTURES / fixture, **FP8))
+    forms = [matrix.form for matrix in held]
+    assert forms.count(Form(Grain.BLOCKS)) > 5
+    for matrix, other, unrounded in zip(held, dequantised, plain, strict=True):
+        assert other.form is None
+        if matrix.form is not None:
+            weight = matrix.eight_bit_operand
+            expected = other.operand.array[:, : weight.outer]
+            np.testing.assert_allclose(weight.dense().array, expected, rtol=1e-6)
+            assert not np.array_equal(expected, unrounded.operand.array[:, : weight.outer])
+
+
+def ids(folder, drafts=0, **options):
+    speculation = {"method": "mtp", "num_speculative_tokens": drafts} if drafts else None
+    sizes = {"max_num_seqs": 4, "max_model_len": 64, "decode_buckets": [4]}
+    options = {"dtype": "float32", "skip_tokenizer_init": True, **sizes, **options}
+    with LLM(folder, speculative_config=speculation, **options) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        outputs = llm.generate([{"prompt_token_ids": each} for each in PROMPTS], params)
+        forms = {str(leaf.dtype) for leaf in llm._runner._weights}
+    return [output.outputs[0].token_ids for output in outputs], forms
+
+
+def test_drafts_and_the_form_change_no_token(tmp_path, holds, monkeypatch):
+    folder = FIXTURES / "qwen3_5_moe_wide"
+    held, forms = ids(folder, **FP8)
+    assert "float8_e4m3fn" in forms
+    assert ids(folder, 3, **FP8)[0] == held
+    monkeypatch.setattr(holding, "_has_kernel", lambda matrix, form: False)
+    dequantised, forms = ids(folder, **FP8)
+    assert "float8_e4m3fn" not in forms and dequantised == held
+
+
+def test_activations_are_rounded_with_weights_that_are():
+    options = {"activation_dtype": "float8_e4m3fn"}
+    model = loaded(FIXTURES / "llama", **FP8, **options)
+    assert {matrix.form for matrix in matrices_of(model)} == {None, Form(Grain.BLOCKS, terms=1)}
+    with pytest.raises(ValueError, match="activation_dtype.*quantization='fp8'"):
+        loaded(FIXTURES / "llama", **options)
+
+
+def test_random_weights_are_drawn_in_8_bits(holds):
+    model = loaded(FIXTURES / "llama", load_format="dummy", **FP8)
+    held = [matrix for matrix in matrices_of(model) if matrix.form is not None]
+    assert len(held) > 5
+    for matrix in held:
+        assert matrix.values.dtype == jnp.float8_e4m3fn
+        assert 0.01 < float(jnp.std(matrix.operand.dense().array)) < 0.04
+
+
+def test_the_option_is_accepted_by_inspect_and_infinities_end_loading(tmp_path):
+    assert inspect(FIXTURES / "llama", **FP8).refused == ()
+    shutil.copytree(FIXTURES / "llama", tmp_path / "x")
+    tensors = load_file(FIXTURES / "llama" / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name][0, 0] = np.inf
+    write_safetensors(tmp_path / "x" / "model.safetensors", tensors)
+    before = {id(array) for array in jax.live_arrays()}
+    with pytest.raises(ValueError, match=f"{name} has an infinity"):
+        LLM(tmp_path / "x", dtype="float32", **FP8)
+    assert {id(array) for array in jax.live_arrays()} <= before
