@@ -249,40 +249,44 @@ class WeightStack(nnx.Module):
         return True
 
     def fits(self, placement: Placement, grain: Grain) -> bool:
-        """Return whether the scales of a placement's tensor are scales of one expert, too."""
-        experts, target, source = self._extents(placement)
-        return len(experts) == 1 and None not in _units(target, source, grain)
+        """Return whether the scales of a placement's tensor are scales of the stack, too."""
+        _, target, source = self._extents(placement)
+        return None not in _units(target, source, grain)
 
     def stored(self, placement: Placement) -> Iterator[Placement]:
         """Yield placements of the parameters in place of a placement of the stack."""
         if self.form is None:
             yield dataclasses.replace(placement, param=self.array)
             return
-        (expert,), target, source = self._extents(placement)
+        experts, target, source = self._extents(placement)
         units = list(filter(None, _units(target, source, self.form.grain)))
-        common = {"segments": None, "instead": None}
+        common, grain, shape = {"segments": None, "instead": None}, self.form.grain, placement.shape
+        # A tensor with a stack has an axis for experts, and others are the matrix of one.
+        is_stack = len(shape) > 2
+        held = slice(experts.start, experts.stop) if is_stack else experts.start
+        picked = (as_slice(np.asarray(box(shape, placement.part)[0])),) if is_stack else ()
         yield dataclasses.replace(
             placement,
             name=placement.name + VALUES,
             param=self.values,
-            index=(expert, *(slice(each.start, each.stop) for each in target)),
+            index=(held, *(slice(each.start, each.stop) for each in target)),
             scale=1.0,
             **common,
         )
         yield dataclasses.replace(
             placement,
             name=placement.name + SCALES,
-            shape=self.form.grain.scales(placement.shape),
+            shape=(*shape[:-2], *grain.scales(shape[-2:])),
             param=self.scales,
-            index=(expert, *(unit.target for unit in units)),
-            part=tuple(unit.source for unit in units),
+            index=(held, *(unit.target for unit in units)),
+            part=(*picked, *(unit.source for unit in units)),
             **common,
         )
 
     def _extents(self, placement: Placement) -> tuple[range, list[range], list[Picked]]:
         """Return a placement's experts, their rows and columns, and those of its tensor."""
         experts, *target = map(_as_range, box(self.shape, placement.index))
-        return experts, target, box(placement.shape, placement.part)
+        return experts, target, box(placement.shape, placement.part)[-2:]
 
 
 def _as_range(picked: Picked) -> range:
@@ -360,7 +364,8 @@ class _DrawnValues:
         return (self.init(key, shape[::-1], _FLOAT32).T / _DRAWN_SCALE).astype(dtype)
 
 
-class _DrawnStack(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _DrawnStack:
     """The same for a stack of experts' matrices."""
 
     init: Init  # of `[experts, outer, inner]`

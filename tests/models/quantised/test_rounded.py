@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 from harness import FIXTURES
-from quantised_folders import BF16, E4M3, write_safetensors
+from quantised_folders import BF16, E4M3, FORMATS, write_config, write_safetensors
 from safetensors.numpy import load_file
 
 from jaxspec import LLM, SamplingParams, inspect
 from jaxspec.models import unread
 from jaxspec.models.checkpoint import SafetensorsCheckpoint
-from jaxspec.models.layers.weight_matrix import Form, Grain, matrices_of
+from jaxspec.models.layers.weight_matrix import Form, Grain, WeightStack, matrices_of
 from jaxspec.models.quantised import holding
 from jaxspec.models.quantised.rounded import RoundedCheckpoint
 from jaxspec.parallel import ALONE, Group
@@ -130,9 +130,22 @@ def test_rounding_twice_changes_nothing(tmp_path):
 
 # The option `quantization` on a folder of 16 bits
 FLOAT32 = jnp.dtype("float32")
-KEPT = ("embed", "lm_head", "norm", "conv.conv.", "conv1d.", "in_proj_a.", "in_proj_b.", "mtp.fc.")
+FAMILIES = ["qwen3_5", "falcon_h1", "lfm2", "mamba2", "llama", "qwen3_5_moe", "qwen3_next"]
+FAMILIES += ["nemotron_h", "granitemoehybrid"]
+KEPT = (
+    "embed",
+    "lm_head",
+    "norm",
+    "conv.conv.",
+    "conv1d.",
+    "in_proj_a.",
+    "in_proj_b.",
+    "in_proj_ba.",
+)
+KEPT += ("mtp.fc.", "eh_proj", ".gate.", "shared_expert_gate", "router")
 ROUNDED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "out_proj")
-ROUNDED += ("in_proj_qkv.", "in_proj_z.", "in_proj.", ".w1.", ".w2.", ".w3.")
+ROUNDED += ("in_proj_qkv.", "in_proj_z.", "in_proj_qkvz.", "in_proj.", ".w1.", ".w2.", ".w3.")
+ROUNDED += ("gate_up_proj", "input_linear", "output_linear")
 PROMPTS = [[3, 14, 15, 92, 65], [35, 8, 97, 93, 23, 84, 62]]
 FP8 = {"quantization": "fp8"}
 
@@ -162,7 +175,7 @@ def is_rounded(name, values):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("fixture", ["qwen3_5", "falcon_h1", "lfm2", "mamba2", "llama"])
+@pytest.mark.parametrize("fixture", FAMILIES)
 def test_a_folder_is_rounded_but_for_what_errors_would_change(fixture, devices, tmp_path):
     """Expected values are those of a folder that NumPy rounded, tensor by tensor."""
     assert rounded_by(FIXTURES / fixture, tmp_path / "x")
@@ -186,6 +199,9 @@ def holds(monkeypatch):
 @pytest.mark.parametrize("fixture", ["qwen3_5_moe_wide", "llama"])
 def test_held_matrices_are_the_dequantised_ones(fixture, holds, monkeypatch):
     held = matrices_of(loaded(FIXTURES / fixture, **FP8))
+    assert any(isinstance(matrix, WeightStack) and matrix.form for matrix in held) == (
+        "moe" in fixture
+    )
     plain = matrices_of(loaded(FIXTURES / fixture))
     monkeypatch.setattr(holding, "_has_kernel", lambda matrix, form: False)
     dequantised = matrices_of(loaded(FIXTURES / fixture, **FP8))
@@ -193,11 +209,17 @@ def test_held_matrices_are_the_dequantised_ones(fixture, holds, monkeypatch):
     assert forms.count(Form(Grain.BLOCKS)) > 5
     for matrix, other, unrounded in zip(held, dequantised, plain, strict=True):
         assert other.form is None
-        if matrix.form is not None:
+        if isinstance(matrix, WeightStack):
+            found = matrix.operand.dense().array[..., : matrix.shape[2]]
+            expected, before = (each.operand.array for each in (other, unrounded))
+        elif matrix.form is not None:
             weight = matrix.eight_bit_operand
-            expected = other.operand.array[:, : weight.outer]
-            np.testing.assert_allclose(weight.dense().array, expected, rtol=1e-6)
-            assert not np.array_equal(expected, unrounded.operand.array[:, : weight.outer])
+            found, columns = weight.dense().array, slice(weight.outer)
+            expected, before = (each.operand.array[:, columns] for each in (other, unrounded))
+        else:
+            continue
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        assert not np.array_equal(expected, before)
 
 
 def ids(folder, drafts=0, **options):
@@ -230,12 +252,21 @@ def test_activations_are_rounded_with_weights_that_are():
 
 
 def test_random_weights_are_drawn_in_8_bits(holds):
-    model = loaded(FIXTURES / "llama", load_format="dummy", **FP8)
+    model = loaded(FIXTURES / "qwen3_5_moe_wide", load_format="dummy", **FP8)
     held = [matrix for matrix in matrices_of(model) if matrix.form is not None]
-    assert len(held) > 5
+    assert len({type(matrix) for matrix in held}) == 2 and len(held) > 5
     for matrix in held:
-        assert matrix.values.dtype == jnp.float8_e4m3fn
-        assert 0.01 < float(jnp.std(matrix.operand.dense().array)) < 0.04
+        weight = matrix.operand if isinstance(matrix, WeightStack) else matrix.eight_bit_operand
+        assert weight.dtype == jnp.float8_e4m3fn
+        assert 0.01 < float(jnp.std(weight.dense().array)) < 0.04
+
+
+def test_folders_that_are_published_in_8_bits_draw_their_grain(holds, tmp_path):
+    for name, grain in (("ct fp8 rows", Grain.ROWS), ("fp8 blocks of 128", Grain.BLOCKS)):
+        shutil.copytree(FIXTURES / "llama", tmp_path / name)
+        write_config(tmp_path / name, FORMATS[name])
+        model = loaded(tmp_path / name, load_format="dummy")
+        assert {matrix.form for matrix in matrices_of(model)} - {None} == {Form(grain)}
 
 
 def test_the_option_is_accepted_by_inspect_and_infinities_end_loading(tmp_path):
@@ -249,3 +280,13 @@ def test_the_option_is_accepted_by_inspect_and_infinities_end_loading(tmp_path):
     with pytest.raises(ValueError, match=f"{name} has an infinity"):
         LLM(tmp_path / "x", dtype="float32", **FP8)
     assert {id(array) for array in jax.live_arrays()} <= before
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("whole", [False, True])
+def test_devices_that_share_a_rounded_model_give_the_tokens_of_one(whole, holds):
+    """A device rounds nothing by itself: blocks are those of whole tensors."""
+    folder = FIXTURES / "qwen3_5_moe_wide"
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": whole}
+    shared, forms = ids(folder, 3, **FP8, **options)
+    assert "float8_e4m3fn" in forms and shared == ids(folder, **FP8)[0]
