@@ -14,9 +14,11 @@ one of them measures the others are stopped:
   biases of 1e-3 change the token, either may come; such ties are counted.
 * two devices, exact on two devices (with `--parts`, on a machine that has them): the features of
   every model on a tensor-parallel group, and its tokens in float32 beside those of one device.
-* exact in float8 (with `--parts`): the tokens of a folder in FP8 by blocks, and those of its
-  dequantised weights.
-* options: 8-bit keys and values, float16 states, "auto" drafts, no drafts and logits processors.
+* exact in float8 (with `--parts`): folders in FP8 by blocks and per row, and one that is rounded at
+  load, in bfloat16: tokens with drafts and without, held in FP8 and dequantised.
+* features in float8, serving in float8 (with `--parts`): the same as above with weights in FP8.
+* options: 8-bit keys and values, 8-bit weights (and activations), float16 states, "auto" drafts, no
+  drafts and logits processors.
 
 It ends with status 1 if anything failed, if a program was compiled while a request waited, or if
 tokens differ. Parts that there was no time for are listed as skipped; a later call with the same

@@ -27,6 +27,7 @@ from jaxspec.pallas import dispatch
 from jaxspec.requests.request import Request
 
 TIE = 1e-3  # of two logits, where either token may come
+TIE_IN_BFLOAT16 = 5e-2
 PROMPTS, MOTIF, TOKENS = 24, 12, 32
 IsTie = Callable[[Request, Sequence[int], int], bool]
 
@@ -70,29 +71,57 @@ def exact_on_two_devices(rows: Rows) -> None:
 
 
 def exact_in_float8(rows: Rows) -> None:
-    """Compare the tokens of a folder in FP8 with those of its dequantised weights."""
-    arms = {"quantization": "fp8"}, {"quantization": "dequantise"}
-    _two_arms(rows, "fp8 and dequantised", write_float8_weights, *arms)
+    """Compare tokens of folders in FP8, in bfloat16, which kernels of FP8 need.
+
+    Weights are held by blocks, per row, or rounded by blocks at load. Tokens with drafts are those
+    without, and those of held weights are those of dequantised ones.
+    """
+    folders: dict[str, Callable[[Path], object]] = {
+        "blocks": write_float8_weights,
+        "per row": functools.partial(write_float8_weights, by_row=True),
+        "rounded at load": write_weights,
+    }
+    for name, write in folders.items():
+        with _written(rows, write) as folder:
+            options = {"quantization": "fp8"} if write is write_weights else {}
+            with _arm(rows, folder, dtype="bfloat16", **options) as engine:
+                rows.add(f"{name}: held", float8_gb=engine.float8_bytes / 1e9)
+                drafted, plain = engine.run(), engine.run(num_speculative_tokens=0)
+                both = functools.partial(compare, drafted, plain, engine.prefers)
+                rows.measure(f"{name}: drafts and none", both)
+            if options:
+                continue
+            with _arm(rows, folder, dtype="bfloat16", quantization="dequantise") as engine:
+                other = engine.run(num_speculative_tokens=0)
+                both = functools.partial(compare, plain, other, engine.prefers)
+                rows.measure(f"{name}: held and dequantised", both)
 
 
 def _two_arms(rows: Rows, name: str, write: Callable[[Path], object], *arms: Any) -> None:
     """Compare the tokens of two engines on one folder; the second one judges ties."""
+    with _written(rows, write) as folder:
+        found = []
+        for arm in arms:
+            with _arm(rows, folder, **arm) as engine:
+                found.append(engine.run())
+                if arm is arms[-1]:
+                    rows.measure(name, functools.partial(compare, *found, engine.prefers))
+
+
+@contextlib.contextmanager
+def _written(rows: Rows, write: Callable[[Path], object]) -> Iterator[Path]:
+    """Yield a folder of the model with weights."""
     job = rows.job
     config = config_of(job.model, is_small=job.is_small, exact=True)
     with folder_of(job.model, config) as folder:
         write(folder)
-        found = []
-        for arm in arms:
-            options = exact_options(
-                Path(job.cache),
-                load_format="auto",
-                speculative_config=ALL_MODELS[job.model].drafts,
-                **arm,
-            )
-            with Arm(folder, rows, options) as engine:
-                found.append(engine.run())
-                if arm is arms[-1]:
-                    rows.measure(name, functools.partial(compare, *found, engine.prefers))
+        yield folder
+
+
+def _arm(rows: Rows, folder: Path, **others: Any) -> "Arm":
+    drafts = ALL_MODELS[rows.job.model].drafts
+    options = {"load_format": "auto", "speculative_config": drafts, **others}
+    return Arm(folder, rows, exact_options(Path(rows.job.cache), **options))
 
 
 @dataclasses.dataclass
@@ -104,11 +133,12 @@ class Tokens:
 
 
 class Arm:
-    """An engine in float32."""
+    """An engine in float32, or in bfloat16 for weights in FP8."""
 
     def __init__(self, folder: Path, rows: Rows, options: dict[str, Any]):
         """Compile the programs of its requests and no others."""
         self._has_all = ALL_MODELS[rows.job.model].has_all
+        self._tie = TIE if options["dtype"] == "float32" else TIE_IN_BFLOAT16
         self._llm = LLM(folder, **options)
         self._llm.warm_up([params[0] for params in self._kinds().values()])
 
@@ -117,6 +147,12 @@ class Arm:
 
     def __exit__(self, *error: object) -> None:
         self._llm.close()
+
+    @property
+    def float8_bytes(self) -> int:
+        """Bytes of weights that are held in FP8."""
+        weights = self._llm._runner._weights
+        return sum(each.nbytes for each in weights if each.dtype.name == "float8_e4m3fn")
 
     def run(self, **others: Any) -> Tokens:
         """Complete all prompts; `others` are of `SamplingParams`."""
@@ -130,12 +166,12 @@ class Arm:
         return Tokens(requests, RequestMetrics.total(every))
 
     def prefers(self, request: Request, ids: Sequence[int], place: int) -> bool:
-        """Return whether a bias of `TIE` to the first of two ids makes it the token at `place`.
+        """Return whether a bias of a tie to the first of two ids makes it the token at `place`.
 
         Penalties, masks and top-p take part: an id may tie with the last one that top-k keeps.
         """
         biases = dict(request.params.logit_bias or {})
-        for id, bias in zip(ids, (TIE, -TIE), strict=True):
+        for id, bias in zip(ids, (self._tie, -self._tie), strict=True):
             biases[id] = biases.get(id, 0.0) + bias
         params = dataclasses.replace(request.params, logit_bias=biases, num_speculative_tokens=None)
         (again,) = self._complete([{"prompt_token_ids": list(request.prompt)}], [params])

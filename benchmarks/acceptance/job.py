@@ -21,6 +21,11 @@ PARTS = "features", "exact", "serving"
 OPTIONS: dict[str, dict[str, Any]] = {  # parts that are an option of the engine
     "without drafts": {"speculative_config": None},
     "float8 keys and values": {"kv_dtype": "float8_e4m3fn"},
+    "float8 weights": {"quantization": "fp8"},
+    "float8 weights and activations": {
+        "quantization": "fp8",
+        "activation_dtype": "float8_e4m3fn",
+    },
     "float16 states": {"state_dtype": "float16"},
     "auto drafts": {"speculative_config": "auto"},
     # In an engine of its own, because programs are compiled for them.
@@ -32,8 +37,13 @@ OPTIONS: dict[str, dict[str, Any]] = {  # parts that are an option of the engine
     },
 }
 ON_TWO_DEVICES = "exact on two devices", "two devices"
-IN_FLOAT8 = "exact in float8"
-NAMED = (*ON_TWO_DEVICES, IN_FLOAT8)  # run only if they are named
+IN_FLOAT8 = "exact in float8", "features in float8", "serving in float8"
+NAMED = (*ON_TWO_DEVICES, *IN_FLOAT8)  # run only if they are named
+NAMED_OPTIONS: dict[str, dict[str, Any]] = {
+    "two devices": {"tensor_parallel_size": 2},
+    "features in float8": {"quantization": "fp8"},
+    "serving in float8": {"quantization": "fp8"},
+}
 SECONDS_TO_STOP = 0.1  # of the others
 LIGHT_PARTS = "features", "exact", "without drafts"
 
@@ -50,8 +60,9 @@ class Job:
     cache: str
     is_small: bool = False
 
-    def options(self, **others: Any) -> dict[str, Any]:
-        return options_of(self.model, self.sizes, Path(self.cache), **others)
+    def options(self) -> dict[str, Any]:
+        own = OPTIONS.get(self.part) or NAMED_OPTIONS.get(self.part, {})
+        return options_of(self.model, self.sizes, Path(self.cache), **own)
 
 
 def parts_of(model: str) -> tuple[str, ...]:
@@ -135,8 +146,10 @@ def main(argument: str) -> None:
         "serving": serving.serving,
         "exact": exact.exact,
         "exact on two devices": exact.exact_on_two_devices,
-        IN_FLOAT8: exact.exact_in_float8,
-        "two devices": speed.two_devices,
+        "exact in float8": exact.exact_in_float8,
+        "two devices": speed.short_features,
+        "features in float8": speed.short_features,
+        "serving in float8": serving.serving,
     }
     code = 0
     try:

@@ -17,7 +17,7 @@ from benchmarks.acceptance.features import (
     samples_of,
     violation,
 )
-from benchmarks.acceptance.job import OPTIONS, Row, Rows, ready
+from benchmarks.acceptance.job import Row, Rows, ready
 from benchmarks.acceptance.models import ALL_MODELS, config_of, folder_of
 from benchmarks.acceptance.watch import Companion, CompileEvents, milliseconds
 from jaxspec import LLM, RequestMetrics, RequestOutput
@@ -103,16 +103,16 @@ def features(rows: Rows) -> None:
     _features(rows, FULL_TABLE if ALL_MODELS[rows.job.model].has_all else SHORT_TABLE)
 
 
-def two_devices(rows: Rows) -> None:
-    """Add a row per feature that every model has, on a tensor-parallel group of two devices."""
-    _features(rows, SHORT_TABLE, tensor_parallel_size=2)
+def short_features(rows: Rows) -> None:
+    """Add a row per feature that every model has, with the options of the part."""
+    _features(rows, SHORT_TABLE)
 
 
-def _features(rows: Rows, table: Sequence[Feature], **options: Any) -> None:
+def _features(rows: Rows, table: Sequence[Feature]) -> None:
     job = rows.job
     config = config_of(job.model, is_small=job.is_small)
     with folder_of(job.model, config) as folder:
-        llm, figures = ready(folder, job.options(**options))
+        llm, figures = ready(folder, job.options())
         rows.add("ready", **figures, implementations=llm.metrics()["implementations"])
         bench, events = Bench(llm, rows), CompileEvents()
         for feature in table:
@@ -136,7 +136,7 @@ def option(rows: Rows) -> None:
     with folder_of(job.model, config_of(job.model, is_small=job.is_small)) as folder:
 
         def measure() -> dict[str, Any]:
-            llm, figures = ready(folder, job.options(**OPTIONS[job.part]), kinds)
+            llm, figures = ready(folder, job.options(), kinds)
             bench = Bench(llm, rows)
             bench.run(feature, FIRST_TOKENS)  # what only the first requests cost is no speed
             return figures | bench.speed(feature)

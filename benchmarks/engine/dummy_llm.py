@@ -43,6 +43,8 @@ class Case:
     max_in_flight: int
     steps_per_dispatch: int
     tensor_parallel_size: int = 1
+    quantization: str | None = None
+    activation_dtype: str | None = None
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -54,6 +56,8 @@ def parser(doc: str) -> argparse.ArgumentParser:
     options.add_argument("--state-policy", default="replay", choices=("snapshot", "replay"))
     options.add_argument("--state-dtype", default="float32")
     options.add_argument("--kv-dtype")
+    options.add_argument("--quantization", choices=("fp8",))
+    options.add_argument("--activation-dtype", choices=("float8_e4m3fn",))
     options.add_argument("--max-in-flight", type=int, default=2)
     options.add_argument("--steps-per-dispatch", type=int, default=1)
     options.add_argument("--tensor-parallel-size", type=int, default=1)
@@ -71,8 +75,8 @@ def fields_given(kind: type[Case], args: argparse.Namespace) -> Figures:
 def make_llm(case: Case, folder: Path, **sizes: Any) -> LLM:
     """Create an engine for the model in `folder`; `sizes`: other options."""
     same = "dtype", "state_policy", "state_dtype", "kv_dtype", "max_in_flight"
-    given = {name: getattr(case, name) for name in (*same, "steps_per_dispatch")}
-    given["tensor_parallel_size"] = case.tensor_parallel_size
+    more = "steps_per_dispatch", "tensor_parallel_size", "quantization", "activation_dtype"
+    given = {name: getattr(case, name) for name in (*same, *more)}
     options = options_of(case.drafts, draft_vocab=case.draft_vocab, page_size=PAGE_SIZE)
     return LLM(folder, **options, **given, **sizes)
 

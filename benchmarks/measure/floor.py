@@ -144,6 +144,7 @@ def step_bytes(
     emitted: float,
     states: StateConfig,
     dtype: str = "bfloat16",
+    weight_dtype: str | None = None,
     kv_dtype: str | None = None,
     ring_dtype: str | None = None,
     prompt_tokens: int = 0,
@@ -155,12 +156,14 @@ def step_bytes(
     Convolutions count as engines write them that shift a window; our ring moves two inputs a
     channel less, half a percent of the 9B's floor at 64 rows. `draft_vocab`: tokens that a draft
     scores; None: all. `draft_head_dtype`: of the output head, for drafts. `emitted`: tokens a row
-    gets on average. `kv_dtype`, `ring_dtype`: None is `dtype`, the states'.
+    gets on average. `kv_dtype`, `ring_dtype`: None is `dtype`, the states'. `weight_dtype`: of all
+    matrices of layers, without their scales; None is `dtype`.
     """
     width, size = 1 + drafts, ITEMSIZES[dtype]
+    weight_size = ITEMSIZES[weight_dtype or dtype]
     kv_token = 2 * config.num_kv_heads * config.head_dim * ITEMSIZES[kv_dtype or dtype]
     scored = config.hidden_size * (draft_vocab or config.vocab_size)
-    draft = size * head_size(config, rows) if drafts else 0.0
+    draft = weight_size * head_size(config, rows) if drafts else 0.0
     draft += ITEMSIZES[draft_head_dtype] * scored
     io = state = 0.0
     for kind in (LINEAR_ATTENTION, MAMBA2, PARALLEL):
@@ -175,8 +178,10 @@ def step_bytes(
         # Of each token B, C and v, and the output.
         io += rows * layers * size * config.hidden_size * (4 * width + window)
     attention = config.num_full_attention_layers
+    output_head = config.hidden_size * config.vocab_size
+    layers = forward_size(config, rows * width + prompt_tokens) - output_head
     return {
-        "weights": size * forward_size(config, rows * width + prompt_tokens),
+        "weights": weight_size * layers + size * output_head,
         "kv": attention * kv_token * (rows * (context + width) + prompt_tokens),
         "io": io,
         "states": state,

@@ -46,7 +46,8 @@ def decode(figures: Figures) -> Rows:
     """Yield a row per shape, rows, dtype of states and steps per dispatch; `at` is by drafts."""
     found: dict[tuple[str, int, str, int], dict[int, Figures]] = {}
     for case in results(figures):
-        if case["prompt"] == DECODE_PROMPT and case.items() >= USUAL.items():
+        is_usual = case.items() >= USUAL.items() and not case.get("quantization")
+        if case["prompt"] == DECODE_PROMPT and is_usual:
             key = case["shape"], case["rows"], case["state_dtype"], case["steps_per_dispatch"]
             found.setdefault(key, {})[case["drafts"]] = case
     for key in sorted(found, key=lambda key: (list(SHAPES).index(key[0]), *key[1:])):

@@ -96,7 +96,8 @@ class Diagnostics:
         Returns:
             A dict of step, token and preemption counts, host times in seconds, rates per second,
             `acceptance` by draft method, `shapes` of the programs, `compile_seconds` by program,
-            `memory_bytes` by pool, and the `implementations` chosen for each op.
+            `memory_bytes` by pool, `kv_cache` with the dtype of keys and values and whether scales
+            divide them, and the `implementations` chosen for each op.
 
         Raises:
             RuntimeError: the engine is closed, or this is a forked child of its process.
@@ -109,6 +110,7 @@ class Diagnostics:
             "shapes": self.shapes.compiled(),
             "compile_seconds": dict(self._compiler.seconds),
             "memory_bytes": self._runner.memory(),
+            "kv_cache": self._runner.kv_cache,
             "implementations": dispatch.implementations(),
         }
 

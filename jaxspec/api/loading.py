@@ -178,8 +178,8 @@ def unread_drafter(
         return
     has_weights = config.load_format != "dummy"
     folder = resolve_folder(name, progress, weights=has_weights, revision=options.revision)
-    load_format = config.load_format
-    with unread_model_or_head(folder, dtype, load_format=load_format, group=group) as found:
+    shared = {"load_format": config.load_format, "group": group, "scales_kv": config.scales_kv}
+    with unread_model_or_head(folder, dtype, **shared) as found:
         yield found
 
 
@@ -248,6 +248,7 @@ def _unread_model(
         activation_dtype=config.activation_dtype,
         group=group,
         whole_experts=config.enable_expert_parallel,
+        scales_kv=config.scales_kv,
     )
 
 

@@ -113,7 +113,7 @@ class EngineSnapshot(NamedTuple):
         return EngineSnapshot(engine, [_total(each) for each in by_name.values()])
 
 
-_SAME = ("shapes", "implementations", "max_in_flight")  # equal in all engines
+_SAME = ("shapes", "implementations", "kv_cache", "max_in_flight")  # equal in all engines
 _MEANS = ("kv_cache_usage", "vllm:kv_cache_usage_perc")
 _NOTHING: dict[str, Any] = {  # current values of an engine that has ended, in any dict
     "num_running": 0,

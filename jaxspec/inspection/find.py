@@ -13,15 +13,16 @@ from jaxspec.api.loading import folder_of
 from jaxspec.files import read_json
 from jaxspec.gguf import is_gguf
 from jaxspec.inspection.config_faults import parse
-from jaxspec.models import family_of
+from jaxspec.models import family_of, with_scales_of
 from jaxspec.models.base import Model
 from jaxspec.models.checkpoint import INDEX, Checkpoint, read_index
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields, overridden
 from jaxspec.models.layers.moe import sharing_experts
 from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint, StoredFormat
-from jaxspec.models.quantised.holding import hold_as_published
+from jaxspec.models.quantised.holding import hold_as_published, rounded
 from jaxspec.models.quantised.option import QuantisedOptions
+from jaxspec.models.quantised.rounded import RoundedCheckpoint
 from jaxspec.models.quantised.scheme import Scheme
 from jaxspec.models.source import giving_sizes, naming, open_checkpoint, read_fields
 from jaxspec.models.weights import Compared, compared, undefined
@@ -40,7 +41,8 @@ class Quantised:
     dtype: str  # to which they are dequantised
     file: str = "config.json"  # that declares the kind
     formats: Mapping[str, StoredFormat] | None = None  # in files; None if they were not read
-    kv_scales: int = 0  # number of scales of keys and values, which are not used
+    kv_scales: int = 0  # number of scales of keys and values
+    scales_kv: bool = False  # these are used
     dequantised: Mapping[str, StoredFormat] | None = None  # of them, those that do not stay in FP8
     terms: int = 2  # e4m3 numbers that an activation becomes before it is multiplied by those
 
@@ -99,7 +101,7 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
     with contextlib.ExitStack() as files:
         with found.noting():
             is_read = (lambda name: True) if family is None else family.uses(config)
-            checkpoint = place.checkpoint(files, scheme, is_read)
+            checkpoint = place.checkpoint(files, scheme, is_read, scales_kv=options.scales_kv)
             names = place.indexed_names() if checkpoint is None else checkpoint.names
         if scheme is not None:
             found.quantised = _quantised(scheme, checkpoint, dtype)
@@ -110,6 +112,7 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
         if fields is None or family is None or config is None:
             return found
         if checkpoint is not None:
+            config = with_scales_of(checkpoint, config)
             with found.noting(), giving_sizes(fields, place.path):
                 whole = compared(family, config, dtype, checkpoint)
                 found.model = whole.model
@@ -127,6 +130,10 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
         found.local, local = None, _local(found, place.path, config, options)
         if local is not None:
             found.local = undefined(family, local, dtype, names)
+    if whole is not None and checkpoint is not None and quantised.rounds(scheme, place.path):
+        checkpoint = rounded(checkpoint, whole.placements, whole.published)
+        file = "quantization='fp8'"
+        found.quantised = Quantised("fp8", dtype.name, file, checkpoint.formats())
     if whole is not None and found.local is not None:
         _hold(found, whole, found.local.config, checkpoint, quantised, devices)
     return found
@@ -155,8 +162,9 @@ def _hold(
     devices: int,
 ) -> None:
     """Hold matrices of the local model in FP8, as loading does; `config` is that of a device."""
-    if not isinstance(checkpoint, QuantisedCheckpoint) or found.quantised is None:
+    if not isinstance(checkpoint, QuantisedCheckpoint | RoundedCheckpoint):
         return
+    assert found.quantised is not None
     dtype = jnp.dtype(found.quantised.dtype)
     found.local, of_ranks = whole.on_devices(config, dtype, checkpoint, devices)
     held = hold_as_published(of_ranks, whole.published, checkpoint, options)
@@ -177,7 +185,12 @@ class _Place(NamedTuple):
         return self.path.is_file() and not is_gguf(self.path)
 
     def checkpoint(
-        self, files: contextlib.ExitStack, scheme: Scheme | None, is_read: Callable[[str], bool]
+        self,
+        files: contextlib.ExitStack,
+        scheme: Scheme | None,
+        is_read: Callable[[str], bool],
+        *,
+        scales_kv: bool,
     ) -> Checkpoint | None:
         """Return the checkpoint, open until `files` closes it; None if there is none to compare.
 
@@ -188,7 +201,9 @@ class _Place(NamedTuple):
         if not self.has_weights:
             return None
         try:
-            return files.enter_context(open_checkpoint(self.path, scheme, is_read))
+            return files.enter_context(
+                open_checkpoint(self.path, scheme, is_read, scales_kv=scales_kv)
+            )
         except FileNotFoundError:
             if self.is_hub:  # not downloaded here, but may be cached
                 return None
@@ -218,8 +233,14 @@ def _locate(options: EngineConfig) -> _Place:
 def _quantised(scheme: Scheme, checkpoint: Checkpoint | None, dtype: jnp.dtype) -> Quantised:
     if not isinstance(checkpoint, QuantisedCheckpoint):
         return Quantised(scheme.kind, dtype.name, scheme.file)
-    formats, kv_scales = checkpoint.formats(), checkpoint.kv_scales
-    return Quantised(scheme.kind, dtype.name, scheme.file, formats, kv_scales)
+    return Quantised(
+        scheme.kind,
+        dtype.name,
+        scheme.file,
+        checkpoint.formats(),
+        checkpoint.num_kv_scales,
+        bool(checkpoint.kv_scales),
+    )
 
 
 def _is_weights(name: str) -> bool:

@@ -106,10 +106,10 @@ def _about_quantised(quantised: Quantised) -> Iterator[tuple[str, str]]:
         yield name, f"no weights, though {quantised.file} declares {quantised.kind}"
     if formats != {}:
         yield "", _run_as(quantised)
-    if quantised.kv_scales == 1:
-        yield "", "1 scale of keys and values is not used"
-    elif quantised.kv_scales:
-        yield "", f"{quantised.kv_scales:,} scales of keys and values are not used"
+    if count := quantised.kv_scales:
+        words, verb = ("scale", "is") if count == 1 else ("scales", "are")
+        used = "used" if quantised.scales_kv else "not used"
+        yield "", f"{count:,} {words} of keys and values {verb} {used}"
 
 
 def _run_as(quantised: Quantised) -> str:

@@ -1,6 +1,7 @@
 """Load a checkpoint folder or a GGUF file as a `Model`; the tables of architectures."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
@@ -12,13 +13,15 @@ import jax.numpy as jnp
 
 from jaxspec.checks import shown
 from jaxspec.models.base import CheckpointModule, Model
+from jaxspec.models.checkpoint import Checkpoint
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.hub import resolve_folder
 from jaxspec.models.layers.moe import sharing_experts
 from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint
-from jaxspec.models.quantised.holding import hold_as_published
+from jaxspec.models.quantised.holding import hold_as_published, hold_drawn, rounded
 from jaxspec.models.quantised.option import QuantisedOptions, log_dequantised
+from jaxspec.models.quantised.rounded import ROUNDED, RoundedCheckpoint
 from jaxspec.models.source import giving_sizes, naming, open_checkpoint, read_fields
 from jaxspec.models.weights import (
     Some,
@@ -105,6 +108,7 @@ def load_model(
     activation_dtype: str | None = None,
     group: Group = ALONE,
     whole_experts: bool | None = None,
+    scales_kv: bool = False,
     progress: bool = False,
 ) -> Model:
     """Load the model in a checkpoint folder, with weights in `dtype` on the devices of `group`.
@@ -119,13 +123,14 @@ def load_model(
         activation_dtype: The option of `LLM`.
         group: Devices that share the model; the default device by default.
         whole_experts: Share routed experts as wholes, not by width; see `MoEConfig`.
+        scales_kv: Read scales of keys and values that the folder has.
         progress: Show a progress bar on standard error if loading takes long.
 
     Raises:
         FileNotFoundError, ValueError: As `unread`, or a file changed while it was read.
     """
     options: dict[str, Any] = {"load_format": load_format, "activation_dtype": activation_dtype}
-    options |= {"group": group, "whole_experts": whole_experts}
+    options |= {"group": group, "whole_experts": whole_experts, "scales_kv": scales_kv}
     with unread(folder, dtype, **options) as found:
         return found.read(progress)
 
@@ -156,11 +161,13 @@ def unread(
     activation_dtype: str | None = None,
     group: Group = ALONE,
     whole_experts: bool | None = None,
+    scales_kv: bool = False,
 ) -> Iterator[AbstractModel[Model]]:
     """Open the model in a checkpoint folder; its weights can be read until the block ends.
 
     `overrides` replaces entries of config.json, `quantization` and `activation_dtype` are options
-    of `LLM`, and `whole_experts` is that of `MoEConfig`.
+    of `LLM`, and `whole_experts` is that of `MoEConfig`. With `scales_kv`, scales of keys and
+    values that the folder has are read.
 
     Tensor names, shapes and dtypes are checked against config.json. No tensor is read and no device
     memory is allocated before `AbstractModel.read`. The devices of `group` share the model.
@@ -172,17 +179,23 @@ def unread(
             share the model.
     """
     quantised = QuantisedOptions(quantization, activation_dtype)
-    asked = _Asked(load_format, overrides, quantised, whole_experts)
+    asked = _Asked(load_format, overrides, quantised, whole_experts, scales_kv)
     with _unread(folder, dtype, asked, family_of, group) as found:
         yield found
 
 
 @contextlib.contextmanager
 def unread_model_or_head(
-    folder: Path | str, dtype: jnp.dtype, *, load_format: str = "auto", group: Group = ALONE
+    folder: Path | str,
+    dtype: jnp.dtype,
+    *,
+    load_format: str = "auto",
+    group: Group = ALONE,
+    scales_kv: bool = False,
 ) -> Iterator[AbstractModel[CheckpointModule]]:
     """Like `unread`, but the folder may also hold one of `HEADS`."""
-    with _unread(folder, dtype, _Asked(load_format), _model_or_head, group) as found:
+    asked = _Asked(load_format, scales_kv=scales_kv)
+    with _unread(folder, dtype, asked, _model_or_head, group) as found:
         yield found
 
 
@@ -193,6 +206,7 @@ class _Asked(NamedTuple):
     overrides: Mapping[str, Any] | None = None
     quantised: QuantisedOptions = QuantisedOptions()
     whole_experts: bool | None = None
+    scales_kv: bool = False
 
 
 @contextlib.contextmanager
@@ -212,23 +226,38 @@ def _unread(
         config = sharing_experts(family.parse_config(fields), asked.whole_experts)
         shared = config.local(group.size)
     scheme = fields.scheme()
-    asked.quantised.check(scheme, folder)
+    quantised = asked.quantised
+    quantised.check(scheme, folder)
+    rounds = quantised.rounds(scheme, folder)
     dtype = jnp.dtype(dtype)
     if asked.load_format == "dummy":
         model = undefined(family, shared, dtype, None)
+        hold_drawn(model.checkpoint(), ROUNDED if rounds else scheme, quantised)
         yield AbstractModel(model, lambda progress: draw_weights(model, group))
         return
-    with open_checkpoint(folder, scheme, family.uses(config)) as checkpoint:
+    with open_checkpoint(
+        folder, scheme, family.uses(config), scales_kv=asked.scales_kv
+    ) as checkpoint:
+        config = with_scales_of(checkpoint, config)
         with giving_sizes(fields, folder):
             whole = compared(family, config, dtype, checkpoint)
+        shared = config.local(group.size)
         model, of_ranks = whole.on_devices(shared, dtype, checkpoint, group.size)
         published = whole.published
-        if isinstance(checkpoint, QuantisedCheckpoint):
-            held = hold_as_published(of_ranks, published, checkpoint, asked.quantised)
-            by_choice = asked.quantised.dequantises
+        if rounds:
+            checkpoint = rounded(checkpoint, whole.placements, published)
+        if isinstance(checkpoint, QuantisedCheckpoint | RoundedCheckpoint):
+            held = hold_as_published(of_ranks, published, checkpoint, quantised)
+            by_choice = quantised.dequantises
             log_dequantised(checkpoint, dtype, group.size, held=held, by_choice=by_choice)
         fill = functools.partial(read_weights, model, of_ranks, published, checkpoint, group)
         yield AbstractModel(model, fill)
+
+
+def with_scales_of(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
+    """Return the config for scales of keys and values that the checkpoint presents."""
+    has_scales = isinstance(checkpoint, QuantisedCheckpoint) and bool(checkpoint.kv_scales)
+    return dataclasses.replace(config, scales_kv=True) if has_scales else config
 
 
 def parse_config(

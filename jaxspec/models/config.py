@@ -70,6 +70,8 @@ class ModelConfig:
     num_draft_layers: int = 0  # as config.json or the family declares; a checkpoint may lack them
     draft_feed_forward_type: str = DENSE  # feed-forward type of the draft layers
     parts: tuple[Any, ...] = ()
+    # The checkpoint has a scale for the keys, and one for the values, of each attention layer.
+    scales_kv: bool = dataclasses.field(default=False, repr=False)
     # Devices that share the model; heads and widths are those of one, `vocab_size` is the model's.
     devices: int = 1
     # Sizes of all devices together; None if a single device holds the model.

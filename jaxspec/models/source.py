@@ -42,6 +42,8 @@ def open_checkpoint(
     source: Path,
     scheme: Scheme | None = None,
     is_read: Callable[[str], bool] = lambda name: True,
+    *,
+    scales_kv: bool = False,
 ) -> Checkpoint:
     """Open the model's tensors. The result is a context manager that closes the files.
 
@@ -50,6 +52,7 @@ def open_checkpoint(
         scheme: The formats of a folder of quantised weights.
         is_read: Returns whether the model reads a tensor, by its name; other ones of such a folder
             stay as stored.
+        scales_kv: Read the scales of keys and values of such a folder.
 
     Raises:
         FileNotFoundError, ValueError: As `SafetensorsCheckpoint`, `QuantisedCheckpoint` or
@@ -59,7 +62,7 @@ def open_checkpoint(
         with contextlib.ExitStack() as opened:
             checkpoint = opened.enter_context(SafetensorsCheckpoint(source))
             if scheme is not None:
-                checkpoint = QuantisedCheckpoint(checkpoint, scheme, is_read)
+                checkpoint = QuantisedCheckpoint(checkpoint, scheme, is_read, scales_kv=scales_kv)
             found = MLXCheckpoint(checkpoint) if is_mlx(checkpoint) else checkpoint
             opened.pop_all()
         return found

@@ -118,8 +118,9 @@ class EngineConfig:
         | None
     ) = option(
         None,
-        "quantised weights (docs/quantised.md): dequantise runs them in dtype; the checkpoint's "
-        "kind (fp8, compressed-tensors, modelopt, awq, gptq, auto-round, mxfp4 or gguf) means None",
+        "quantised weights (docs/quantised.md): dequantise runs them in dtype; fp8 rounds weights "
+        "in 16 bits while they are loaded; the checkpoint's kind (fp8, compressed-tensors, "
+        "modelopt, awq, gptq, auto-round, mxfp4 or gguf) means None",
         none="as the checkpoint is",
     )
     activation_dtype: Literal["float8_e4m3fn"] | None = option(
@@ -130,7 +131,8 @@ class EngineConfig:
     )
     kv_dtype: Literal["bfloat16", "float8_e4m3fn"] | None = option(
         None,
-        "dtype of the KV cache: bfloat16 or float8_e4m3fn, which is unscaled and saturates at 448",
+        "dtype of the KV cache: bfloat16 or float8_e4m3fn, which saturates at 448 times the "
+        "checkpoint's scales of keys and values, or 1",
         none="the model's",
     )
     state_policy: Literal["auto", "snapshot", "replay"] = option(
@@ -306,6 +308,11 @@ class EngineConfig:
                     "help(LLM) list all of them."
                 )
         return EngineConfig(model, **options)
+
+    @property
+    def scales_kv(self) -> bool:
+        """True if the checkpoint's scales of keys and values are used."""
+        return self.kv_dtype == "float8_e4m3fn"
 
     def __post_init__(self) -> None:
         """Validate each option against its type and store it as a Python value."""

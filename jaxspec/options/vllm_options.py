@@ -106,7 +106,7 @@ UNDERSTOOD: dict[str, Given] = {
     "aggregate_engine_logging": Given("there is one engine", (False, True)),
     "async_scheduling": Given("steps overlap", (True, None), "Set max_in_flight=0"),
     "calculate_kv_scales": Given(
-        "keys and values in 8 bits have no scales", (False,), "See kv_dtype"
+        "scales of keys and values are those of the checkpoint", (False,), "See kv_dtype"
     ),
     "code_revision": Given("no code is loaded from a hub", (None,)),
     "config_format": Given("config.json is read", ("auto", "hf")),

@@ -91,6 +91,12 @@ class ModelRunner:
         """Logits processors that programs are compiled for."""
         return self._holdings.processors
 
+    @property
+    def kv_cache(self) -> dict[str, Any]:
+        """Dtype of keys and values, and whether the checkpoint's scales divide them."""
+        config = self._blueprint.model_spec.config
+        return {"dtype": self._holdings.options.kv_dtype.name, "is_scaled": config.scales_kv}
+
     def dispatch(self, plan: StepPlan) -> PendingOutput:
         """Enqueue a plan after all earlier ones, and return its pending output.
 

@@ -87,11 +87,27 @@ def test_two_devices_have_the_tokens_of_one_and_all_features(monkeypatch, tmp_pa
 
 
 @pytest.mark.soak
-def test_a_folder_in_float8_has_the_tokens_of_its_weights(monkeypatch, tmp_path, capsys):
-    arguments = ["--only", "tiny", "--parts", job.IN_FLOAT8, "--seconds", "1500"]
+def test_folders_in_float8_have_the_tokens_of_their_weights(monkeypatch, tmp_path, capsys):
+    arguments = ["--only", "tiny", "--parts", "exact in float8", "--seconds", "1500"]
     found = accept(monkeypatch, tmp_path / "accepted.json", arguments)
-    row = found[job.IN_FLOAT8, "fp8 and dequantised"]
-    assert row["differing"] == 0 and row["identical"] + row["ties"] == row["generations"] > 0
+    names = [name for _, name in found if name.endswith(("and none", "and dequantised"))]
+    assert len(names) == 5
+    for name in names:
+        row = found["exact in float8", name]
+        assert row["differing"] == 0 and row["identical"] + row["ties"] == row["generations"] > 0
+    assert {found["exact in float8", name]["float8_gb"] for _, name in found if "held" in name[-4:]}
+
+
+@pytest.mark.soak
+def test_weights_in_float8_have_rows_of_features(monkeypatch, tmp_path, capsys):
+    arguments = ["--only", "tiny", "--parts", "features in float8", "--seconds", "1500"]
+    try:
+        accept(monkeypatch, tmp_path / "accepted.json", arguments)
+    except SystemExit as end:  # an engine without the fixed samplers compiles in calls
+        assert "rows have errors" in str(end)
+    rows = json.loads((tmp_path / "accepted.json").read_text())["results"]
+    timed = {row["feature"] for row in rows if "ms_per_token" in row}
+    assert {feature.name for feature in features.SHORT_TABLE} <= timed
 
 
 def test_a_part_that_fails_or_has_no_time_is_listed_and_ends_no_other(

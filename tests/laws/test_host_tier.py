@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import GREEDY, REPLAY, SNAPSHOT, prompts
-from kept_prefixes import ask, keeping
+from kept_prefixes import ask, keeping, push_out
 from pairwise import soak
 from walk import PROMPTS as WALKED
 from walk import random_walk, walk_harness
@@ -36,15 +36,6 @@ def make(*args, **options):
     engine = keeping((PROMPT, *OTHERS), *args, **sizes | options)
     engine.scheduler.prefixes.min_uncached = 1  # no state is on trial: those leave no copy
     return engine
-
-
-def push_out(engine):
-    """Every page and state of the device goes to the host."""
-    pool, store = engine.scheduler.pages, engine.scheduler.prefixes.store
-    pool.release(pool.allocate(pool.num_free))
-    while len(store.states):
-        store.free_slots.append(store._take_slot())
-    assert not len(store.tree)
 
 
 def check_all_is_free(engine):

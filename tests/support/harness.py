@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import shutil
 import tempfile
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 from oracle import Expected, Oracle, expect
+from quantised_folders import write_kv_scales
 from shortened import write_shortened
 
 from jaxspec.engine.engine import Engine
@@ -31,6 +33,7 @@ from jaxspec.scheduler.scheduler import Scheduler
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 HYBRID = "qwen3_5, one layer of each kind"
+SCALED = "the same with scales of keys and values"
 ROWS, MAX_LEN = 4, 96
 NUM_PAGES = 400  # of every engine's pools, so that engines which may use fewer share programs
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -44,7 +47,12 @@ _shortened = tempfile.TemporaryDirectory(prefix="jaxspec-hybrid-")
 
 @functools.cache
 def folder_of(fixture: str) -> Path:
-    """Return the folder of a fixture, or of `HYBRID`: qwen3_5 with two of its four layers."""
+    """Return the folder of a fixture, of `SCALED`, or of `HYBRID`: two of the layers of qwen3_5."""
+    if fixture == SCALED:
+        folder = shutil.copytree(folder_of(HYBRID), Path(_shortened.name) / "scaled")
+        return write_kv_scales(
+            folder, {"model.layers.1.": (0.0137, 0.0019), "mtp.layers.0.": (0.02, 0.3)}
+        )
     if fixture != HYBRID:
         return FIXTURES / fixture
     return write_shortened(FIXTURES / "qwen3_5", (0, 3), Path(_shortened.name) / "model")
@@ -53,7 +61,9 @@ def folder_of(fixture: str) -> Path:
 @functools.cache
 def model(fixture: str, group: Group = ALONE, whole_experts: bool | None = None):
     float32 = jnp.dtype("float32")
-    return load_model(folder_of(fixture), float32, group=group, whole_experts=whole_experts)
+    folder = folder_of(fixture)
+    options = {"group": group, "whole_experts": whole_experts, "scales_kv": fixture == SCALED}
+    return load_model(folder, float32, **options)
 
 
 @functools.cache

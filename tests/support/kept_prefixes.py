@@ -27,3 +27,12 @@ def ask(engine, prompt, params=GREEDY, **asked):
     (request,) = engine.add(prompt, params, **asked)
     engine.run()
     return request
+
+
+def push_out(engine):
+    """Every page and state of the device goes to the host."""
+    pool, store = engine.scheduler.pages, engine.scheduler.prefixes.store
+    pool.release(pool.allocate(pool.num_free))
+    while len(store.states):
+        store.free_slots.append(store._take_slot())
+    assert not len(store.tree)

@@ -364,6 +364,19 @@ def write_config(folder, form):
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def write_kv_scales(folder, scales, name="self_attn."):
+    """Add scales of keys and values to a 16-bit folder: two numbers by the prefix of a layer."""
+    tensors = {}
+    for layer, numbers in scales.items():
+        for which, number in zip("kv", numbers, strict=True):
+            place = f"{layer}{name}{which}_proj.{which}_scale"
+            tensors[place] = np.array(number, np.float32)
+    write_safetensors(folder / "model-scales.safetensors", tensors)
+    declared = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(declared))
+    return folder
+
+
 def write_module(folder, stored, form, name="x."):
     """Write a folder with one module, for a checkpoint without a model."""
     folder.mkdir(exist_ok=True)

@@ -19,6 +19,7 @@ from jaxspec.pallas.attention.output_gate import OutputGate
 from jaxspec.pallas.attention.paged import paged_attention
 from jaxspec.pallas.attention.prefill import prefill_attention
 from jaxspec.pallas.norm.residual import Pending
+from jaxspec.pallas.paging.kv_write import KVScales
 from jaxspec.regions import DecodeRegion
 
 _Heads = Float[Array, "tokens heads head_dim"]
@@ -53,11 +54,17 @@ class Attention(nnx.Module):
         # Norms of queries and keys in one matrix, which a kernel reads without a copy.
         self.norms = declare((2, config.head_dim), dtype, init) if config.normed_heads else None
         self.out = Linear(width, {"o_proj": config.hidden_size}, dtype)
+        # Keys and values are stored divided by these.
+        self.kv_scales = declare((2,), jnp.float32, initializers.ones) if config.scales_kv else None
 
     @property
     def projection(self) -> Linear:
         """Queries (with gates), keys and values."""
         return self.qkv
+
+    @property
+    def _scales(self) -> KVScales | None:
+        return None if self.kv_scales is None else self.kv_scales[...]
 
     def cache_specs(self, options: CacheOptions) -> tuple[PagedKV]:
         heads, head_dim = self.config.num_kv_heads, self.config.head_dim
@@ -79,6 +86,7 @@ class Attention(nnx.Module):
             inputs.step.kv_slots,
             heads=config.num_heads,
             gated=config.gated_attention,
+            scales=self._scales,
         )
         gate = OutputGate(projected) if config.gated_attention else None
         return AttentionTokens(queries, gate), pools | {self.pool: kv}
@@ -95,6 +103,7 @@ class Attention(nnx.Module):
             inputs.page_tables,
             rows,
             tokens.gate,
+            self._scales,
         )
         return heads.reshape(queries.shape), pools
 
@@ -105,7 +114,12 @@ class Attention(nnx.Module):
         chunks = inputs.prefill
         assert chunks is not None
         heads = prefill_attention(
-            tokens.queries, pools[self.pool], layer, inputs.page_tables, chunks
+            tokens.queries,
+            pools[self.pool],
+            layer,
+            inputs.page_tables,
+            chunks,
+            self._scales,
         )
         return heads if tokens.gate is None else tokens.gate(heads), pools
 
@@ -126,3 +140,7 @@ class Attention(nnx.Module):
             for row, name in enumerate(("q_norm.weight", "k_norm.weight")):
                 yield Placement(prefix + name, self.norms.shape[1:], self.norms, index=row)
         yield from self.out.checkpoint(prefix)
+        if self.kv_scales is not None:
+            for index, name in enumerate(("k_scale", "v_scale")):
+                place = slice(index, index + 1)
+                yield Placement(prefix + name, (1,), self.kv_scales, index=place)

@@ -355,7 +355,8 @@ def stored(placements: Iterable[Placement]) -> Iterator[Placement]:
         yield from matrix.stored(placement) if isinstance(matrix, Holder) else (placement,)
 
 
-class _DrawnValues(NamedTuple):
+@dataclasses.dataclass(frozen=True)  # unlike a tuple, `jax.jit` takes it
+class _DrawnValues:
     """Draws values for scales of `_draw_scales`."""
 
     init: Init  # of a matrix `[inner, outer]`
@@ -364,7 +365,8 @@ class _DrawnValues(NamedTuple):
         return (self.init(key, shape[::-1], _FLOAT32).T / _DRAWN_SCALE).astype(dtype)
 
 
-class _DrawnStack(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _DrawnStack:
     """The same for a stack of experts' matrices."""
 
     init: Init  # of `[experts, outer, inner]`

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxspec.models.checkpoint import Checkpoint
 from jaxspec.models.layers.weight_matrix import SCALES, VALUES, Grain, parts_of
+from jaxspec.models.quantised.kv_scales import kv_scales_in
 from jaxspec.models.quantised.matrices import Float8, Matrix
 from jaxspec.models.quantised.modules import matrices_in
 from jaxspec.models.quantised.scheme import Scheme
@@ -43,6 +44,8 @@ class QuantisedCheckpoint:
         checkpoint: Checkpoint,
         scheme: Scheme,
         is_read: Callable[[str], bool] = lambda name: True,
+        *,
+        scales_kv: bool = False,
     ):
         """Wrap an open checkpoint.
 
@@ -50,15 +53,21 @@ class QuantisedCheckpoint:
             checkpoint: The folder as it is stored.
             scheme: The formats that it declares.
             is_read: Returns whether the model reads a tensor, by its name. Others stay as stored.
+            scales_kv: Read the scales of keys and values, too (`kv_scales_in`).
 
         Raises:
-            ValueError: As `matrices_in`.
+            ValueError: As `matrices_in` and `kv_scales_in`.
         """
         self.inner, self.scheme = checkpoint, scheme
         self.path: Path = checkpoint.path
         self.asked_by, self.remedy = checkpoint.asked_by, checkpoint.remedy
-        self.matrices, others, self.kv_scales = matrices_in(checkpoint, scheme, is_read)
-        self.names = others | frozenset(self.matrices)
+        self.matrices, others, scales = matrices_in(checkpoint, scheme, is_read)
+        names = others | frozenset(self.matrices)
+        self.num_kv_scales = len(scales)  # in the folder
+        self.kv_scales: Mapping[str, np.float32] = {}  # that are read, by name
+        if scales_kv:
+            self.kv_scales = kv_scales_in(checkpoint, scales, frozenset(filter(is_read, names)))
+        self.names = names | frozenset(self.kv_scales)
         self._windows = threading.local()
 
     def __enter__(self) -> "QuantisedCheckpoint":
@@ -73,10 +82,14 @@ class QuantisedCheckpoint:
         return matrix.grain if isinstance(matrix, Float8) else None
 
     def files_of(self, name: str) -> list[str]:
+        if name in self.kv_scales:
+            return []  # of several tensors, or of none
         matrix = self.matrices.get(name)
         return self.inner.files_of(name if matrix is None else matrix.tensors[0].name)
 
     def stored(self, name: str) -> StoredTensor:
+        if name in self.kv_scales:
+            return StoredTensor("F32", (1,), 0, 4)
         weight, part = parts_of(name)
         if (matrix := self.matrices.get(weight)) is None:
             return self.inner.stored(name)
@@ -107,6 +120,9 @@ class QuantisedCheckpoint:
         Raises:
             ValueError: The file was truncated after it was opened, or a scale is not finite.
         """
+        if (scale := self.kv_scales.get(name)) is not None:
+            into[...] = scale
+            return
         weight, part = parts_of(name)
         if (matrix := self.matrices.get(weight)) is None:
             self.inner.read(name, first, into)

@@ -1,21 +1,37 @@
-"""hold_as_published: choose the matrices of a model that are held in FP8, as published."""
+"""Choose the matrices of a model that are held in FP8: as published, rounded, or drawn."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import jax
 
+from jaxspec.models.checkpoint import Checkpoint
 from jaxspec.models.layers.parameters import Placement
-from jaxspec.models.layers.weight_matrix import Form, Holder, WeightStack
-from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint
+from jaxspec.models.layers.weight_matrix import Form, Grain, Holder, WeightStack
 from jaxspec.models.quantised.option import QuantisedOptions
+from jaxspec.models.quantised.rounded import RoundedCheckpoint
+from jaxspec.models.quantised.scheme import PER_ROW, PER_TENSOR, Scheme
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.matmul import float8
+
+
+class Float8Source(Protocol):
+    """A checkpoint with weights in FP8."""
+
+    def grain_of(self, name: str) -> Grain | None:
+        """Return the grain in which a model can hold a weight in FP8."""
+        ...
+
+
+def may_hold(placement: Placement) -> bool:
+    """Return whether the layer of a placement may hold its tensor in FP8."""
+    return isinstance(placement.param, Holder) and placement.param.may_hold(placement)
 
 
 def hold_as_published(
     of_ranks: Iterable[Iterable[Placement]],
     published: Mapping[str, list[str]],
-    checkpoint: QuantisedCheckpoint,
+    checkpoint: Float8Source,
     options: QuantisedOptions,
 ) -> frozenset[str]:
     """Hold matrices of an abstract model in FP8 if the checkpoint has all their columns in it.
@@ -34,24 +50,69 @@ def hold_as_published(
     """
     if options.dequantises:
         return frozenset()
+
+    def grain_of(placement: Placement) -> Grain | None:
+        return checkpoint.grain_of(published[placement.name][0])
+
+    held = _hold(of_ranks, grain_of, options)
+    return frozenset(published[placement.name][0] for placement in held)
+
+
+def rounded(
+    checkpoint: Checkpoint, placements: Iterable[Placement], published: Mapping[str, list[str]]
+) -> RoundedCheckpoint:
+    """Return the checkpoint with the matrices rounded that layers may hold in FP8.
+
+    Args:
+        checkpoint: The weights, in 16 or 32 bits.
+        placements: The placements of the model.
+        published: The checkpoint's names of each canonical name.
+    """
+    chosen = filter(may_hold, placements)
+    return RoundedCheckpoint(checkpoint, (published[each.name][0] for each in chosen))
+
+
+def hold_drawn(
+    placements: Iterable[Placement], scheme: Scheme | None, options: QuantisedOptions
+) -> None:
+    """Hold matrices of an abstract model whose weights are drawn, as those of a folder in FP8.
+
+    Args:
+        placements: The placements of the model on a device.
+        scheme: The scheme of the folder; None for weights in 16 bits.
+        options: As in `hold_as_published`.
+    """
+    if options.dequantises or scheme is None or not scheme.grains:
+        return
+    if scheme.input_bits not in (None, 8):  # its weights are in 4 bits
+        return
+    has_rows = not scheme.grains.isdisjoint((PER_TENSOR, PER_ROW))
+    grain = Grain.ROWS if has_rows else Grain.BLOCKS
+    _hold([placements], lambda placement: grain, options)
+
+
+def _hold(
+    of_ranks: Iterable[Iterable[Placement]],
+    grain_of: Callable[[Placement], Grain | None],
+    options: QuantisedOptions,
+) -> list[Placement]:
+    """Hold the matrices whose placements have one grain; return the placements of these."""
     of_matrices: dict[int, tuple[Holder, list[Placement]]] = {}
     for placements in of_ranks:
-        for placement in placements:
+        for placement in filter(may_hold, placements):
             matrix = placement.param
-            if isinstance(matrix, Holder) and matrix.may_hold(placement):
-                of_matrices.setdefault(id(matrix), (matrix, []))[1].append(placement)
-    held = set[str]()
+            of_matrices.setdefault(id(matrix), (matrix, []))[1].append(placement)
+    held = list[Placement]()
     for matrix, parts in of_matrices.values():
-        names = [published[part.name][0] for part in parts]
-        grains = set(map(checkpoint.grain_of, names))
+        grains = set(map(grain_of, parts))
         grain = grains.pop() if len(grains) == 1 else None
         if grain is None or not all(matrix.fits(part, grain) for part in parts):
             continue
         form = Form(grain, options.terms)
         if options.terms == 1 or _has_kernel(matrix, form):
             matrix.hold(form)
-            held.update(names)
-    return frozenset(held)
+            held += parts
+    return held
 
 
 def _has_kernel(matrix: Holder, form: Form) -> bool:

@@ -154,16 +154,16 @@ class Integers:
 
     def _by_group(self, operation: np.ufunc, into: np.ndarray, values: np.ndarray) -> None:
         if self.order is None:
-            _by_group(operation, into, values, self.group)
+            by_group(operation, into, values, self.group)
         else:
             operation(into, np.take(values, self.order, axis=1), out=into)
 
 
 def _multiply(into: np.ndarray, scale: np.ndarray, group: int) -> None:
-    _by_group(np.multiply, into, scale, group)
+    by_group(np.multiply, into, scale, group)
 
 
-def _by_group(operation: np.ufunc, into: np.ndarray, values: np.ndarray, group: int) -> None:
+def by_group(operation: np.ufunc, into: np.ndarray, values: np.ndarray, group: int) -> None:
     """Apply an operation with `values`, `[rows, groups]`; the last group may be partial."""
     count, width = into.shape
     whole = width // group

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxspec.checks import shown
 from jaxspec.models.checkpoint import Checkpoint, listed
+from jaxspec.models.quantised.kv_scales import is_kv_scale
 from jaxspec.models.quantised.matrices import Float4, Float8, Integers, Matrix
 from jaxspec.models.quantised.scheme import AWQ, GPTQ, PER_ROW, PER_TENSOR, Grain, Scheme
 from jaxspec.models.quantised.tensors import (
@@ -28,7 +29,6 @@ _FLOATS = tuple(DTYPES)
 _SCALES = (*_FLOATS, "F8_E8M0")
 _OF_FP8 = ("_scale_inv", "_scale")  # ends of the names of scales; both multiply
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a word of the numbers of 8 rows
-_KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 _INPUT_SCALES = (".input_scale", ".input_global_scale", ".q_proj.output_scale", ".q_scale")
 _NAME_CHARACTERS, _FAULT_CHARACTERS = 72, 250
 _SHAPES = 4  # accepted shapes in an error
@@ -45,7 +45,7 @@ class Found(NamedTuple):
 
     matrices: Mapping[str, Matrix]
     others: frozenset[str]  # read as stored
-    kv_scales: int  # number of scales of keys and values, which are not used
+    kv_scales: frozenset[str]  # names of scales of keys and values
 
 
 class _Folder(NamedTuple):
@@ -163,13 +163,14 @@ def matrices_in(checkpoint: Checkpoint, scheme: Scheme, is_read: Callable[[str],
         tuple(sorted(scheme.grains, key=str)),
         tuple(sorted(scheme.groups, key=lambda size: size or math.inf)),
     )
-    faults, used, kv_scales = list[str](), set[str](), 0
+    faults, used, kv_scales = list[str](), set[str](), set[str]()
     for name in sorted(folder.names):
         if name.endswith(".pre_quant_scale") and is_read(name):
             faults.append(f"{_short(name)} must be absent: factors of inputs are not implemented")
-        if name.endswith(_KV_SCALES + _INPUT_SCALES):
+        if is_kv_scale(name):
+            kv_scales.add(name)
+        if name in kv_scales or name.endswith(_INPUT_SCALES):
             used.add(name)
-            kv_scales += name.endswith(_KV_SCALES)
         if (found := _form_of(name, folder)) is None or not is_read(found[2]):
             continue
         form, module, weight = found
@@ -190,7 +191,7 @@ def matrices_in(checkpoint: Checkpoint, scheme: Scheme, is_read: Callable[[str],
             f"and {len(faults):,} of them {are} not: {listed(faults, _FAULT_CHARACTERS)}. Download "
             "config.json and the weights again, or use the 16-bit folder."
         )
-    return Found(matrices, folder.names - used, kv_scales)
+    return Found(matrices, folder.names - used, frozenset(kv_scales))
 
 
 def _unread(checkpoint: Checkpoint, others: Iterable[str]) -> Iterator[str]:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxspec.checks import shown
 from jaxspec.gguf import is_gguf
 from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint
+from jaxspec.models.quantised.rounded import RoundedCheckpoint
 from jaxspec.models.quantised.scheme import Scheme
 
 _log = logging.getLogger(__name__)
@@ -31,6 +32,13 @@ class QuantisedOptions(NamedTuple):
         """The e4m3 numbers that an activation becomes before a weight in FP8 multiplies it."""
         return 2 if self.activation_dtype is None else 1
 
+    def rounds(self, scheme: Scheme | None, source: Path) -> bool:
+        """Return whether weights in 16 bits are rounded to FP8 while they are read.
+
+        Arguments are those of `check`.
+        """
+        return self.quantization == "fp8" and scheme is None and not is_gguf(source)
+
     def check(self, scheme: Scheme | None, source: Path) -> None:
         """Raise ValueError unless the options fit a checkpoint.
 
@@ -40,15 +48,9 @@ class QuantisedOptions(NamedTuple):
         """
         own = scheme.kind if scheme is not None else "gguf" if is_gguf(source) else None
         self._check_activations(scheme, source)
-        if self.quantization in (None, "dequantise", own):
+        if self.quantization in (None, "dequantise", own) or self.rounds(scheme, source):
             return
-        if self.quantization == "fp8" and own is None:
-            raise ValueError(
-                f"quantization='fp8' would round the weights in {source} to FP8 while they are "
-                "loaded, which is not implemented yet. Leave it out, or load a folder that was "
-                "published in FP8."
-            )
-        words = "" if own is None else f" or {own!r}, its own kind,"
+        words = " or 'fp8', which rounds them," if own is None else f" or {own!r}, its own kind,"
         raise ValueError(
             f"quantization must be None, 'dequantise'{words} for {source}, got "
             f"{shown(self.quantization)}. Leave it out: weights are read as the checkpoint stores "
@@ -58,17 +60,18 @@ class QuantisedOptions(NamedTuple):
     def _check_activations(self, scheme: Scheme | None, source: Path) -> None:
         if self.activation_dtype is None:
             return
-        has_float8 = scheme is not None and bool(scheme.grains)
+        has_float8 = scheme is not None and bool(scheme.grains) or self.rounds(scheme, source)
         if self.activation_dtype != "float8_e4m3fn" or not has_float8 or self.dequantises:
             raise ValueError(
                 "activation_dtype must be None, or 'float8_e4m3fn' for weights that stay in FP8, "
                 f"got {shown(self.activation_dtype)} for {source}. Leave it out, or load a folder "
-                "that was published in FP8, without quantization='dequantise'."
+                "that was published in FP8, without quantization='dequantise', or set "
+                "quantization='fp8' for weights in 16 bits."
             )
 
 
 def log_dequantised(
-    checkpoint: QuantisedCheckpoint,
+    checkpoint: QuantisedCheckpoint | RoundedCheckpoint,
     dtype: np.dtype,
     devices: int = 1,
     *,

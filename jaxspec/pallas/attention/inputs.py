@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.norm.rms_norm import rms_norm
-from jaxspec.pallas.paging.kv_write import KVPool, kv_write, kv_write_reference
+from jaxspec.pallas.paging.kv_write import KVPool, KVScales, kv_write, kv_write_reference
 
 Rotation = tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]  # cosines, sines
 
@@ -30,6 +30,7 @@ def attention_inputs(
     *,
     heads: int,
     gated: bool,
+    scales: KVScales | None = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], KVPool]:
     """Return the queries of a projection, and the pool with its keys and values in one layer.
 
@@ -37,7 +38,7 @@ def attention_inputs(
     `gated`, each query head is followed by a gate of its size, which is not read here. Queries and
     keys are normalised by `norm` unless it is None, then rotated (`rotate`) by the token's float32
     `angles` unless these are None. Keys and values are stored by `kv_write`, whose docstring
-    defines `kv_slots` and the casts. The queries have the dtype of `qkv`.
+    defines `kv_slots`, `scales` and the casts. The queries have the dtype of `qkv`.
 
     One kernel computes all of this if projection, norm (if any) and pool are all bfloat16 or all
     float32, heads have 64, 128 or 256 channels, and the number of rotated channels is at least 16
@@ -47,7 +48,7 @@ def attention_inputs(
         ValueError: The projection has the wrong number of columns.
     """
     _check_columns(qkv, kv, heads, gated)
-    why = _why_not_kernel(qkv, norm, angles, kv)
+    why = _why_not_kernel(qkv, norm, angles, kv, scales)
     if dispatch.runs_kernel("attention_inputs", why, rows=qkv.shape[0]):
         from jaxspec.pallas.attention.inputs_kernel import attention_inputs_kernel
 
@@ -56,12 +57,14 @@ def attention_inputs(
             qkv, norm, angles, kv, on_device, kv_slots, heads=heads, gated=gated
         )
     queries, keys, values = _queries_keys_values(qkv, norm, angles, kv, heads, gated)
-    return queries, kv_write(kv, layer, keys, values, kv_slots)
+    return queries, kv_write(kv, layer, keys, values, kv_slots, scales)
 
 
-def attention_inputs_reference(qkv, norm, angles, kv, layer, kv_slots, *, heads, gated):
+def attention_inputs_reference(
+    qkv, norm, angles, kv, layer, kv_slots, *, heads, gated, scales=None
+):
     queries, keys, values = _queries_keys_values(qkv, norm, angles, kv, heads, gated)
-    return queries, kv_write_reference(kv, layer, keys, values, kv_slots)
+    return queries, kv_write_reference(kv, layer, keys, values, kv_slots, scales)
 
 
 def _check_columns(qkv, kv, heads, gated):
@@ -107,13 +110,15 @@ def rotate(
     return jnp.concatenate([rotated.astype(x.dtype), x[..., 2 * half :]], axis=-1)
 
 
-def _why_not_kernel(qkv, norm, angles, kv):
+def _why_not_kernel(qkv, norm, angles, kv, scales):
     head_dim = kv.shape[5]
     half = head_dim // 2 if angles is None else angles[0].shape[1]
     norm_dtype = qkv.dtype if norm is None else norm.weights.dtype
     if not qkv.dtype == norm_dtype == kv.dtype or qkv.dtype not in (jnp.bfloat16, jnp.float32):
         norms = "" if norm is None else f" and norms in {norm_dtype}"
         return f"a projection in {qkv.dtype}{norms} for a {kv.dtype} pool"
+    if scales is not None:
+        return f"scaled keys and values in {kv.dtype}"
     if head_dim not in (64, 128, 256):
         return f"heads of {head_dim}, not 64, 128 or 256"
     if half < 8 or head_dim % (2 * half):

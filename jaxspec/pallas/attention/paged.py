@@ -10,7 +10,7 @@ from jaxspec import device
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.attention.output_gate import OutputGate
 from jaxspec.pallas.attention.paged_tiling import max_query_rows
-from jaxspec.pallas.paging.kv_write import KVPool
+from jaxspec.pallas.paging.kv_write import KVPool, KVScales
 from jaxspec.regions import DecodeRegion
 
 _MIN_CPU_CONTEXT = 128  # positions read per row on a CPU, however short the rows are
@@ -29,14 +29,16 @@ def paged_attention(
     page_tables: Int[Array, "slots pages"],
     rows: DecodeRegion,
     gate: OutputGate | None = None,
+    scales: KVScales | None = None,
 ) -> Float[Array, "rows width heads head_dim"]:
     """Causal attention of each row's `width` newest tokens over its pages, in the queries' dtype.
 
     Token `j` of a row is at position `rows.num_computed + j` and attends to positions `0` up to its
-    own, all of which `kv_write` has already stored. Query heads share keys in groups of
-    `heads // kv_heads`; the scale is `head_dim ** -0.5`; scores and softmax are float32. The output
-    of padding (tokens `j >= rows.query_len`, and rows that are not live) is 0, never NaN. `gate`,
-    over all `rows * width` tokens, then multiplies all heads, including those of padding.
+    own, all of which `kv_write` has already stored, divided by `scales` if there are any. Query
+    heads share keys in groups of `heads // kv_heads`; scores are multiplied by `head_dim ** -0.5`;
+    scores and softmax are float32. The output of padding (tokens `j >= rows.query_len`, and rows
+    that are not live) is 0, never NaN. `gate`, over all `rows * width` tokens, then multiplies all
+    heads, including those of padding.
 
     The tokens after a row's first are drafts, and a draft that the target rejects may be NaN. Its
     non-finite values count as 0, so that the tokens before it are unaffected. Its keys are NaN as
@@ -52,20 +54,20 @@ def paged_attention(
     num_rows, width, heads, head_dim = queries.shape
     if gate is not None:
         gate.check(num_rows * width, heads, head_dim)
-    if dispatch.runs_kernel("paged_attention", _why_not_kernel(queries, kv), rows=num_rows):
+    if dispatch.runs_kernel("paged_attention", _why_not_kernel(queries, kv, scales), rows=num_rows):
         from jaxspec.pallas.attention.paged_kernel import paged_attention_kernel
 
         on_device = dispatch.layer_index(kv, layer)
-        return paged_attention_kernel(queries, kv, on_device, page_tables, rows, gate)
+        return paged_attention_kernel(queries, kv, on_device, page_tables, rows, gate, scales)
     on_cpu = device.default_device().platform == "cpu"
     attend = _attend_longest_row if on_cpu else paged_attention_reference
-    out = attend(queries, kv, layer, page_tables, rows)
+    out = attend(queries, kv, layer, page_tables, rows, scales)
     if gate is None:
         return out
     return gate(out.reshape(num_rows * width, heads, head_dim)).reshape(out.shape)
 
 
-def _attend_longest_row(queries, kv, layer, page_tables, rows):
+def _attend_longest_row(queries, kv, layer, page_tables, rows, scales):
     """`paged_attention` on a CPU, where every page that is read costs time, masked or not.
 
     Reads as many pages of each row as the longest row needs, rounded up to one of a few widths that
@@ -80,14 +82,14 @@ def _attend_longest_row(queries, kv, layer, page_tables, rows):
     longest = jnp.max(length, initial=0)
     branch = jnp.sum(longest > page_size * jnp.array(widths[:-1], jnp.int32))
     branches = [functools.partial(_attend_first_pages, width, layer) for width in widths]
-    return jax.lax.switch(branch, branches, queries, kv, page_tables, rows)
+    return jax.lax.switch(branch, branches, queries, kv, page_tables, rows, scales)
 
 
-def _attend_first_pages(num_pages, layer, queries, kv, page_tables, rows):
-    return paged_attention_reference(queries, kv, layer, page_tables[:, :num_pages], rows)
+def _attend_first_pages(num_pages, layer, queries, kv, page_tables, rows, scales):
+    return paged_attention_reference(queries, kv, layer, page_tables[:, :num_pages], rows, scales)
 
 
-def paged_attention_reference(queries, kv, layer, page_tables, rows):
+def paged_attention_reference(queries, kv, layer, page_tables, rows, scales=None):
     """Reference for `paged_attention`: gather every page of the row, mask, softmax."""
     num_rows, width, heads, head_dim = queries.shape
     _, _, num_pages, page_size, kv_heads, _ = kv.shape
@@ -113,7 +115,8 @@ def paged_attention_reference(queries, kv, layer, page_tables, rows):
         precision="highest",
         preferred_element_type=jnp.float32,
     )
-    scores = jnp.where(sees[:, None, None, :, :], scores * head_dim**-0.5, -jnp.inf)
+    scores = scores * softmax_factor(head_dim, scales)
+    scores = jnp.where(sees[:, None, None, :, :], scores, -jnp.inf)
     # All scores of a padding token are -inf: replace their maximum by 0, and their sum 0 by 1.
     largest = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(largest), largest, 0.0))
@@ -126,16 +129,24 @@ def paged_attention_reference(queries, kv, layer, page_tables, rows):
     values = values.astype(jnp.float32)
     values = jnp.where(written & (~is_draft | jnp.isfinite(values)), values, 0.0)
     out = jnp.einsum("rkgwc,rckd->rwkgd", weights, values, precision="highest")
+    out = out if scales is None else out * scales[1]
     return out.reshape(queries.shape).astype(queries.dtype)
 
 
-def _why_not_kernel(queries, kv):
+def softmax_factor(head_dim: int, scales: KVScales | None) -> float | Float[Array, ""]:
+    """Return the factor of products of queries and stored keys."""
+    return head_dim**-0.5 if scales is None else head_dim**-0.5 * scales[0]
+
+
+def _why_not_kernel(queries, kv, scales):
     width, page_size, head_dim = queries.shape[1], kv.shape[3], kv.shape[5]
     group = queries.shape[2] // kv.shape[4]
     if width > _MAX_KERNEL_WIDTH:
         return f"{width} tokens a row, more than {_MAX_KERNEL_WIDTH}"
     if (queries.dtype, kv.dtype) not in _KERNEL_DTYPES:
         return f"queries in {queries.dtype} over {kv.dtype}, which no kernel takes"
+    if scales is not None and kv.dtype != jnp.float8_e4m3fn:
+        return f"scaled keys and values in {kv.dtype}"
     if head_dim not in (64, 128, 256):
         return f"heads of {head_dim}, not 64, 128 or 256"
     max_group = max_query_rows(kv.dtype, head_dim)

@@ -62,6 +62,7 @@ class Refs(NamedTuple):
     out: Any  # like `queries`; if split: [splits, rows, kv_heads, query rows per row, head_dim]
     lse: Any = None  # if split: [splits, rows, kv_heads, query tiles, query rows per tile]
     gates: Any = None  # if gated here: [tokens, heads, 2 * head_dim], query then gate
+    scales: Any = None  # [2] in float32, of keys and of values, if they are scaled
 
 
 class BlockIndex(NamedTuple):
@@ -228,17 +229,18 @@ def _split_of(sizes, index, row, refs, smem) -> KVSplit:
     return KVSplit(sizes, refs, smem, row.slot, index.head, first, count)
 
 
-def copy_rows(sizes, source, target):
+def copy_rows(sizes, source, target, factor=None):
     """Copy a query tile between two buffers in shared memory, through registers.
 
     One buffer is row-major, as in global memory. The other is swizzled in tiles of eight rows, as
-    tensor cores read it.
+    tensor cores read it. Rows are multiplied by `factor`, if there is one, before they are rounded.
     """
     layout = layouts.piece_layout(8, sizes.pages.head_dim, itemsize=2)
     for rows in (pl.ds(start, 8) for start in range(0, sizes.query_rows, 8)):
         piece = access.load(source.at[rows], layout)
         if source.dtype != target.dtype:
             piece = jnp.clip(piece.astype(jnp.float32), -_MAX_FLOAT16, _MAX_FLOAT16)
+            piece = piece if factor is None else piece * factor
             piece = piece.astype(target.dtype)
         access.store(target.at[rows], piece)
     plgpu.commit_smem()

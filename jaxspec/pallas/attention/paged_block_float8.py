@@ -73,6 +73,9 @@ def attend(block: Block):
     shape, channels = (tiling.block_kv, sizes.query_rows), _part_size(dim)
     parts = [pl.ds(start, channels) for start in range(0, dim, channels)]
     position, query = (_iota(shape, i) for i in range(2))
+    scales = block.refs.scales
+    factor = dim**-0.5 * softmax.LOG2E
+    factor = factor if scales is None else factor * scales[0]
     newest = block.newest_position(query)
     plgpu.barrier_wait(smem.q_produced)
     copy_rows(sizes, smem.q_rows, smem.q_tile)
@@ -84,7 +87,7 @@ def attend(block: Block):
         plgpu.barrier_wait(smem.k_produced.at[stage])
         scores = _products(smem, stage, parts)
         scores = jnp.where(position <= newest - base, scores, -jnp.inf)
-        scores = scores * (dim**-0.5 * softmax.LOG2E)
+        scores = scores * factor
         m_new = jnp.maximum(m_i, scores.max(axis=0))
         m_safe = softmax.finite(m_new)
         weights = jnp.exp2(scores - lax.broadcast_in_dim(m_safe, shape, (1,)))
@@ -114,7 +117,7 @@ def attend(block: Block):
     state, _ = lax.fori_loop(0, kv.count, attend_tile, carry)
     _store_to_smem(state, parts, smem)
     if tiling.splits == 1:
-        copy_rows(sizes, smem.q_tile, smem.q_rows)
+        copy_rows(sizes, smem.q_tile, smem.q_rows, None if scales is None else scales[1])
         block.store_heads(smem.q_rows)
     else:
         block.copy_split(smem.q_tile, smem.lse)

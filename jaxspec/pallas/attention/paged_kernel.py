@@ -31,7 +31,7 @@ from jaxspec.pallas.paging.page_tiles import PageTiles, flatten_pool
 
 @functools.partial(jax.jit, static_argnames=("tiling", "interpret"))
 def paged_attention_kernel(
-    queries, kv, layer, page_tables, rows, gate=None, *, tiling=None, interpret=None
+    queries, kv, layer, page_tables, rows, gate=None, scales=None, *, tiling=None, interpret=None
 ):
     """Run `paged_attention`; `tiling` None means that of `choose_tiling`."""
     num_rows, width, heads, head_dim = queries.shape
@@ -53,6 +53,8 @@ def paged_attention_kernel(
         "num_computed": rows.num_computed,
         "query_len": rows.query_len,
     }
+    if scales is not None:
+        operands["scales"] = scales
     params = {} if interpret is None else {"interpret": interpret}
     # The last kernel applies the gate if the projection's columns divide into the units it reads:
     # pairs of query and gate heads, or vectors of four when merging. Otherwise XLA applies it.
@@ -68,7 +70,7 @@ def paged_attention_kernel(
         (out,) = _attend(sizes, operands, kv_heads, params)
     else:
         out, lse = _attend(sizes, operands, kv_heads, params)
-        out = _merge(sizes, out, lse, in_kernel, queries, params)
+        out = _merge(sizes, out, lse, in_kernel, scales, queries, params)
     out = out.reshape(num_rows * width, heads, head_dim)
     return (out if by_xla is None else by_xla(out)).reshape(queries.shape)
 
@@ -160,8 +162,8 @@ def _attend(sizes, operands, kv_heads, params):
     )(*operands.values())
 
 
-def _merge(sizes, out, lse, gate, queries, params):
-    """Merge the outputs of all splits, and apply the gate if there is one.
+def _merge(sizes, out, lse, gate, scales, queries, params):
+    """Merge the outputs of all splits, and apply the scale of values and the gate, if any.
 
     `out` is `[splits, rows, kv_heads, query rows per row, head_dim]`; its first axis is padded to a
     multiple of `MERGED_AT_ONCE`, and the padding is not written. This is one kernel because XLA
@@ -171,10 +173,13 @@ def _merge(sizes, out, lse, gate, queries, params):
     group, splits = sizes.group, sizes.tiling.splits
     layout = layouts.row_layout(dim, 4)  # reductions across warps need vectors of 4
     per_split, per_channel = layout.reduce(1), layout.reduce(0)
-    gates = [] if gate is None else [gate.projected]
+    more = {"gates": None if gate is None else gate.projected, "scales": scales}
+    more = {name: operand for name, operand in more.items() if operand is not None}
 
-    def body(out, lse, *gates_and_merged):
-        *gates, merged = gates_and_merged
+    def body(out, lse, *more_and_merged):
+        *operands, merged = more_and_merged
+        given = dict(zip(more, operands, strict=True))
+        gates, factors = given.get("gates"), given.get("scales")
         row, token, head = (lax.axis_index(name) for name in ("row", "token", "head"))
         kv_head = lax.div(head, group)
         tile, query_row = lax.div(token, sizes.tokens), lax.rem(token, sizes.tokens) * group
@@ -183,7 +188,9 @@ def _merge(sizes, out, lse, gate, queries, params):
         parts = parts.astype(jnp.float32)
         split_lse = access.load(lse.at[:, row, kv_head, tile, query_row], per_split)
         columns = pl.ds((2 * head + 1) * dim, dim)
-        gates = [access.load(x.at[row * width + token, columns], per_channel) for x in gates]
+        gate = None
+        if gates is not None:
+            gate = access.load(gates.at[row * width + token, columns], per_channel)
         split = plgpu.broadcasted_iota(jnp.int32, split_lse.shape, 0, layout=per_split)
         split_lse = jnp.where(split < splits, split_lse, -jnp.inf)
         max_lse = jnp.max(split_lse)
@@ -193,8 +200,10 @@ def _merge(sizes, out, lse, gate, queries, params):
         parts = jnp.where(split < splits, parts, 0.0)
         result = jnp.sum(parts * lax.broadcast_in_dim(weight, parts.shape, (0,)), axis=0)
         result = result / jnp.where(total == 0, 1.0, total)
-        for x in gates:
-            result = output_gate.gate_in_kernel(result, x)
+        if factors is not None:
+            result = result * factors[1]
+        if gate is not None:
+            result = output_gate.gate_in_kernel(result, gate)
         access.store(merged.at[row, token, head], result.astype(queries.dtype))
 
     return plgpu.kernel(
@@ -207,4 +216,4 @@ def _merge(sizes, out, lse, gate, queries, params):
             unsafe_no_auto_barriers=True, reduction_scratch_bytes=8192
         ),
         **params,
-    )(out, lse, *gates)
+    )(out, lse, *more.values())

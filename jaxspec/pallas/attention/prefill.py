@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.paging.kv_write import KVPool
+from jaxspec.pallas.attention.paged import softmax_factor
+from jaxspec.pallas.paging.kv_write import KVPool, KVScales
 from jaxspec.regions import PrefillRegion
 
 _TILE = 64  # queries per tile of the reference; a tile never spans two chunks
@@ -17,25 +18,26 @@ def prefill_attention(
     layer: int,
     page_tables: Int[Array, "slots pages"],
     chunks: PrefillRegion,
+    scales: KVScales | None = None,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Causal attention of every token over its own sequence, in the queries' dtype.
 
     Token `j` of a chunk is at position `chunks.num_computed + j` and attends to positions `0` up to
     its own in the pages of the chunk's slot, where `kv_write` has already stored this step's keys
-    and values. Query heads share keys in groups of `heads // kv_heads`; the scale is
-    `head_dim ** -0.5`; scores and softmax are float32. The output of padding (tokens outside every
-    chunk, and chunks that are not live) is 0.
+    and values, divided by `scales` if there are any. Query heads share keys in groups of
+    `heads // kv_heads`; scores are multiplied by `head_dim ** -0.5`; scores and softmax are
+    float32. The output of padding (tokens outside every chunk, and chunks that are not live) is 0.
     """
-    why = _why_not_kernel(queries, kv)
+    why = _why_not_kernel(queries, kv, scales)
     if dispatch.runs_kernel("prefill_attention", why, rows=queries.shape[0]):
         from jaxspec.pallas.attention.prefill_kernel import prefill_attention_kernel
 
         on_device = dispatch.layer_index(kv, layer)
-        return prefill_attention_kernel(queries, kv, on_device, page_tables, chunks)
-    return prefill_attention_reference(queries, kv, layer, page_tables, chunks)
+        return prefill_attention_kernel(queries, kv, on_device, page_tables, chunks, scales)
+    return prefill_attention_reference(queries, kv, layer, page_tables, chunks, scales)
 
 
-def prefill_attention_reference(queries, kv, layer, page_tables, chunks):
+def prefill_attention_reference(queries, kv, layer, page_tables, chunks, scales=None):
     """Reference for `prefill_attention`, tile by tile so that only real tokens take time."""
     num_tokens, num_seqs = queries.shape[0], chunks.slots.shape[0]
     if not num_seqs:  # no chunk has tokens
@@ -54,7 +56,7 @@ def prefill_attention_reference(queries, kv, layer, page_tables, chunks):
         tile_queries = jax.lax.dynamic_slice_in_dim(padded, start, _TILE)
         pages = page_tables[chunks.slots[seq]]
         position = chunks.num_computed[seq] + offset
-        new = _attend(tile_queries, kv, layer, pages, position, remaining)
+        new = _attend(tile_queries, kv, layer, pages, position, remaining, scales)
         real = jnp.arange(_TILE, dtype=jnp.int32) < remaining
         old = jax.lax.dynamic_slice_in_dim(out, start, _TILE)
         new = jnp.where(real[:, None, None], new, old)
@@ -64,7 +66,7 @@ def prefill_attention_reference(queries, kv, layer, page_tables, chunks):
     return out[:num_tokens]
 
 
-def _attend(queries, kv, layer, pages, position, num_real):
+def _attend(queries, kv, layer, pages, position, num_real, scales):
     """Attention of consecutive tokens, the first at `position`, over one row of the page table."""
     tokens, heads, head_dim = queries.shape
     _, _, num_pages, page_size, kv_heads, _ = kv.shape
@@ -84,20 +86,24 @@ def _attend(queries, kv, layer, pages, position, num_real):
         preferred_element_type=jnp.float32,
     )
     sees = (key_position[None, :] <= query_position[:, None])[None, None]
-    weights = jax.nn.softmax(jnp.where(sees, scores * head_dim**-0.5, -jnp.inf), axis=-1)
+    scores = scores * softmax_factor(head_dim, scales)
+    weights = jax.nn.softmax(jnp.where(sees, scores, -jnp.inf), axis=-1)
     # Pages beyond the sequence may hold non-finite values of an earlier request.
     written = key_position < position + num_real
     values = jnp.where(written[:, None, None], values.astype(jnp.float32), 0.0)
     out = jnp.einsum("kgtc,ckd->tkgd", weights, values, precision="highest")
+    out = out if scales is None else out * scales[1]
     return out.reshape(queries.shape).astype(queries.dtype)
 
 
-def _why_not_kernel(queries, kv):
+def _why_not_kernel(queries, kv, scales):
     page_size, kv_heads, head_dim = kv.shape[3:]
     group = queries.shape[1] // kv_heads
     if queries.dtype != jnp.bfloat16 or kv.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
         given = f"queries in {queries.dtype} over {kv.dtype}"
         return f"{given}, not bfloat16 over bfloat16 or float8_e4m3fn"
+    if scales is not None and kv.dtype != jnp.float8_e4m3fn:
+        return f"scaled keys and values in {kv.dtype}"
     if head_dim not in (64, 128, 256):
         return f"heads of {head_dim}, not 64, 128 or 256"
     if page_size < 16 or page_size % 8:

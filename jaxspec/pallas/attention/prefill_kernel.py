@@ -56,14 +56,15 @@ class _BlockSizes:
 
 
 class _Refs(NamedTuple):
-    """Operands and output in global memory, in the order of the kernel's arguments."""
+    """Output and operands in global memory, the operands in the order of the arguments."""
 
+    out: Any  # [blocks * tokens per block, heads * head_dim]
     work: Any  # [blocks, 4], see `_schedule`
     queries: Any  # [tokens, heads * head_dim]
     pool: Any  # from `flatten_pool`
     layer: Any  # [1]
     page_tables: Any  # [slots, pages]
-    out: Any  # [blocks * tokens per block, heads * head_dim]
+    scales: Any = None  # [2] in float32, of keys and of values, if they are scaled
 
 
 class _Smem(NamedTuple):
@@ -91,7 +92,7 @@ class _Work(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("block_kv", "interpret"))
 def prefill_attention_kernel(
-    queries, kv, layer, page_tables, chunks, *, block_kv=None, interpret=None
+    queries, kv, layer, page_tables, chunks, scales=None, *, block_kv=None, interpret=None
 ):
     """Run `prefill_attention`; `block_kv`: positions per tile, None means the default."""
     num_tokens, heads, head_dim = queries.shape
@@ -104,8 +105,12 @@ def prefill_attention_kernel(
     flat = jnp.pad(flat, ((0, max(0, sizes.tokens - num_tokens)), (0, 0)))  # at least one block
     params = {} if interpret is None else {"interpret": interpret}
 
+    operands = work, flat, flatten_pool(kv), layer[None], page_tables
+    operands = operands if scales is None else (*operands, scales)
+
     def body(*refs, smem):
-        _run_block(sizes, _Refs(*refs), smem)
+        *inputs, out = refs
+        _run_block(sizes, _Refs(out, *inputs), smem)
 
     out = plgpu.kernel(
         body,
@@ -119,7 +124,7 @@ def prefill_attention_kernel(
         # No reduction crosses warps, and the rings may need all of shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         **params,
-    )(work, flat, flatten_pool(kv), layer[None], page_tables)
+    )(*operands)
     # XLA fuses this gather of rows with the caller's next operation.
     out = out.reshape(out.shape[0], heads, head_dim)
     return out.at[row].get(mode="fill", fill_value=0)
@@ -284,8 +289,9 @@ def _compute(sizes, work, index, head, warpgroup, refs, smem):
         access.store(tile.at[head_rows], x)
     plgpu.commit_smem()
     weights = None if smem.weights is None else smem.weights.at[warpgroup]
-    state = _attend(sizes, work, ahead, tile, weights, smem)
-    tile[...] = softmax.output(state).astype(tile.dtype)
+    state = _attend(sizes, work, ahead, tile, weights, refs.scales, smem)
+    output = softmax.output(state)
+    tile[...] = (output if refs.scales is None else output * refs.scales[1]).astype(tile.dtype)
     plgpu.commit_smem()
     tokens = pl.ds(index * sizes.tokens + ahead, num_tokens)
     for head_rows, head_columns in zip(rows, columns, strict=True):
@@ -293,13 +299,15 @@ def _compute(sizes, work, index, head, warpgroup, refs, smem):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _attend(sizes, work, ahead, queries, weights_operand, smem):
+def _attend(sizes, work, ahead, queries, weights_operand, scales, smem):
     """Return the softmax state of a warpgroup's queries after all tiles.
 
     `ahead`: offset of the warpgroup's first token within the block.
     """
     block_kv, dim = sizes.pages.block_kv, sizes.pages.head_dim
     keys, values = smem.ring
+    factor = dim**-0.5 * softmax.LOG2E
+    factor = factor if scales is None else factor * scales[0]
 
     def mask(scores, j):
         row, position = (softmax.tile_iota(block_kv, i) for i in range(2))
@@ -325,7 +333,7 @@ def _attend(sizes, work, ahead, queries, weights_operand, smem):
         # A tile that every query attends to in full needs no mask.
         is_masked = base + block_kv > work.position + 1
         scores = lax.cond(is_masked, mask, lambda scores, j: scores, scores, j)
-        weights, state = softmax.update(state, scores, dim**-0.5 * softmax.LOG2E)
+        weights, state = softmax.update(state, scores, factor)
         plgpu.barrier_wait(smem.produced[VALUES].at[stage])
         tile = values.at[stage]
         pl.when(base + block_kv > work.end)(lambda: clear(tile, work.end - base))

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec import device
 
 KVPool = Float[Array, "layers 2 pages page_size kv_heads head_dim"]  # axis 1: keys, values
+KVScales = Float[Array, "2"]  # float32; of keys, of values
 
 _MAX_FLOAT8 = 448  # the largest float8_e4m3fn
 
@@ -17,31 +18,41 @@ def kv_write(
     keys: Float[Array, "tokens kv_heads head_dim"],
     values: Float[Array, "tokens kv_heads head_dim"],
     kv_slots: Int[Array, " tokens"],
+    scales: KVScales | None = None,
 ) -> KVPool:
     """Write the keys and values of this step's tokens into one layer, and return the pool.
 
     They are cast to the pool's dtype. A float8_e4m3fn pool saturates: numbers out of range become
-    448 or -448; NaN stays NaN. `kv_slots` (int32) is computed by `slot_mapping`. A token is dropped
-    if its KV slot is -1, in the null page, or past the end of the pool. No two tokens of a step may
-    have the same KV slot.
+    448 or -448; NaN stays NaN. With `scales`, numbers are first divided by theirs in float32, and
+    the ops that read them multiply. `kv_slots` (int32) is computed by `slot_mapping`. A token is
+    dropped if its KV slot is -1, in the null page, or past the end of the pool. No two tokens of a
+    step may have the same KV slot.
     """
     if kv.dtype != jnp.float8_e4m3fn or device.default_device().platform != "cpu":
-        return kv_write_reference(kv, layer, keys, values, kv_slots)
+        return kv_write_reference(kv, layer, keys, values, kv_slots, scales)
     # Scatter bytes: XLA's CPU backend would scatter float8 into a wider copy of the pool.
-    new = (_saturate(x, kv.dtype) for x in (keys, values))
+    new = _stored(keys, values, scales, kv.dtype)
     pool, *new = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (kv, *new))
     pool = kv_write_reference(pool, layer, *new, kv_slots)
     return jax.lax.bitcast_convert_type(pool, kv.dtype)
 
 
-def kv_write_reference(kv, layer, keys, values, kv_slots):
+def kv_write_reference(kv, layer, keys, values, kv_slots, scales=None):
     num_pages, page_size = kv.shape[2:4]
     # A dropped token gets a page out of range: a negative index would wrap around.
     page = jnp.where(kv_slots >= page_size, kv_slots // page_size, num_pages)
     offset = jnp.where(kv_slots >= page_size, kv_slots % page_size, 0)
+    keys, values = _stored(keys, values, scales, kv.dtype)
     # No reshape of the pool: XLA's CPU backend would then copy all of it.
-    kv = kv.at[layer, 0, page, offset].set(_saturate(keys, kv.dtype), mode="drop")
-    return kv.at[layer, 1, page, offset].set(_saturate(values, kv.dtype), mode="drop")
+    kv = kv.at[layer, 0, page, offset].set(keys, mode="drop")
+    return kv.at[layer, 1, page, offset].set(values, mode="drop")
+
+
+def _stored(keys, values, scales, dtype):
+    """Return keys and values in a pool's dtype, divided by their scales if there are any."""
+    if scales is not None:
+        keys, values = (x.astype(jnp.float32) / scales[i] for i, x in enumerate((keys, values)))
+    return _saturate(keys, dtype), _saturate(values, dtype)
 
 
 def _saturate(x, dtype):

@@ -323,7 +323,7 @@ def test_scales_of_keys_values_and_inputs_are_hidden(tmp_path):
     )
     write_safetensors(pair.quantised / "model-scales.safetensors", held)
     with opened(pair.quantised) as checkpoint:
-        assert checkpoint.names == names and checkpoint.kv_scales == 2
+        assert checkpoint.names == names and checkpoint.num_kv_scales == 2
     assert_same_model(pair)
 
 

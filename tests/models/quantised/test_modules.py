@@ -218,7 +218,7 @@ def test_scales_without_a_weight_remain_visible(tmp_path):
 def test_scales_that_are_not_used_are_hidden(scale, tmp_path):
     tensors = {**stored("fp8 tensor"), scale: np.array(2, np.float32), f"bloc{scale}": scale_like()}
     with opened(write_module(tmp_path, tensors, FORMATS["fp8 tensor"])) as checkpoint:
-        assert checkpoint.names == {"x.weight", f"x.bloc{scale}"} and checkpoint.kv_scales == 1
+        assert checkpoint.names == {"x.weight", f"x.bloc{scale}"} and checkpoint.num_kv_scales == 1
 
 
 def scale_like():
@@ -279,7 +279,7 @@ def test_a_folder_with_scales_of_keys_and_values_alone_has_plain_weights(tmp_pat
     form = FORMATS["modelopt fp8"]._replace(config=config)
     with opened(write_module(tmp_path, tensors, form)) as checkpoint:
         assert checkpoint.names == {"x.weight"} and checkpoint.formats() == {}
-        assert checkpoint.stored("x.weight").dtype == "BF16" and checkpoint.kv_scales == 1
+        assert checkpoint.stored("x.weight").dtype == "BF16" and checkpoint.num_kv_scales == 1
 
 
 def test_a_stack_of_experts_without_scales_is_refused(tmp_path):

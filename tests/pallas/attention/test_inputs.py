@@ -124,6 +124,17 @@ def test_a_pool_of_8_bits_gets_what_lies_in_its_range():
     np.testing.assert_allclose(after, np.clip(exact, -448, 448), rtol=2**-4, atol=2**-9)
 
 
+def test_a_scaled_pool_gets_keys_and_values_divided_by_their_scales():
+    given = operands(SMALL, True, jnp.float32, 2, pool_dtype=jnp.float8_e4m3fn)
+    scales = np.array([0.125, 3.0], np.float32)
+    _, after = attention_inputs(*given, heads=SMALL.heads, gated=True, scales=jnp.asarray(scales))
+    _, exact = oracle(*given, SMALL, True)
+    before = np.asarray(given[3], np.float64)
+    exact = np.where(exact == before, exact, exact / scales[None, :, None, None, None, None])
+    after = np.asarray(after, np.float32)
+    np.testing.assert_allclose(after, np.clip(exact, -448, 448), rtol=2**-4, atol=2**-9)
+
+
 def test_columns_that_are_not_those_of_the_heads_are_refused():
     given = operands(SMALL, True, jnp.float32, 2)
     message = (

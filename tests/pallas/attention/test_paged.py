@@ -92,6 +92,22 @@ def test_8_bit_pools_are_read_as_they_are():
     np.testing.assert_allclose(compiled(queries, kv, 1, tables, rows), wide, atol=1e-6)
 
 
+def test_scaled_pools_are_read_as_the_products_of_numbers_and_scales():
+    rng, scales = np.random.default_rng(0), jnp.asarray([0.375, 2.5])  # exact in float32
+    kv = jnp.zeros((LAYERS, 2, PAGES, PAGE_SIZE, KV_HEADS, DIM), jnp.float8_e4m3fn)
+    tables = np.array([[0, 0, 0], [4, 9, 2], [1, 3, 5]], np.int32)
+    for slot in (1, 2):
+        kv, _, _ = store(rng, kv, 1, tables[slot], 12)
+    queries = jnp.asarray(normal(rng, 3, 2, HEADS, DIM))
+    gate = OutputGate(jnp.asarray(2 * normal(rng, 6, 2 * HEADS * DIM)))
+    indices = jnp.asarray(tables), decode_rows([2, 0, 1], [10, 3, 5], [2, 2, 1])
+    wide = kv.astype(jnp.float32) * scales[None, :, None, None, None, None]
+    for given in (None, gate):
+        expected = compiled(queries, wide, 1, *indices, given)
+        out = compiled(queries, kv, 1, *indices, given, scales)
+        np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
 def test_bfloat16_pools_keep_bfloat16_queries():
     kv = jnp.ones((LAYERS, 2, PAGES, PAGE_SIZE, KV_HEADS, DIM), jnp.bfloat16)
     queries = jnp.ones((1, 2, HEADS, DIM), jnp.bfloat16)
@@ -110,5 +126,5 @@ def test_heads_that_share_a_key_head_fit_in_a_query_tile(dtype, dim, max_group):
     fits, exceeds = (
         jax.ShapeDtypeStruct((1, 1, heads, dim), wide) for heads in (max_group, max_group + 1)
     )
-    assert _why_not_kernel(fits, kv) is None
-    assert f"{max_group + 1} heads that share a key head" in _why_not_kernel(exceeds, kv)
+    assert _why_not_kernel(fits, kv, None) is None
+    assert f"{max_group + 1} heads that share a key head" in _why_not_kernel(exceeds, kv, None)

@@ -40,11 +40,14 @@ CASES = [  # shape, dtype, rows, width, page size: one query tile a row, and sev
 
 @pytest.mark.parametrize(("shape", "dtype", "rows", "width", "page_size"), CASES, ids=str)
 def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width, page_size):
+    """Pools of 8 bits are scaled, which needs more registers."""
     from jaxspec.pallas.attention.paged_kernel import paged_attention_kernel
 
-    def step(queries, kv, tables, region, projected):
+    def step(queries, kv, tables, region, projected, scales):
         for gate in (OutputGate(projected), None):
-            queries = paged_attention_kernel(queries, kv, jnp.int32(1), tables, region, gate)
+            queries = paged_attention_kernel(
+                queries, kv, jnp.int32(1), tables, region, gate, scales
+            )
         return queries, kv
 
     wide = jnp.bfloat16 if dtype == jnp.float8_e4m3fn else dtype
@@ -53,7 +56,8 @@ def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width, pa
     tables = array(rows + 1, CONTEXT // page_size, dtype=jnp.int32)
     region = DecodeRegion(*[array(rows, dtype=jnp.int32)] * 5)
     projected = array(rows * width, 2 * shape.heads * shape.head_dim, dtype=wide)
-    operands = queries, pool, tables, region, projected
+    scales = array(2) if dtype == jnp.float8_e4m3fn else None
+    operands = queries, pool, tables, region, projected, scales
     compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
     # With a ring of one tile, registers run out by one to five.
     spills = 20 if stages(shape, dtype, rows, width) == 1 else 0

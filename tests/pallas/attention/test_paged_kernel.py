@@ -59,14 +59,14 @@ def kernel_case(shape, dtype, width, page_size, table_width, seed=0):
     return jnp.asarray(queries, wide), jnp.asarray(kv, dtype), jnp.asarray(tables), rows
 
 
-def check(run, queries, kv, tables, rows, gate=None):
+def check(run, queries, kv, tables, rows, gate=None, scales=None):
     """`run` equals the reference, and is 0 in padding rows and tokens."""
-    expected = reference(queries, kv, 1, tables, rows)
+    expected = reference(queries, kv, 1, tables, rows, scales)
     if gate is not None:
         shape = expected.shape
         expected = gate(expected.astype(jnp.float32).reshape(-1, *shape[2:])).reshape(shape)
     expected = np.asarray(expected, np.float32)
-    out = np.asarray(run(queries, kv, 1, tables, rows, gate), np.float32)
+    out = np.asarray(run(queries, kv, 1, tables, rows, gate, scales), np.float32)
     query_len = np.asarray(rows.query_len)
     for row in range(len(out)):
         real = query_len[row] if row in REAL else 0
@@ -76,6 +76,7 @@ def check(run, queries, kv, tables, rows, gate=None):
             continue
         # Weights are rounded to 16 bits before they meet the values.
         tolerance = 4e-6 if kv.dtype == jnp.float32 else 4 * float(jnp.finfo(jnp.bfloat16).eps)
+        tolerance *= 1 if scales is None else max(1, float(scales[1]))
         np.testing.assert_allclose(out[row, :real], expected[row, :real], atol=tolerance, rtol=0)
 
 
@@ -112,10 +113,10 @@ def interpreted(tiling, **params):
 
     interpret = plgpu.InterpretGPUParams(**params)
 
-    def run(queries, kv, layer, tables, rows, gate=None):
+    def run(queries, kv, layer, tables, rows, gate=None, scales=None):
         layer = jnp.asarray(layer, jnp.int32)
         options = {"tiling": tiling, "interpret": interpret}
-        return paged_attention_kernel(queries, kv, layer, tables, rows, gate, **options)
+        return paged_attention_kernel(queries, kv, layer, tables, rows, gate, scales, **options)
 
     return run
 
@@ -160,6 +161,60 @@ def test_the_kernel_equals_its_reference_without_races(
     assert not get_races().races_found
     check(run, *case, gate_of(np.random.default_rng(1), case[0]))
     assert not get_races().races_found
+
+
+SCALES = [(0.3, 2.5), (1.7, 300.0)]  # 448 * 300 is no float16
+FP8 = jnp.float8_e4m3fn
+
+
+def scaled_case(*args, values, seed=0):
+    """A case whose values reach `values`, for the scales of keys and of values."""
+    queries, kv, tables, rows = kernel_case(*args, seed=seed)
+    wide = kv.astype(jnp.float32)
+    largest = jnp.nanmax(jnp.abs(wide[1, 1]))
+    return queries, wide.at[1, 1].multiply(values / largest).astype(kv.dtype), tables, rows
+
+
+@pytest.mark.mosaic
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "width", "page_size", "table_width", "splits"),
+    [(4, 2, 64, 4, 16, 14, 1), (6, 1, 128, 3, 24, 9, 2), (6, 1, 256, 6, 16, 9, 1)],
+)
+def test_the_kernel_multiplies_by_the_scales_of_keys_and_values(
+    heads, kv_heads, dim, width, page_size, table_width, splits, scales
+):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    run, shape = interpreted(tiling_of(FP8, splits), detect_races=True), (heads, kv_heads, dim)
+    case = scaled_case(AttentionShape(*shape), FP8, width, page_size, table_width, values=3.0)
+    scales = jnp.asarray(scales, jnp.float32)
+    check(run, *case, scales=scales)
+    check(run, *case, gate_of(np.random.default_rng(1), case[0]), scales)
+    assert not get_races().races_found
+
+
+@pytest.mark.mosaic
+@pytest.mark.parametrize("splits", [1, 2])
+def test_scaled_values_beyond_float16_are_no_infinity(splits):
+    queries, kv, tables, rows = kernel_case(AttentionShape(2, 1, 64), FP8, 2, 16, 9)
+    kv = jnp.where(jnp.isnan(kv), kv, jnp.asarray(320, FP8))
+    scales = jnp.asarray([0.5, 300.0], jnp.float32)
+    out = interpreted(tiling_of(FP8, splits))(queries, kv, 1, tables, rows, None, scales)
+    np.testing.assert_allclose(np.asarray(out, np.float32)[REAL[0]], 96000, rtol=2**-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize(("model", "table_width"), [("qwen3-8b", 40), ("qwen3.5-27b", 15)])
+def test_on_a_gpu_scaled_pools_are_read_by_the_kernel(model, table_width, scales):
+    dispatch._chosen.pop("paged_attention", None)
+    run = jax.jit(paged_attention, static_argnums=2)
+    case = scaled_case(ATTENTION[model], FP8, 4, 16, table_width, values=3.0)
+    scales = jnp.asarray(scales, jnp.float32)
+    check(run, *case, scales=scales)
+    check(run, *case, gate_of(np.random.default_rng(1), case[0]), scales)
+    assert dispatch.implementations()["paged_attention"] == ("kernel",)
 
 
 @pytest.mark.mosaic

@@ -61,6 +61,17 @@ def test_8_bit_pools_are_read_as_they_are():
     np.testing.assert_allclose(compiled(queries, kv, 1, *indices), wide, atol=1e-6)
 
 
+def test_scaled_pools_are_read_as_the_products_of_numbers_and_scales():
+    scales = jnp.asarray([0.375, 2.5])  # products with 8 bits are exact in float32
+    queries, kv, *indices = kernel_case(
+        AttentionShape(4, 2, 8), FP8, 16, [33, 1, 70, 3, 0], [0, 130, 70, 9, 50]
+    )
+    queries = queries.astype(jnp.float32)
+    wide = kv.astype(jnp.float32) * scales[None, :, None, None, None, None]
+    expected = compiled(queries, wide, 1, *indices)
+    np.testing.assert_allclose(compiled(queries, kv, 1, *indices, scales), expected, atol=2e-6)
+
+
 # The kernel.
 SLOTS = np.array([3, 0, 2, 10**6, 1, 5, 4, -1], np.int32)
 REAL, POISONED = (0, 2, 4, 5, 6), 5
@@ -97,10 +108,10 @@ def kernel_case(shape, dtype, page_size, lengths, computed, seed=0):
     return jnp.asarray(queries, BF16), jnp.asarray(kv, dtype), int32(tables), chunks
 
 
-def check(run, queries, kv, tables, chunks):
+def check(run, queries, kv, tables, chunks, scales=None):
     """`run` equals the reference, and is 0 in padding; the poisoned chunk alone is NaN."""
-    expected = np.asarray(reference(queries, kv, 1, tables, chunks), np.float32)
-    out = np.asarray(run(queries, kv, 1, tables, chunks), np.float32)
+    expected = np.asarray(reference(queries, kv, 1, tables, chunks, scales), np.float32)
+    out = np.asarray(run(queries, kv, 1, tables, chunks, scales), np.float32)
     start, padding = np.asarray(chunks.query_start), np.ones(len(out), bool)
     for seq in REAL:
         chunk = slice(start[seq], start[seq + 1])
@@ -110,6 +121,7 @@ def check(run, queries, kv, tables, chunks):
             continue
         # Weights are rounded to 16 bits before they meet the values.
         tolerance = 4 * float(jnp.finfo(jnp.bfloat16).eps)
+        tolerance *= 1 if scales is None else max(1, float(scales[1]))
         np.testing.assert_allclose(out[chunk], expected[chunk], atol=tolerance, rtol=0)
     assert not np.any(out[padding])
 
@@ -122,9 +134,9 @@ def interpreted(**params):
 
     options = {"block_kv": 64, "interpret": plgpu.InterpretGPUParams(**params)}
 
-    def run(queries, kv, layer, tables, chunks):
+    def run(queries, kv, layer, tables, chunks, scales=None):
         layer = jnp.asarray(layer, jnp.int32)
-        return prefill_attention_kernel(queries, kv, layer, tables, chunks, **options)
+        return prefill_attention_kernel(queries, kv, layer, tables, chunks, scales, **options)
 
     return run
 
@@ -152,6 +164,37 @@ def test_the_kernel_equals_its_reference_without_races(
     shape = AttentionShape(heads, kv_heads, dim)
     check(run, *kernel_case(shape, dtype, page_size, lengths, computed))
     assert not get_races().races_found
+
+
+SCALES = jnp.asarray([0.3, 2.5], jnp.float32)
+
+
+@pytest.mark.mosaic
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page_size", "lengths", "computed"),
+    [
+        (8, 2, 64, 16, [33, 1, 64, 3, 0], [0, 130, 190, 9, 50]),
+        (2, 1, 256, 16, [30, 1, 3, 3, 0], [70, 90, 34, 9, 50]),
+    ],
+)
+def test_the_kernel_multiplies_by_the_scales_of_keys_and_values(
+    heads, kv_heads, dim, page_size, lengths, computed
+):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    shape = AttentionShape(heads, kv_heads, dim)
+    case = kernel_case(shape, FP8, page_size, lengths, computed)
+    check(interpreted(detect_races=True), *case, SCALES)
+    assert not get_races().races_found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3.5-27b"])
+def test_on_a_gpu_scaled_pools_are_read_by_the_kernel(model):
+    dispatch._chosen.pop("prefill_attention", None)
+    lengths, computed = [300, 1, 257, 3, 64], [0, 130, 700, 9, 1000]
+    check(compiled, *kernel_case(ATTENTION[model], FP8, 16, lengths, computed), SCALES)
+    assert dispatch.implementations()["prefill_attention"] == ("kernel",)
 
 
 @pytest.mark.mosaic

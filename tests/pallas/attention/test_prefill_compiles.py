@@ -17,11 +17,12 @@ OPTIMIZED = True  # as for a user
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("shape", ATTENTION.values(), ids=str)
 def test_prefill_attention(h200, monkeypatch, capfd, shape, dtype):
+    """Pools of 8 bits are scaled, which needs more registers."""
     monkeypatch.setattr(dispatch, "runs_kernel", lambda op, why_not, **_: why_not is None)
 
-    def step(queries, kv, tables, chunks):
+    def step(queries, kv, tables, chunks, scales):
         for layer in range(2):
-            queries = prefill_attention(queries, kv, layer, tables, chunks)
+            queries = prefill_attention(queries, kv, layer, tables, chunks, scales)
         return queries, kv
 
     seqs, tokens = 5, 2048
@@ -29,7 +30,8 @@ def test_prefill_attention(h200, monkeypatch, capfd, shape, dtype):
     pool = array(2, 2, 32768, 16, shape.kv_heads, shape.head_dim, dtype=dtype)
     index, starts = (array(n, dtype=jnp.int32) for n in (seqs, seqs + 1))
     chunks = PrefillRegion(slots=index, num_computed=index, query_start=starts, state_offset=index)
-    operands = queries, pool, array(65, 256, dtype=jnp.int32), chunks
+    scales = array(2) if dtype == jnp.float8_e4m3fn else None
+    operands = queries, pool, array(65, 256, dtype=jnp.int32), chunks, scales
     compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
     assert_lean(compiled, capfd.readouterr().out, pool)
     schedules = re.findall(r"custom-call\((%[\w.]+),", compiled.as_text())

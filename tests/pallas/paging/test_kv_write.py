@@ -29,6 +29,19 @@ def test_8_bit_pools_saturate(dtype):
     np.testing.assert_array_equal(kept, [expected, np.negative(expected)])
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_scaled_keys_and_values_are_divided_before_they_saturate(dtype):
+    kv = jnp.zeros((LAYERS, 2, PAGES, PAGE_SIZE, KV_HEADS, DIM), jnp.float8_e4m3fn)
+    numbers = jnp.asarray([112.5, -1e9, np.inf, -np.inf, np.nan, 112, 2**-11, 0.25])
+    new = jnp.broadcast_to(numbers, (1, KV_HEADS, DIM)).astype(dtype)
+    scales = jnp.asarray([0.25, 0.5])
+    kv = kv_write(kv, 1, new, new, int32([PAGE_SIZE]), scales)
+    keys, values = np.asarray(kv.astype(jnp.float32))[1, :, 1, 0, 0]
+    np.testing.assert_array_equal(keys, [448, -448, 448, -448, np.nan, 448, 2**-9, 1.0])
+    # 2^-10 is half of the least number, and 225 lies between 224 and 240.
+    np.testing.assert_array_equal(values, [224, -448, 448, -448, np.nan, 224, 0, 0.5])
+
+
 def test_a_layer_is_written_alone():
     rng = np.random.default_rng(0)
     kv = jnp.zeros((LAYERS, 2, PAGES, PAGE_SIZE, KV_HEADS, DIM))
