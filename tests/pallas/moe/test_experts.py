@@ -59,14 +59,14 @@ def rounded_to_e4m3(x):
 def test_the_op_rounds_activations_where_the_weight_has_one_term():
     experts, wide = experts_of(block_experts, 1, 256, 128)
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(16, 256)), jnp.bfloat16)
+    x = jnp.asarray(rng.normal(size=(16, 256)), jnp.float32)
     choices = Choices(jnp.zeros((16, 1), jnp.int32), jnp.ones((16, 1), jnp.float32))
     rounded = experts.replace(up=experts.up.replace(terms=1), down=experts.down.replace(terms=1))
     exact, y = (jax.jit(moe_experts_reference)(x, e, choices)[0] for e in (experts, rounded))
     hidden = activated(rounded_to_e4m3(x) @ wide.up.array[0].T, GATED)
     expected = rounded_to_e4m3(hidden) @ wide.down.array[0].T
     off, apart = (np.abs(expected - np.asarray(a)).mean() for a in (y, exact))
-    assert off < apart / 3
+    assert off < apart / 30
 
 
 @pytest.mark.parametrize(
