@@ -217,6 +217,21 @@ def awq(weight):
     return Stored(tensors, made.weight)
 
 
+def stack(write, name):
+    """A writer of stacks of experts, each of them written as a matrix.
+
+    The scales are those of single experts, side by side.
+    """
+
+    def written(weights):
+        made = [write(weight) for weight in weights]
+        scale = np.stack([each.tensors[name] for each in made])
+        numbers = np.stack([each.tensors["weight"] for each in made])
+        return Stored({"weight": numbers, name: scale}, np.stack([each.weight for each in made]))
+
+    return written
+
+
 class Format(NamedTuple):
     """A writer, and the `quantization_config` of its folder."""
 

@@ -78,7 +78,7 @@ class Float8:
     @property
     def grain(self) -> Grain | None:
         """The grain in which a model can hold the matrix; None if its blocks are too small."""
-        if len(self.shape) != 2 or not isinstance(self.scale, np.ndarray):
+        if not isinstance(self.scale, np.ndarray):
             return None
         if self.has_whole_rows:
             return Grain.ROWS
@@ -87,12 +87,17 @@ class Float8:
 
     @functools.cached_property
     def scales(self) -> np.ndarray:
-        """The scales of `grain`, float32."""
+        """The scales of `grain`, float32, those of each expert of a stack."""
         assert isinstance(self.scale, np.ndarray) and self.grain is not None
-        sizes = self.grain.scales(self.shape)
+        *stack, outer, inner = self.shape
+        sizes = self.grain.scales((outer, inner))
         axes = zip(sizes, self.grain.unit, self.block, strict=False)
         picked = [np.arange(size) * unit // block for size, unit, block in axes]
-        return self.scale[np.ix_(*picked)] if len(picked) == 2 else self.scale[picked[0], 0]
+        high, wide = (
+            -(-size // block) for size, block in zip((outer, inner), self.block, strict=True)
+        )
+        grid = self.scale.reshape(*stack, high, wide)
+        return grid[(..., *np.ix_(*picked))] if len(picked) == 2 else grid[..., picked[0], 0]
 
     def _scale(self, first: int, count: int) -> np.ndarray:
         if not isinstance(self.scale, np.ndarray):

@@ -353,7 +353,7 @@ def _wide_tiling(rows, weight):
     """Return the pieces per block, and the blocks on a multiprocessor."""
     if isinstance(weight, DenseExperts):
         return (4, 2) if rows <= 64 else (2, 1)
-    return (4 if rows <= 32 else 2), 2  # sums of two numbers per row take twice the registers
+    return 2, 2  # two numbers per row take twice the registers and shared memory
 
 
 @functools.partial(jax.jit, static_argnames=("work", "interpret"))

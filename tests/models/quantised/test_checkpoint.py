@@ -17,6 +17,7 @@ from quantised_folders import (
     is_linear,
     mxfp4,
     nvfp4,
+    stack,
     w4a16,
     write_module,
     write_pair,
@@ -151,21 +152,6 @@ def test_experts_in_blocks_of_mxfp4_are_matrices(tmp_path):
         assert checkpoint.stored("experts.down_proj").shape == (3, 6, 64)
         found = read(checkpoint, "experts.down_proj")
     np.testing.assert_array_equal(found, stored.weight.reshape(found.size))
-
-
-def stack(write, name):
-    """A writer of stacks of experts, each of them written as a matrix.
-
-    The scales are those of single experts, side by side.
-    """
-
-    def written(weights):
-        made = [write(weight) for weight in weights]
-        scale = np.stack([each.tensors[name] for each in made])
-        numbers = np.stack([each.tensors["weight"] for each in made])
-        return Stored({"weight": numbers, name: scale}, np.stack([each.weight for each in made]))
-
-    return written
 
 
 STACKS = {

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import FIXTURES
-from quantised_folders import FORMATS, is_linear, write_pair
+from quantised_folders import FORMATS, is_linear, stack, write_pair
 
 from jaxspec import LLM, SamplingParams, inspect
 from jaxspec.models import load_model
@@ -194,19 +194,19 @@ def test_an_inspection_counts_the_bytes_that_loading_holds(rounded, tmp_path, ho
 @pytest.mark.parametrize(("name", "kind"), [(BLOCKS, Float8BlockExperts), (ROWS, Float8RowExperts)])
 def test_experts_are_held_with_the_shared_one(name, kind, tmp_path, holds):
     pair = write_pair(FIXTURES / WIDE, tmp_path, FORMATS[name])
-    for stack, other in zip(experts_of(pair.quantised), experts_of(pair.plain), strict=True):
-        assert isinstance(stack.operand, kind) and isinstance(other.operand, DenseExperts)
-        assert stack.operand.nbytes < dense(other.operand).nbytes / 3
-        assert_equal(stack, other, rtol=0)
+    for each, other in zip(experts_of(pair.quantised), experts_of(pair.plain), strict=True):
+        assert isinstance(each.operand, kind) and isinstance(other.operand, DenseExperts)
+        assert each.operand.nbytes < dense(other.operand).nbytes / 3
+        assert_equal(each, other, rtol=0)
 
 
 def test_slices_of_a_wide_shared_expert_are_held(tmp_path, holds):
     """Of experts of width 32: its last slice has half of that, and all are padded."""
     pair = write_pair(FIXTURES / "qwen3_5_moe", tmp_path, FORMATS[ROWS])
-    for stack, other in zip(experts_of(pair.quantised), experts_of(pair.plain), strict=True):
-        assert isinstance(stack.operand, Float8RowExperts)
-        assert stack.operand.inner == 128
-        assert_equal(stack, other, rtol=0)
+    for each, other in zip(experts_of(pair.quantised), experts_of(pair.plain), strict=True):
+        assert isinstance(each.operand, Float8RowExperts)
+        assert each.operand.inner == 128
+        assert_equal(each, other, rtol=0)
     assert ids(pair.quantised) == ids(pair.plain)
 
 
@@ -219,6 +219,42 @@ def test_experts_of_which_one_is_in_16_bits_are_dequantised(module, tmp_path, ho
     up, down = experts_of(pair.quantised)
     assert up.form is None and down.form == Form(Grain.ROWS)
     assert ids(pair.quantised) == ids(pair.plain)
+
+
+@pytest.mark.parametrize(("name", "scale"), [(ROWS, "weight_scale"), (TENSOR, "weight_scale")])
+def test_stacks_of_all_experts_are_held(name, scale, tmp_path, holds):
+    """Granite's, whose shared expert has matrices of its own."""
+    pair = write_stacks(tmp_path, name, scale)
+    held = experts_of(pair.quantised)
+    assert [type(each.operand) for each in held] == 2 * [Float8RowExperts]
+    for each, other in zip(held, experts_of(pair.plain), strict=True):
+        assert_equal(each, other, rtol=1e-6)
+    assert ids(pair.quantised) == ids(pair.plain)
+
+
+def write_stacks(folder, name, scale):
+    """A Granite whose matrices of experts are in FP8, in stacks."""
+    form = FORMATS[name]
+    in_stacks = stack(form.write, scale)
+
+    def write(weights):
+        return in_stacks(weights) if weights.ndim == 3 else form.write(weights)
+
+    def chosen(tensor, shape):
+        return is_linear(tensor, shape) or (len(shape) == 3 and "conv1d" not in tensor)
+
+    source = FIXTURES / "granitemoehybrid"
+    return write_pair(source, folder, form._replace(write=write), chosen=chosen)
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("whole", [False, True])
+def test_devices_share_held_stacks(whole, tmp_path, holds):
+    pair = write_stacks(tmp_path, ROWS, "weight_scale")
+    held = experts_of(pair.quantised, group=Group.of(2), whole_experts=whole)
+    assert [each.form for each in held] == 2 * [Form(Grain.ROWS)]
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": whole}
+    assert ids(pair.quantised, **options) == ids(pair.plain)
 
 
 @pytest.mark.devices

@@ -1,5 +1,8 @@
 """The kernels of experts in FP8 as published, against float64 in the interpreter."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,9 +11,10 @@ from moe_kernels import direct, listed, one_token
 from published_experts import block_experts, experts_of, row_experts
 from races import assert_no_races
 
+from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
 from jaxspec.pallas.matmul.activation import Activation
-from jaxspec.pallas.moe.experts import moe_experts_reference
+from jaxspec.pallas.moe.experts import moe_experts, moe_experts_reference
 from jaxspec.pallas.moe.route import Choices
 from jaxspec.pallas.norm.residual import sum_parts
 
@@ -154,3 +158,71 @@ def test_a_planted_bug_of_scales_is_seen(interpreter, bug, rows):
     y = direct(x, broken, choices, interpreter) if y is None else y
     with pytest.raises(AssertionError):
         check(y, x, wide, choices)
+
+
+HELD = 33  # experts; of the tokens below some are one tile, and others have tiles of each size
+SIZES = [
+    (9, 2048, 512, GATED, block_experts),
+    (8, 2048, 768, GATED, row_experts),
+    (12, 4096, 768, GATED, row_experts),
+    (8, 2688, 1856, SQUARED, row_experts),
+]
+
+
+@functools.cache
+def on_the_gpu(features, inner, activation, kind, terms=2):
+    """The weights of `HELD` experts."""
+    experts, _ = experts_of(kind, HELD, features, inner, activation)
+    up, down = experts.up.replace(terms=terms), experts.down.replace(terms=terms)
+    return experts.replace(up=up, down=down)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("terms", [2, 1])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 33, 64, 256, 1024])
+@pytest.mark.parametrize(("parts", "features", "inner", "activation", "kind"), SIZES)
+def test_on_a_gpu_the_op_is_its_kernels_and_the_reference(
+    parts, features, inner, activation, kind, tokens, terms
+):
+    """Tensor cores sum 128 features with about 14 bits."""
+    dispatch._chosen.pop("moe_experts", None)
+    experts = on_the_gpu(features, inner, activation, kind, terms)
+    x, choices = drawn_tokens(tokens, parts, HELD, features, jnp.bfloat16)
+    first, again = (jax.jit(moe_experts)(x, experts, choices) for _ in range(2))
+    assert dispatch.implementations()["moe_experts"] == ("kernel",)
+    np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (first, again)))
+    expected = jax.jit(moe_experts_reference)(x, experts, choices)
+    found, expected = (np.asarray(sum_parts(y, jnp.float32)) for y in (first, expected))
+    typical = np.sqrt(np.nanmean(expected**2))
+    if terms == 2:
+        eps = float(jnp.finfo(jnp.bfloat16).eps)
+        np.testing.assert_allclose(found, expected, rtol=eps, atol=8 * eps * typical)
+    else:  # other roundings to 8 bits in between
+        np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
+        assert np.nanmean(np.abs(found - expected)) < 2e-2 * typical
+    assert not found[np.asarray(choices.experts)[:, 0] == HELD].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("terms", [2, 1])
+@pytest.mark.parametrize("tokens", [2, 8, 9, 64, 256, 1024])
+def test_on_a_gpu_a_neighbour_changes_no_bit_of_a_token(tokens, terms):
+    experts = on_the_gpu(2048, 512, GATED, block_experts, terms)
+    run = jax.jit(moe_experts)
+    x, choices = drawn_tokens(tokens, 9, HELD, 2048, jnp.bfloat16)
+    others, of_others = drawn_tokens(tokens, 9, HELD, 2048, jnp.bfloat16, seed=1)
+
+    def output(x, of_all, place):
+        """That of the first token, which stands at `place` among others."""
+        chosen = Choices(
+            of_all.experts.at[place].set(choices.experts[0]),
+            of_all.weights.at[place].set(choices.weights[0]),
+        )
+        y = run(x.at[place].set(first), experts, chosen)
+        return np.asarray(y[..., place, :], np.float32)
+
+    first = x[0]
+    expected = output(x, choices, 0)
+    assert np.isfinite(expected).all() and expected.any()
+    for place in (0, tokens // 2, tokens - 1):
+        np.testing.assert_array_equal(output(others, of_others, place), expected)
