@@ -2,8 +2,8 @@
 
 Activations are not rounded to 8 bits, unless the weight has one term. For up to 8 rows one kernel
 makes e4m3 numbers of the activations in every block (`float8`). It also runs the activation or the
-gated norm before the matmul. More rows would be read and computed too often, so a kernel makes
-their e4m3 numbers once, and another one multiplies those (`float8_gemm`).
+gated norm before the matmul. More rows would be read and computed too often, so the kernel of what
+precedes makes their e4m3 numbers once, and another one multiplies those (`float8_gemm`).
 """
 
 import jax.numpy as jnp
@@ -15,14 +15,17 @@ from jaxspec.pallas.matmul.float8_gemm import Float8GemmTiling
 from jaxspec.pallas.matmul.float8_terms import Terms
 from jaxspec.pallas.matmul.products import matmul
 from jaxspec.pallas.norm.add_norm import add_norm
+from jaxspec.pallas.norm.add_norm import why_not_kernel as why_not_add_norm
 from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
-from jaxspec.pallas.norm.residual import Output, Pending, Stream
+from jaxspec.pallas.norm.residual import OfDevices, Output, Pending, Stream
 from jaxspec.pallas.norm.rms_norm import Norm
 from jaxspec.weight import Columns, Published8Bit
 
+_NORM_FEATURES = 8 * float8_terms.CHUNK  # unit of features that a block's warps share equally
 
-def plain_matmul(op: str, x: Stream, weight: Published8Bit) -> Stream:
-    """Return `x @ weight` in the dtype of `x`, as part of `op`."""
+
+def plain_matmul(op: str, x: Stream, weight: Published8Bit, terms: Terms | None = None) -> Stream:
+    """Return `x @ weight` in the dtype of `x`, as part of `op`; `terms` may be those of `x`."""
     why = float8.why_not_kernel(x, weight)
     if not _runs_kernel(op, why, x):
         return matmul(x, weight)
@@ -30,22 +33,21 @@ def plain_matmul(op: str, x: Stream, weight: Published8Bit) -> Stream:
         from jaxspec.pallas.matmul.float8_kernel import matmul_kernel
 
         return matmul_kernel(x, weight)
-    return _gemm(_terms(x, weight), weight, x.dtype)
+    return _gemm(terms or _terms(x, weight), weight, x.dtype)
 
 
 def norm_matmul(
     stream: Stream, pending: Pending, norm: Norm, weight: Published8Bit | Columns
 ) -> tuple[Stream, Stream]:
-    stream, normed = add_norm(stream, pending, norm)
-    if not isinstance(weight, Columns):
-        return stream, plain_matmul("norm_matmul", normed, weight)
+    parts = weight.parts if isinstance(weight, Columns) else (weight,)
+    (stream, normed), terms = _add_norm(stream, pending, norm, parts[0])
     products = [
-        plain_matmul("norm_matmul", normed, part)
+        plain_matmul("norm_matmul", normed, part, terms if part is parts[0] else None)
         if isinstance(part, Published8Bit)
         else matmul(normed, part)
-        for part in weight.parts
+        for part in parts
     ]
-    return stream, jnp.concatenate(products, axis=1)
+    return stream, products[0] if len(products) == 1 else jnp.concatenate(products, axis=1)
 
 
 def split_matmul(x: Stream, weight: Published8Bit) -> Output:
@@ -108,6 +110,27 @@ def _gemm(terms: Terms, weight, dtype, *, is_split=False):
 
 def _runs_kernel(op, why, rows):
     return dispatch.runs_kernel(op, why, rows=rows.shape[0], by_choice=True)
+
+
+def _add_norm(stream, pending, norm, weight):
+    """Return `add_norm`, and the terms of its result if one kernel makes both for `weight`."""
+    is_split = _splits_norm(stream, pending, norm, weight)
+    if not is_split or not dispatch.runs_kernel("add_norm", None, rows=stream.shape[0]):
+        return add_norm(stream, pending, norm), None
+    from jaxspec.pallas.matmul.float8_norm_kernel import add_norm_split_kernel
+
+    stream, normed, terms = add_norm_split_kernel(stream, pending, norm, weight.terms)
+    return (stream, normed), terms
+
+
+def _splits_norm(stream, pending, norm, weight):
+    """Return whether a kernel of `add_norm` can make e4m3 numbers of the norm for `weight`."""
+    if not isinstance(weight, Published8Bit) or float8.is_fused(stream.shape[0], weight):
+        return False
+    if pending is None or isinstance(pending, OfDevices) or stream.shape[1] % _NORM_FEATURES:
+        return False
+    why = float8.why_not_kernel(stream, weight) or float8.why_not_split_by_kernel(weight)
+    return not (why or why_not_add_norm(stream, pending, norm))
 
 
 def _why_not_norm(heads, norm, weight):

@@ -15,7 +15,12 @@ from products import NAN_ROW, check
 from published_8bit import blocks_of, dequantised, gated_heads_of, rows_of, rows_with_nan
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.matmul import float8_gemm_kernel, float8_kernel, float8_split_kernel
+from jaxspec.pallas.matmul import (
+    float8_gemm_kernel,
+    float8_kernel,
+    float8_norm_kernel,
+    float8_split_kernel,
+)
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul
 from jaxspec.pallas.matmul.feed_forward import (
@@ -32,10 +37,11 @@ from jaxspec.pallas.matmul.split_matmul import (
     split_matmul,
     squared_relu_matmul,
 )
+from jaxspec.pallas.norm import add_norm_kernel
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.norm.residual import sum_parts
 from jaxspec.pallas.norm.rms_norm import Norm
-from jaxspec.weight import Dense, Float8Blocks, Float8Rows
+from jaxspec.weight import Columns, Dense, Float8Blocks, Float8Rows
 
 INNER, OUTER = 512, 128
 KERNELS = {
@@ -46,7 +52,9 @@ KERNELS = {
         "gated_norm_matmul_kernel",
     ),
     float8_split_kernel: ("split_kernel", "activated_split_kernel", "gated_norm_split_kernel"),
+    float8_norm_kernel: ("add_norm_split_kernel",),
     float8_gemm_kernel: ("gemm_kernel",),
+    add_norm_kernel: ("add_norm_kernel",),
 }
 
 
@@ -142,6 +150,22 @@ def test_an_op_with_its_kernels_is_the_op_without(monkeypatch, interpreter, op, 
         assert {name for name in launched if name.startswith(("activated", "gated"))}
 
 
+@pytest.mark.parametrize("terms", [2, 1])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_norm_of_more_rows_makes_their_numbers(monkeypatch, interpreter, parts, terms):
+    """Columns in 16 bits have the norm itself."""
+    x, weight = draw(0, 20, 1024), dataclasses.replace(blocks(1024, OUTER), terms=terms)
+    norm = Norm(draw(2, 1024), 1e-6, zero_centred=True)
+    columns = Columns((weight, Dense(draw(3, 1024, 8)))[:parts])
+
+    def op(_):
+        return norm_matmul(x, x, norm, columns if parts == 2 else weight)
+
+    expected = run(op, None)
+    launched = interpreted(monkeypatch, interpreter, lambda: op(None), expected, terms)
+    assert launched == ["add_norm_split_kernel", "gemm_kernel"]
+
+
 @pytest.mark.parametrize("tokens", [2, 20])
 @pytest.mark.parametrize("op", ["split_matmul", "gated_matmul", "norm_matmul"])
 def test_rows_with_one_scale_are_rounded_before_their_kernel(monkeypatch, interpreter, op, tokens):
@@ -152,7 +176,7 @@ def test_rows_with_one_scale_are_rounded_before_their_kernel(monkeypatch, interp
 
     expected = run(run_op, convert)
     launched = interpreted(monkeypatch, interpreter, lambda: run_op(convert), expected, 1)
-    assert launched == ["gemm_kernel"]
+    assert [name for name in launched if name != "add_norm_kernel"] == ["gemm_kernel"]
 
 
 def interpreted(monkeypatch, parameters, op, expected, terms):
@@ -172,7 +196,9 @@ def interpreted(monkeypatch, parameters, op, expected, terms):
         for name in names:
             kernel = getattr(module, name)
             monkeypatch.setattr(module, name, functools.partial(replaced, name, kernel))
-    published = "gated_matmul squared_relu_matmul gated_norm_matmul split_matmul norm_matmul"
+    published = (
+        "gated_matmul squared_relu_matmul gated_norm_matmul split_matmul norm_matmul add_norm"
+    )
     kinds = {*published.split(), "matmul_silu", "matmul_squared_relu"}
     monkeypatch.setattr(dispatch, "runs_kernel", lambda op, why, **_: why is None and op in kinds)
     assert_same(run(lambda _: op(), None), expected, roundings=4 if terms == 2 else 12)
