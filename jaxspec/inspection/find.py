@@ -130,12 +130,10 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
         found.local, local = None, _local(found, place.path, config, options)
         if local is not None:
             found.local = undefined(family, local, dtype, names)
-    if whole is not None and checkpoint is not None and quantised.rounds(scheme, place.path):
-        checkpoint = rounded(checkpoint, whole.placements, whole.published)
-        file = "quantization='fp8'"
-        found.quantised = Quantised("fp8", dtype.name, file, checkpoint.formats())
-    if whole is not None and found.local is not None:
-        _hold(found, whole, found.local.config, checkpoint, quantised, devices)
+    if whole is not None and checkpoint is not None and found.local is not None:
+        if quantised.rounds(scheme, place.path):
+            checkpoint = rounded(checkpoint, whole.placements, whole.published)
+        _hold(found, whole, dtype, checkpoint, quantised, devices)
     return found
 
 
@@ -156,17 +154,19 @@ def _local(
 def _hold(
     found: Found,
     whole: Compared[Model],
-    config: ModelConfig,
-    checkpoint: Checkpoint | None,
+    dtype: jnp.dtype,
+    checkpoint: Checkpoint,
     options: QuantisedOptions,
     devices: int,
 ) -> None:
-    """Hold matrices of the local model in FP8, as loading does; `config` is that of a device."""
-    if not isinstance(checkpoint, QuantisedCheckpoint | RoundedCheckpoint):
+    """Hold matrices of the local model in FP8, as loading does."""
+    if isinstance(checkpoint, RoundedCheckpoint):
+        asked = "quantization='fp8'"
+        found.quantised = Quantised("fp8", dtype.name, asked, checkpoint.formats())
+    elif not isinstance(checkpoint, QuantisedCheckpoint):
         return
-    assert found.quantised is not None
-    dtype = jnp.dtype(found.quantised.dtype)
-    found.local, of_ranks = whole.on_devices(config, dtype, checkpoint, devices)
+    assert found.local is not None and found.quantised is not None
+    found.local, of_ranks = whole.on_devices(found.local.config, dtype, checkpoint, devices)
     held = hold_as_published(of_ranks, whole.published, checkpoint, options)
     found.quantised = dataclasses.replace(
         found.quantised, dequantised=checkpoint.formats(without=held), terms=options.terms

@@ -1,7 +1,6 @@
 """RoundedCheckpoint: a 16-bit checkpoint whose matrices are rounded to FP8 while they are read."""
 
 import math
-import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +23,6 @@ _LABEL = "FP8 by 128x128 blocks, rounded here"
 _E4M3 = QUANTISED["F8_E4M3"]
 _LARGEST = np.float32(448)
 _LEAST = np.finfo(np.float32).tiny  # of scales; smaller ones lose bits, or are 0
-_ELEMENTS = 2**20  # whose scales are computed at once
 _CAST = 2**17  # elements rounded at once: they stay in a core's cache
 
 
@@ -32,8 +30,8 @@ class RoundedCheckpoint:
     """A checkpoint some of whose matrices are rounded to FP8 (E4M3), 128 x 128 blocks a scale.
 
     A block's scale is its largest magnitude / 448, in float32, and 1 if the block is zero. A NaN
-    stays one and does not count. Tensors are read twice, first for their scales. In a stack of
-    experts, each has blocks of its own. A context manager.
+    stays one and does not count. Rows of blocks are read twice, first for their scales. In a stack
+    of experts, each has blocks of its own. A context manager.
     """
 
     scheme = ROUNDED
@@ -120,8 +118,8 @@ class _Rounded:
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
         *self.outer, self.rows, self.columns = tensor.shape
-        self._scales: np.ndarray | None = None
-        self._lock = threading.Lock()
+        self._scales = np.empty(self.blocks, np.float32).reshape(-1, self.blocks[-1])
+        self._is_known = np.zeros(len(self._scales), bool)  # of each row of blocks
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -136,20 +134,12 @@ class _Rounded:
     @property
     def held_scales(self) -> np.ndarray:
         """The scales of `Grain.BLOCKS`, which are those of parts of blocks."""
+        scales = self._known(0, len(self._scales)).reshape(self.blocks)
         times = BLOCK // Grain.BLOCKS.unit[0]
-        return np.repeat(self.scales, times, axis=-2)[..., : self.shape_of_scales[-2], :]
-
-    @property
-    def scales(self) -> np.ndarray:
-        """The scales, float32 `[..., row blocks, column blocks]`; computed once."""
-        with self._lock:
-            if self._scales is None:
-                self._scales = self._computed()
-            return self._scales
+        return np.repeat(scales, times, axis=-2)[..., : self.shape_of_scales[-2], :]
 
     def read(self, first: int, into: np.ndarray) -> None:
         """Fill `into` with float32 elements after rounding, or with e4m3 numbers."""
-        scales = self.scales.reshape(-1, self.scales.shape[-1])
         for begin in range(0, into.size, _CAST):
             numbers = self.tensor.part(first + begin, min(_CAST, into.size - begin))
             numbers = numbers.astype(np.float32, copy=False)
@@ -158,7 +148,8 @@ class _Rounded:
                 size = extent.count * (extent.columns.stop - extent.columns.start)
                 part = slice(extent.start, extent.start + size)
                 matrix = numbers[part].reshape(extent.count, size // extent.count)
-                scale = scales[self._block_rows(extent.row, extent.count)]
+                of_rows = self._block_rows(extent.row, extent.count)
+                scale = self._known(of_rows[0], of_rows[-1] + 1)[of_rows]
                 self._round(matrix, scale, extent.columns.start, place[part])
 
     def _round(self, matrix: np.ndarray, scale: np.ndarray, column: int, into: np.ndarray) -> None:
@@ -192,30 +183,40 @@ class _Rounded:
         matrix, within = np.divmod(np.arange(row, row + count), self.rows)
         return matrix * self.blocks[-2] + within // BLOCK
 
-    def _computed(self) -> np.ndarray:
-        found = np.empty(self.blocks, np.float32)
-        together = max(1, _ELEMENTS // (BLOCK * self.columns)) * BLOCK
-        for number, grid in enumerate(found.reshape(-1, *self.blocks[-2:])):
-            for row in range(0, self.rows, together):
-                count = min(together, self.rows - row)
-                first = (number * self.rows + row) * self.columns
-                numbers = self.tensor.part(first, count * self.columns)
-                largest = _largest(numbers.astype(np.float32).reshape(count, self.columns))
-                grid[row // BLOCK : row // BLOCK + len(largest)] = largest
-        if np.isinf(found).any():
+    def _known(self, first: int, last: int) -> np.ndarray:
+        """Return all scales after computing those of some rows of blocks.
+
+        Threads that need the same ones at once compute them twice.
+        """
+        for number in first + np.flatnonzero(~self._is_known[first:last]):
+            self._scales[number] = self._computed(int(number))
+            self._is_known[number] = True
+        return self._scales
+
+    def _computed(self, number: int) -> np.ndarray:
+        """Return the scales of a row of blocks."""
+        matrix, block = divmod(number, self.blocks[-2])
+        row, count = matrix * self.rows + block * BLOCK, min(BLOCK, self.rows - block * BLOCK)
+        numbers = self.tensor.part(row * self.columns, count * self.columns)
+        largest = _largest(numbers.astype(np.float32).reshape(count, self.columns))
+        if np.isinf(largest).any():
             checkpoint = self.tensor.checkpoint
             raise ValueError(
                 f"{checkpoint.path}: weights must be finite to be rounded to FP8, and "
                 f"{self.tensor.name} has an infinity. Leave out quantization='fp8', or download "
                 "the weights again."
             )
-        return np.where(found > 0, np.maximum(found / _LARGEST, _LEAST), np.float32(1))
+        return np.where(largest > 0, np.maximum(largest / _LARGEST, _LEAST), np.float32(1))
 
 
 def _largest(numbers: np.ndarray) -> np.ndarray:
     """Return the largest magnitude of each block, without NaN; 0 where all numbers are NaN."""
+    rows, columns = numbers.shape
     magnitudes = np.abs(numbers, out=numbers)
-    for axis, size in enumerate(numbers.shape):
-        starts = range(0, size, BLOCK)
-        magnitudes = np.fmax.reduceat(magnitudes, starts, axis=axis)
-    return np.nan_to_num(magnitudes, nan=0.0, posinf=np.inf)
+    if columns % BLOCK:
+        magnitudes = np.pad(magnitudes, ((0, 0), (0, -columns % BLOCK)))
+    blocks = magnitudes.reshape(rows, -(-columns // BLOCK), BLOCK)
+    largest = blocks.max((0, 2))
+    if np.isnan(largest).any():
+        largest = np.fmax.reduce(np.fmax.reduce(blocks, 2), 0)
+    return np.nan_to_num(largest, nan=0.0, posinf=np.inf)

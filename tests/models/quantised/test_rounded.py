@@ -1,5 +1,6 @@
 """RoundedCheckpoint: matrices in FP8 by 128 x 128 blocks, as NumPy states it."""
 
+import collections
 import shutil
 
 import jax
@@ -87,12 +88,14 @@ def test_any_range_of_elements_is_read(tmp_path, monkeypatch):
                 np.testing.assert_array_equal(read(checkpoint, "w", first, size), part)
 
 
-@pytest.mark.parametrize("at_once", [1, 128 * 200, 2**20])
-def test_scales_do_not_depend_on_how_many_rows_are_read(at_once, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxspec.models.quantised.rounded._ELEMENTS", at_once)
+def test_scales_are_those_of_whole_blocks_whatever_is_read_first(tmp_path):
     weight = np.random.default_rng(1).normal(size=(400, 200)).astype(BF16)
-    with opened(tmp_path, w=weight) as checkpoint:
-        np.testing.assert_array_equal(read(checkpoint), both(weight)[1])
+    for start in (0, 130, 399):
+        with opened(tmp_path, w=weight) as checkpoint:
+            size = weight.shape[1]
+            part = read(checkpoint, "w", start * size, size)
+            np.testing.assert_array_equal(part, both(weight)[1][start])
+            np.testing.assert_array_equal(read(checkpoint), both(weight)[1])
 
 
 def test_zeros_nan_and_least_numbers(tmp_path):
@@ -269,8 +272,20 @@ def test_folders_that_are_published_in_8_bits_draw_their_grain(holds, tmp_path):
         assert {matrix.form for matrix in matrices_of(model)} - {None} == {Form(grain)}
 
 
-def test_the_option_is_accepted_by_inspect_and_infinities_end_loading(tmp_path):
-    assert inspect(FIXTURES / "llama", **FP8).refused == ()
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_inspection_counts_what_is_rounded_and_held(devices, holds):
+    folder = FIXTURES / "qwen3_5_moe_wide"
+    options = {"dtype": "float32", "tensor_parallel_size": devices, **FP8}
+    found, sizes = inspect(folder, **options), collections.Counter()
+    assert found.refused == () and found.quantised is not None and found.quantised.kind == "fp8"
+    assert found.quantised.dequantised.keys() <= found.quantised.formats.keys()
+    for leaf in jax.tree.leaves(nnx.state(loaded(folder, Group.of(devices), **FP8))):
+        sizes[leaf.dtype.name] += leaf.nbytes // devices
+    assert found.weight_bytes == sizes and sizes["float8_e4m3fn"] > 0
+    assert "stay in FP8" in str(found) and "rounded here" in str(found)
+
+
+def test_infinities_end_loading(tmp_path):
     shutil.copytree(FIXTURES / "llama", tmp_path / "x")
     tensors = load_file(FIXTURES / "llama" / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
