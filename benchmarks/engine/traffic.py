@@ -187,6 +187,7 @@ def floor_seconds(
             states=states,
             dtype=dtype_of(option("dtype", "auto")).name,
             kv_dtype=option("kv_dtype"),
+            weight_dtype="float8_e4m3fn" if option("quantization") else None,
             prompt_tokens=prompt_tokens,
         )
         verified = rows * (1 + step.program.num_drafts)

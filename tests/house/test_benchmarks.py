@@ -330,6 +330,20 @@ def test_the_floor_of_a_mixture_of_experts(floor, config_of, shape, drafts, emit
         assert 1000 * seconds / emitted == pytest.approx(want, rel=0.012)
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_weights_in_8_bits_are_half_of_those_of_layers(floor, config_of, drafts):
+    config = config_of("qwen3.5-9b")
+    sizes = {"rows": 8, "context": 768, "drafts": drafts, "draft_vocab": 32768, "emitted": 1.0}
+    wide, narrow = (
+        floor.step_bytes(config, **sizes, states=StateConfig("replay"), weight_dtype=dtype)
+        for dtype in (None, "float8_e4m3fn")
+    )
+    head = 2 * config.hidden_size * config.vocab_size  # stays in 16 bits
+    assert narrow["weights"] == (wide["weights"] + head) / 2
+    assert wide["drafts"] - narrow["drafts"] == drafts * floor.head_size(config, 8)
+    assert all(narrow[name] == wide[name] for name in ("kv", "io", "states"))
+
+
 def test_each_token_reads_its_experts_and_many_tokens_read_all(floor, config_of):
     routing = config_of("qwen3.5-35b-a3b").part(MoEConfig).routing
     counts = [floor.distinct_experts(routing, tokens) for tokens in (0, 1, 2, 8, 64, floor.EVERY)]
