@@ -149,7 +149,8 @@ class TransferEngine(LLMEngine):
             raise ValueError(
                 "A request must go on with the model that it began with: its fingerprint is "
                 f"{shown(state.fingerprint[:16])}..., and that of this engine's model and weights "
-                f"{own[:16]!r}.... Load the same checkpoint in the same dtype."
+                f"{own[:16]!r}.... Load the same checkpoint in the same dtype, and with "
+                "quantization='dequantise' if weights stay in FP8 on one engine alone."
             )
         sample = self._resumed(state)
         self.admit([sample])

@@ -22,6 +22,7 @@ from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint
 from jaxspec.models.quantised.holding import hold_as_published, hold_drawn, rounded
 from jaxspec.models.quantised.option import QuantisedOptions, log_dequantised
 from jaxspec.models.quantised.rounded import ROUNDED, RoundedCheckpoint
+from jaxspec.models.shards import of_devices
 from jaxspec.models.source import giving_sizes, naming, open_checkpoint, read_fields
 from jaxspec.models.weights import (
     Some,
@@ -231,8 +232,9 @@ def _unread(
     rounds = quantised.rounds(scheme, folder)
     dtype = jnp.dtype(dtype)
     if asked.load_format == "dummy":
-        model = undefined(family, shared, dtype, None)
-        hold_drawn(model.checkpoint(), ROUNDED if rounds else scheme, quantised)
+        whole, model = (undefined(family, sizes, dtype, None) for sizes in (config, shared))
+        of_ranks = of_devices(whole.checkpoint(), model.checkpoint(), group.size)
+        hold_drawn(of_ranks, ROUNDED if rounds else scheme, quantised)
         yield AbstractModel(model, lambda progress: draw_weights(model, group))
         return
     with open_checkpoint(

@@ -25,9 +25,10 @@ def fingerprint(model_spec: ModelSpec, weights: Sequence[Array], group: Group = 
     """Return 64 hexadecimal digits that are equal for engines with the same model.
 
     They are the SHA-256 of the model's configuration, the shapes and dtypes of its weights, and a
-    regular sample of values of each weight, all as on a single device. Further training changes
-    nearly all values, and with them the fingerprint. Engine sizes, the number of devices and
-    separately loaded drafters are not included.
+    regular sample of values of each weight, all as on a single device, and of whether activations
+    are rounded. Further training changes nearly all values, and with them the fingerprint. Weights
+    in FP8 have another one than the same weights dequantised. Engine sizes, the number of devices
+    and separately loaded drafters are not included.
 
     Waits for the devices.
 
@@ -40,6 +41,8 @@ def fingerprint(model_spec: ModelSpec, weights: Sequence[Array], group: Group = 
     leaves = ModelSpec.weights_of(whole)
     digest = hashlib.sha256(repr(sharing_experts(whole.config, None)).encode())
     digest.update(repr([(leaf.shape, leaf.dtype.name) for leaf in leaves]).encode())
+    if any(form is not None and form.terms == 1 for form in model_spec.forms):
+        digest.update(b"activations are rounded")
     indices = _indices(whole, model_spec.model(), group.size)
     sampled = jax.jit(group.on_each(_sampled, whole=1, equal=True))
     for each in zip(weights, indices, strict=True):  # a program per shape, and one sum at a time

@@ -1,12 +1,20 @@
 """The parts of a checkpoint's tensors that each device of a tensor-parallel group holds."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from jaxspec.models.layers.parameters import Placement, as_slice, box
 from jaxspec.parallel import held
+
+
+def of_devices(
+    whole: Iterable[Placement], local: Iterable[Placement], devices: int
+) -> list[list[Placement]]:
+    """Return the `shards` of each of `devices` devices."""
+    of_all, of_one = list(whole), list(local)
+    return [list(shards(of_all, of_one, rank, devices)) for rank in range(devices)]
 
 
 def shards(

@@ -18,7 +18,7 @@ from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.trunk import LAYERS
 from jaxspec.models.layers.weight_matrix import parts_of, stored
 from jaxspec.models.safetensors_file import DTYPES, INTEGERS, QUANTISED
-from jaxspec.models.shards import shards
+from jaxspec.models.shards import of_devices
 from jaxspec.models.source import naming
 from jaxspec.models.transfer import to_device
 from jaxspec.parallel import Group
@@ -131,8 +131,7 @@ class Compared(NamedTuple, Generic[Some]):
             return self.model, [self.placements]
         model = undefined(type(self.model), config, dtype, frozenset(self.published))
         local = list(as_published(model.checkpoint(), self.published, checkpoint))
-        of_ranks = (shards(self.placements, local, rank, devices) for rank in range(devices))
-        return model, list(map(list, of_ranks))
+        return model, of_devices(self.placements, local, devices)
 
 
 def compared(

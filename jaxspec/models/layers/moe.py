@@ -15,11 +15,13 @@ from jaxspec.models.layers.experts import ExpertStacks
 from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import Placement, declare
+from jaxspec.models.quantised.scheme import PER_ROW, PER_TENSOR, Scheme
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.moe.feed_forward import Router, moe_feed_forward
 from jaxspec.pallas.moe.route import Routing
 from jaxspec.pallas.norm.residual import Pending, Stream
+from jaxspec.weight import PUBLISHED_BLOCK
 
 # Bounds for all families, far above published values.
 MAX_EXPERTS = 4096
@@ -55,8 +57,9 @@ class MoEConfig:
     activation: Activation = Activation.SWIGLU
     latent_size: int | None = None  # input features of experts; None means the hidden size
     # How a group of devices shares routed experts: whole ones, or the width of each. None means by
-    # width, unless the share of it would be no multiple of `_WIDTHS`.
+    # width, unless the share of it would be no multiple of `width_unit`.
     whole_experts: bool | None = None
+    width_unit: int = _WIDTHS
     holders: int = 1  # devices that whole experts are shared among; these sizes are those of one
 
     @classmethod
@@ -73,6 +76,7 @@ class MoEConfig:
             intermediate_size=width,
             shared_size=fields.need("shared_expert_intermediate_size", wide) if shared else 0,
             gated_shared=shared,
+            width_unit=_width_unit(fields.scheme()),
         )
 
     def local(self, devices: int) -> "MoEConfig":
@@ -87,7 +91,7 @@ class MoEConfig:
         width, number = self.intermediate_size, self.routing.num_experts
         whole = self.whole_experts
         if whole is None:
-            whole = width % (_WIDTHS * devices) > 0 and number % devices == 0
+            whole = width % (self.width_unit * devices) > 0 and number % devices == 0
         if whole:
             share(number, devices, "num_experts")
         else:
@@ -110,6 +114,12 @@ class MoEConfig:
         num_shared = -(-self.shared_size // self.intermediate_size)
         gated = self.gated_shared and num_shared > 0
         return dataclasses.replace(self.routing, num_shared=num_shared, gated_shared=gated)
+
+
+def _width_unit(scheme: Scheme | None) -> int:
+    """Return the width that devices must share wholly: blocks in FP8 that are cut have no kernel."""
+    has_blocks = scheme is not None and scheme.grains - {PER_ROW, PER_TENSOR}
+    return PUBLISHED_BLOCK if has_blocks else _WIDTHS
 
 
 def sharing_experts(config: ModelConfig, whole: bool | None) -> ModelConfig:

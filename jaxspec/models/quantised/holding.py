@@ -73,12 +73,12 @@ def rounded(
 
 
 def hold_drawn(
-    placements: Iterable[Placement], scheme: Scheme | None, options: QuantisedOptions
+    of_ranks: Iterable[Iterable[Placement]], scheme: Scheme | None, options: QuantisedOptions
 ) -> None:
     """Hold matrices of an abstract model whose weights are drawn, as those of a folder in FP8.
 
     Args:
-        placements: The placements of the model on a device.
+        of_ranks: As in `hold_as_published`.
         scheme: The scheme of the folder; None for weights in 16 bits.
         options: As in `hold_as_published`.
     """
@@ -88,7 +88,7 @@ def hold_drawn(
         return
     has_rows = not scheme.grains.isdisjoint((PER_TENSOR, PER_ROW))
     grain = Grain.ROWS if has_rows else Grain.BLOCKS
-    _hold([placements], lambda placement: grain, options)
+    _hold(of_ranks, lambda placement: grain, options)
 
 
 def _hold(

@@ -1,6 +1,8 @@
 """RoundedCheckpoint: a 16-bit checkpoint whose matrices are rounded to FP8 while they are read."""
 
+import functools
 import math
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -118,8 +120,15 @@ class _Rounded:
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
         *self.outer, self.rows, self.columns = tensor.shape
-        self._scales = np.empty(self.blocks, np.float32).reshape(-1, self.blocks[-1])
+        *others, wide = self.blocks
+        self._scales = np.empty((math.prod(others), wide), np.float32)
         self._is_known = np.zeros(len(self._scales), bool)  # of each row of blocks
+        self._windows = threading.local()
+
+    @property
+    def _num_rows(self) -> int:
+        """Rows of all matrices."""
+        return math.prod(self.outer) * self.rows
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -131,7 +140,7 @@ class _Rounded:
         """The shape of `held_scales`."""
         return (*self.outer, *Grain.BLOCKS.scales((self.rows, self.columns)))
 
-    @property
+    @functools.cached_property
     def held_scales(self) -> np.ndarray:
         """The scales of `Grain.BLOCKS`, which are those of parts of blocks."""
         scales = self._known(0, len(self._scales)).reshape(self.blocks)
@@ -140,6 +149,23 @@ class _Rounded:
 
     def read(self, first: int, into: np.ndarray) -> None:
         """Fill `into` with float32 elements after rounding, or with e4m3 numbers."""
+        row, column = divmod(first, self.columns)
+        if column + into.size <= self.columns and into.size < self.columns:
+            into[...] = self._row(row, into.dtype)[column : column + into.size]
+        else:
+            self._fill(first, into)
+
+    def _row(self, row: int, dtype: np.dtype) -> np.ndarray:
+        """Return a row, of whose parts devices read one each; the rows after it are kept, too."""
+        begin, rows = getattr(self._windows, dtype.name, (0, np.empty((0, self.columns), dtype)))
+        if not begin <= row < begin + len(rows):
+            count = min(max(1, _CAST // self.columns), self._num_rows - row)
+            begin, rows = row, np.empty((count, self.columns), dtype)
+            self._fill(row * self.columns, rows.reshape(rows.size))
+            setattr(self._windows, dtype.name, (begin, rows))
+        return rows[row - begin]
+
+    def _fill(self, first: int, into: np.ndarray) -> None:
         for begin in range(0, into.size, _CAST):
             numbers = self.tensor.part(first + begin, min(_CAST, into.size - begin))
             numbers = numbers.astype(np.float32, copy=False)

@@ -13,6 +13,7 @@ from jaxspec import LLM, SamplingParams, inspect
 from jaxspec.models import load_model
 from jaxspec.models.base import ModelSpec
 from jaxspec.models.fingerprint import fingerprint
+from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.weight_matrix import (
     Form,
@@ -22,6 +23,7 @@ from jaxspec.models.layers.weight_matrix import (
     matrices_of,
 )
 from jaxspec.models.quantised import holding
+from jaxspec.pallas.moe.route import Routing
 from jaxspec.parallel import Group
 from jaxspec.weight import (
     Columns,
@@ -295,3 +297,34 @@ def test_a_matrix_that_devices_cut_within_a_block_is_dequantised(tmp_path, holds
     layer = shared.trunk.layers[-1]
     assert layer.mixer.out.weight.form is None and layer.mixer.qkv.weight.form is not None
     assert ids(pair.quantised, 3, tensor_parallel_size=4) == ids(pair.plain, 3)
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("devices", [2, 4])
+def test_drawn_weights_are_held_as_those_of_the_folder(devices, tmp_path, holds):
+    """Also where devices cut blocks, so that matrices are dequantised."""
+    pair = write_pair(FIXTURES / WIDE, tmp_path, FORMATS[BLOCKS])
+    group = Group.of(devices)
+    published, drawn = (
+        load_model(pair.quantised, FLOAT32, load_format=word, group=group)
+        for word in ("auto", "dummy")
+    )
+    forms = [matrix.form for matrix in matrices_of(published)]
+    assert forms == [matrix.form for matrix in matrices_of(drawn)]
+    assert len(set(forms)) > 1
+
+
+def test_rounded_activations_make_another_model(tmp_path, holds):
+    pair = write_pair(FIXTURES / WIDE, tmp_path, FORMATS[BLOCKS])
+    digests = set()
+    for activation_dtype in (None, "float8_e4m3fn"):
+        model = load_model(pair.quantised, FLOAT32, activation_dtype=activation_dtype)
+        digests.add(fingerprint(ModelSpec.of(model, FLOAT32), ModelSpec.weights_of(model)))
+    assert len(digests) == 2
+
+
+def test_devices_share_blocks_of_experts_whole():
+    """Of width 192 each, which is no multiple of 128."""
+    sizes = MoEConfig(Routing(128, 8), intermediate_size=1536, width_unit=128)
+    assert sizes.local(8).holders == 8 and sizes.local(4).holders == 1
+    assert dataclasses.replace(sizes, width_unit=64).local(8).intermediate_size == 192
