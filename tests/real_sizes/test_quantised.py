@@ -69,7 +69,7 @@ def held_bytes(llm):
 @pytest.mark.parametrize(
     ("name", "write", "options"),
     [
-        (DENSE, write_float8_weights, {}),
+        soak(DENSE, write_float8_weights, {}),
         soak(DENSE, BY_ROW, {}),
         soak(DENSE, write_weights, ROUNDED),
         soak(EXPERTS, write_float8_weights, {}),
