@@ -117,7 +117,7 @@ class MoEConfig:
 
 
 def _width_unit(scheme: Scheme | None) -> int:
-    """Return the width that devices must share wholly: blocks in FP8 that are cut have no kernel."""
+    """Return the width of which a share has no cut block in FP8, which no kernel would multiply."""
     has_blocks = scheme is not None and scheme.grains - {PER_ROW, PER_TENSOR}
     return PUBLISHED_BLOCK if has_blocks else _WIDTHS
 
