@@ -22,6 +22,9 @@ from jaxspec.pallas.norm.residual import Pending
 from jaxspec.pallas.paging.kv_write import KVScales
 from jaxspec.regions import DecodeRegion
 
+KEY_SCALE, VALUE_SCALE = "k_scale", "v_scale"
+"""Last parts of the names of a layer's scales of keys and values."""
+
 _Heads = Float[Array, "tokens heads head_dim"]
 
 
@@ -141,6 +144,6 @@ class Attention(nnx.Module):
                 yield Placement(prefix + name, self.norms.shape[1:], self.norms, index=row)
         yield from self.out.checkpoint(prefix)
         if self.kv_scales is not None:
-            for index, name in enumerate(("k_scale", "v_scale")):
+            for index, name in enumerate((KEY_SCALE, VALUE_SCALE)):
                 place = slice(index, index + 1)
                 yield Placement(prefix + name, (1,), self.kv_scales, index=place)

@@ -9,24 +9,22 @@ import numpy as np
 
 from jaxspec.checks import shown
 from jaxspec.models.checkpoint import Checkpoint, listed
+from jaxspec.models.layers.attention import KEY_SCALE, VALUE_SCALE
 from jaxspec.models.quantised.tensors import Tensor
 from jaxspec.models.safetensors_file import DTYPES
-
-KEYS, VALUES = "k_scale", "v_scale"
-"""Last parts of the names under which a layer's scales are read."""
 
 _SPELLED = re.compile(
     r"(?P<layer>.+?\.)(?:(?:attn|[kv]_proj|qkv_proj)\.)?(?P<which>kv?|v)_scale"
     r"|(?P<other>.+?\.)(?P<proj>[kv])_proj\.output_scale"
 )
-_SETS = {"k": (KEYS,), "v": (VALUES,), "kv": (KEYS, VALUES)}
+_SETS = {"k": (KEY_SCALE,), "v": (VALUE_SCALE,), "kv": (KEY_SCALE, VALUE_SCALE)}
 _PROJECTION = "k_proj.weight"
 _FAULT_CHARACTERS = 250
 
 
 class _Spelling(NamedTuple):
     layer: str  # prefix of the attention layer's tensors
-    sets: tuple[str, ...]  # of KEYS and VALUES
+    sets: tuple[str, ...]  # of KEY_SCALE and VALUE_SCALE
 
 
 def is_kv_scale(name: str) -> bool:
@@ -46,8 +44,8 @@ def kv_scales_in(
         names: Names of the weights that the model reads.
 
     Returns:
-        Two numbers per layer, by the layer's prefix with KEYS or VALUES; 1 where the folder has
-        none. Empty if it has none for any layer.
+        Two numbers per layer, by the layer's prefix with KEY_SCALE or VALUE_SCALE; 1 where the
+        folder has none. Empty if it has none for any layer.
 
     Raises:
         ValueError: A scale is no single positive finite number, or is there twice. One error lists
@@ -68,7 +66,7 @@ def kv_scales_in(
             f"of each per layer: {listed(faults, _FAULT_CHARACTERS)}. Download the weights again, "
             "or leave out kv_dtype: scales are read for float8_e4m3fn alone."
         )
-    ones = {layer + which: np.float32(1) for layer in layers for which in (KEYS, VALUES)}
+    ones = {layer + which: np.float32(1) for layer in layers for which in (KEY_SCALE, VALUE_SCALE)}
     return ones | {scale: _value(tensor) for scale, tensor in found.items()} if found else {}
 
 

@@ -10,7 +10,7 @@ from jaxspec.checks import shown
 from jaxspec.models.checkpoint import Checkpoint, listed
 from jaxspec.models.quantised.kv_scales import is_kv_scale
 from jaxspec.models.quantised.matrices import Float4, Float8, Integers, Matrix
-from jaxspec.models.quantised.scheme import AWQ, GPTQ, PER_ROW, PER_TENSOR, Grain, Scheme
+from jaxspec.models.quantised.scheme import AWQ, GPTQ, PER_ROW, PER_TENSOR, ScaleBlock, Scheme
 from jaxspec.models.quantised.tensors import (
     Exponents,
     Matrix2D,
@@ -53,7 +53,7 @@ class _Folder(NamedTuple):
     scheme: Scheme
     names: frozenset[str]
     ahead: ReadAhead
-    grains: tuple[Grain, ...]
+    grains: tuple[ScaleBlock, ...]
     groups: tuple[int | None, ...]
 
 
@@ -248,7 +248,7 @@ def _float8(module: _Module) -> Float8:
     return Float8(label, values.shape, tuple(module.tensors), block, grid, grain[1] is None)
 
 
-def _block(grain: Grain, shape: tuple[int, ...]) -> tuple[int, int]:
+def _block(grain: ScaleBlock, shape: tuple[int, ...]) -> tuple[int, int]:
     return grain[0] or shape[-2], grain[1] or shape[-1]
 
 
@@ -257,7 +257,7 @@ def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
     return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
 
 
-def _grain_of(values: Tensor, scale: Tensor, grains: Iterable[Grain]) -> Grain:
+def _grain_of(values: Tensor, scale: Tensor, grains: Iterable[ScaleBlock]) -> ScaleBlock:
     """Return the declared grain that the shape of the scales has."""
     accepted: list[tuple[int, ...]] = []
     for grain in grains:

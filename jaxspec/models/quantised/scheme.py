@@ -12,11 +12,11 @@ FIELD = "quantization_config"
 FILES = ("hf_quant_config.json", "quantize_config.json")
 """Files that have the content of `FIELD` where config.json lacks it."""
 
-Grain = tuple[int | None, int | None]
+ScaleBlock = tuple[int | None, int | None]
 """Rows and columns that share a scale; None means all of them."""
 
-PER_TENSOR: Grain = (None, None)
-PER_ROW: Grain = (1, None)
+PER_TENSOR: ScaleBlock = (None, None)
+PER_ROW: ScaleBlock = (1, None)
 
 _REMEDY = "Use a folder in a format that jaxspec reads (docs/quantised.md), or the 16-bit folder."
 _MAX_RULES = 10_000  # groups or rules for modules; published configs have fewer than a hundred
@@ -58,11 +58,12 @@ class Scheme:
     """
 
     kind: str  # value of the option `quantization`
-    grains: frozenset[Grain] = frozenset()  # of FP8 scales
+    grains: frozenset[ScaleBlock] = frozenset()  # of FP8 scales
     bits: frozenset[int] = frozenset()  # of integers
     groups: frozenset[int | None] = frozenset()  # columns that share a scale of integers
     integers: AWQ | GPTQ | None = None  # weights named `qweight`
     input_bits: int | None = None  # to which other engines round activations
+    has_weights: bool = True  # False for scales of keys and values alone
     file: str = "config.json"  # that was read
 
     @staticmethod
@@ -154,7 +155,7 @@ def _float8(block: Block) -> Scheme:
     block.find("activation_scheme", one_of(("dynamic", "static")))
     size = block.find("weight_block_size", _BLOCK)
     grains = {(size[0], size[1])} if size else {PER_TENSOR, PER_ROW}
-    return Scheme("fp8", grains=frozenset[Grain](grains), input_bits=8)
+    return Scheme("fp8", grains=frozenset[ScaleBlock](grains), input_bits=8)
 
 
 # Algorithms, and the bits to which other engines round activations. Their names do not decide on
@@ -167,13 +168,13 @@ _MODELOPT_BITS = {
     "NVFP4": 4,
     "W4A16_NVFP4": None,
 }
-_MODELOPT_GRAINS = frozenset[Grain]((PER_TENSOR, PER_ROW, (128, 128)))
+_MODELOPT_GRAINS = frozenset[ScaleBlock]((PER_TENSOR, PER_ROW, (128, 128)))
 _MIXED = "MIXED_PRECISION"
 
 
 def _modelopt(block: Block) -> Scheme:
     if block.find("quant_algo", WORD) is None:
-        return Scheme("modelopt")  # at most scales of keys and values
+        return Scheme("modelopt", has_weights=False)
     if block.need("quant_algo", _any_case((*_MODELOPT_BITS, _MIXED))).upper() == _MIXED:
         parts = _blocks(block, "quantized_layers", _MAX_LAYERS)
     else:
@@ -266,7 +267,7 @@ def _compressed_tensors(block: Block) -> Scheme:
     if (block.find("sparsity_config", OBJECT) or {}).get("format") != "dense":
         _refuse(block, "sparsity_config")
     _refuse(block, "transform_config")
-    scheme = Scheme("compressed-tensors")
+    scheme = Scheme("compressed-tensors", has_weights=False)
     if block.find("format", one_of(_CT_FORMATS)) == "dense":
         return scheme
     if not block.find("kv_cache_scheme", OBJECT):
@@ -282,6 +283,7 @@ def _compressed_tensors(block: Block) -> Scheme:
 
 def _with_group(scheme: Scheme, group: Block) -> Scheme:
     """Return the scheme with the formats of one of compressed-tensors' groups."""
+    scheme = dataclasses.replace(scheme, has_weights=True)
     inputs, weights = group.block("input_activations"), group.block("weights")
     if inputs.entries:
         inputs.need("type", one_of(("float",)))
@@ -301,7 +303,7 @@ def _with_group(scheme: Scheme, group: Block) -> Scheme:
     return dataclasses.replace(scheme, grains=scheme.grains | {_grain(weights)})
 
 
-def _grain(weights: Block) -> Grain:
+def _grain(weights: Block) -> ScaleBlock:
     strategy = weights.need("strategy", one_of(("tensor", "channel", "group", "block")))
     if strategy == "block":
         rows, columns = weights.need("block_structure", _BLOCK)

@@ -89,7 +89,13 @@ def test_rules_for_modules_of_16_bits_say_nothing_about_integers():
 )
 def test_groups_without_weights_declare_nothing(config):
     scheme = Scheme.of({"quant_method": "compressed-tensors", **config})
-    assert scheme == Scheme("compressed-tensors")
+    assert scheme == Scheme("compressed-tensors", has_weights=False)
+
+
+def test_published_formats_have_weights():
+    for form in FORMATS.values():
+        assert Scheme.of(form.config, form.beside or "config.json").has_weights
+    assert not Scheme.of(modelopt(None)).has_weights
 
 
 def test_activations_that_nothing_rounds():
