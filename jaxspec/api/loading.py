@@ -26,6 +26,7 @@ from jaxspec.hidden_states.state_file import prepare_folder
 from jaxspec.models import AbstractModel, dtype_of, resolve_folder, unread, unread_model_or_head
 from jaxspec.models.base import CheckpointModule, Model
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.quantised.option import DrafterOptions
 from jaxspec.options import SpeculativeConfig
 from jaxspec.options.draft_methods import ExtractHiddenStatesOptions
 from jaxspec.options.engine_options import EngineConfig
@@ -154,7 +155,12 @@ def _tokenizer(config: EngineConfig, folder: Path, *, progress: bool) -> Tokeniz
 
 @contextlib.contextmanager
 def unread_drafter(
-    config: EngineConfig, dtype: jnp.dtype, group: Group, *, progress: bool
+    config: EngineConfig,
+    dtype: jnp.dtype,
+    group: Group,
+    quantised: DrafterOptions,
+    *,
+    progress: bool,
 ) -> Iterator[AbstractModel[CheckpointModule] | None]:
     """Open the drafter's checkpoint, a model or a draft head, without reading its weights.
 
@@ -162,6 +168,7 @@ def unread_drafter(
         config: Options of the engine.
         dtype: Dtype of the weights.
         group: Devices that share the drafter.
+        quantised: Options of its weights (`AbstractModel.of_drafter`).
         progress: Show progress bars.
 
     Yields:
@@ -178,8 +185,14 @@ def unread_drafter(
         return
     has_weights = config.load_format != "dummy"
     folder = resolve_folder(name, progress, weights=has_weights, revision=options.revision)
-    shared = {"load_format": config.load_format, "group": group, "scales_kv": config.scales_kv}
-    with unread_model_or_head(folder, dtype, **shared) as found:
+    with unread_model_or_head(
+        folder,
+        dtype,
+        load_format=config.load_format,
+        quantised=quantised,
+        group=group,
+        scales_kv=config.scales_kv,
+    ) as found:
         yield found
 
 
@@ -262,7 +275,9 @@ def _loaded(config: EngineConfig, folder: Path, node: Node, *, progress: bool) -
     with contextlib.ExitStack() as failed:
         with (
             _unread_model(config, folder, dtype, group) as found,
-            unread_drafter(config, dtype, group, progress=progress) as found_drafter,
+            unread_drafter(
+                config, dtype, group, found.of_drafter, progress=progress
+            ) as found_drafter,
         ):
             matchers = _matchers(tokenizer, found.model.config)
             head = found_drafter and found_drafter.model

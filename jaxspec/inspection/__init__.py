@@ -8,7 +8,8 @@ from jaxspec import device
 from jaxspec.api.loading import unread_drafter
 from jaxspec.api.settling import ResolvedOptions, settle
 from jaxspec.cache import Recurrent
-from jaxspec.inspection.find import Quantised, find
+from jaxspec.inspection.find import find
+from jaxspec.inspection.quantised import Quantised
 from jaxspec.inspection.report import Inspection
 from jaxspec.inspection.sizes import (
     CacheBytes,
@@ -59,7 +60,10 @@ def inspect(model: str | Path | None = None, **options: Any) -> Inspection:
     settled = None
     if (local := found.local) is not None:
         facts |= _share(local)
-        with found.noting(), unread_drafter(config, dtype, group, progress=False) as drafter:
+        with (
+            found.noting(),
+            unread_drafter(config, dtype, group, found.of_drafter, progress=False) as drafter,
+        ):
             settled = settle(config, local, dtype, drafter and drafter.model, group)
         if settled is not None:
             facts |= _needs(settled)

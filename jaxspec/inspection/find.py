@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,15 +13,16 @@ from jaxspec.api.loading import folder_of
 from jaxspec.files import read_json
 from jaxspec.gguf import is_gguf
 from jaxspec.inspection.config_faults import parse
+from jaxspec.inspection.quantised import Quantised, hold_declared, hold_stored
 from jaxspec.models import family_of, with_scales_of
 from jaxspec.models.base import Model
 from jaxspec.models.checkpoint import INDEX, Checkpoint, read_index
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields, overridden
 from jaxspec.models.layers.moe import sharing_experts
-from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint, StoredFormat
-from jaxspec.models.quantised.holding import hold_as_published, rounded
-from jaxspec.models.quantised.option import QuantisedOptions
+from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint
+from jaxspec.models.quantised.holding import rounding
+from jaxspec.models.quantised.option import AS_PUBLISHED, DrafterOptions, QuantisedOptions
 from jaxspec.models.quantised.rounded import RoundedCheckpoint
 from jaxspec.models.quantised.scheme import Scheme
 from jaxspec.models.source import giving_sizes, naming, open_checkpoint, read_fields
@@ -31,20 +32,6 @@ from jaxspec.parallel import Group
 
 CONFIG_ALONE = "config.json alone"  # value of `Found.read` without tensor names
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin")
-
-
-@dataclasses.dataclass(frozen=True)
-class Quantised:
-    """Quantised weights of a folder."""
-
-    kind: str  # as declared
-    dtype: str  # to which they are dequantised
-    file: str = "config.json"  # that declares the kind
-    formats: Mapping[str, StoredFormat] | None = None  # in files; None if they were not read
-    kv_scales: int = 0  # number of scales of keys and values
-    scales_kv: bool = False  # these are used
-    dequantised: Mapping[str, StoredFormat] | None = None  # of them, those that do not stay in FP8
-    terms: int = 2  # e4m3 numbers that an activation becomes before it is multiplied by those
 
 
 @dataclasses.dataclass
@@ -58,6 +45,7 @@ class Found:
     local: Model | None = None  # the same with the sizes of one device; None if they don't divide
     stored_bytes: dict[str, int] = dataclasses.field(default_factory=dict)  # by dtype
     quantised: Quantised | None = None  # None for weights of 16 or 32 bits
+    of_drafter: DrafterOptions = AS_PUBLISHED  # options of a drafter's weights
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -67,6 +55,16 @@ class Found:
         except (ValueError, FileNotFoundError) as error:
             if str(error) not in self.refused:
                 self.refused.append(str(error))
+
+
+class _Asked(NamedTuple):
+    """Options of the weights."""
+
+    path: Path
+    scheme: Scheme | None
+    options: QuantisedOptions
+    devices: int
+    is_drawn: bool
 
 
 def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
@@ -104,7 +102,7 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
             checkpoint = place.checkpoint(files, scheme, is_read, scales_kv=options.scales_kv)
             names = place.indexed_names() if checkpoint is None else checkpoint.names
         if scheme is not None:
-            found.quantised = _quantised(scheme, checkpoint, dtype)
+            found.quantised = Quantised.declared(scheme, checkpoint, dtype)
         if checkpoint is not None:
             found.read, found.stored_bytes = _stored(checkpoint)
         elif names is not None:
@@ -130,10 +128,10 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
         found.local, local = None, _local(found, place.path, config, options)
         if local is not None:
             found.local = undefined(family, local, dtype, names)
-    if whole is not None and checkpoint is not None and found.local is not None:
-        if quantised.rounds(scheme, place.path):
-            checkpoint = rounded(checkpoint, whole.placements, whole.published)
-        _hold(found, whole, dtype, checkpoint, quantised, devices)
+    if found.local is not None:
+        is_drawn = options.load_format == "dummy"
+        asked = _Asked(place.path, scheme, quantised, devices, is_drawn)
+        _hold(found, whole, checkpoint, dtype, asked)
     return found
 
 
@@ -153,24 +151,35 @@ def _local(
 
 def _hold(
     found: Found,
-    whole: Compared[Model],
+    whole: Compared[Model] | None,
+    checkpoint: Checkpoint | None,
     dtype: jnp.dtype,
-    checkpoint: Checkpoint,
-    options: QuantisedOptions,
-    devices: int,
+    asked: _Asked,
 ) -> None:
     """Hold matrices of the local model in FP8, as loading does."""
-    if isinstance(checkpoint, RoundedCheckpoint):
-        asked = "quantization='fp8'"
-        found.quantised = Quantised("fp8", dtype.name, asked, checkpoint.formats())
-    elif not isinstance(checkpoint, QuantisedCheckpoint):
-        return
-    assert found.local is not None and found.quantised is not None
-    found.local, of_ranks = whole.on_devices(found.local.config, dtype, checkpoint, devices)
-    held = hold_as_published(of_ranks, whole.published, checkpoint, options)
-    found.quantised = dataclasses.replace(
-        found.quantised, dequantised=checkpoint.formats(without=held), terms=options.terms
-    )
+    assert found.model is not None and found.local is not None
+    scheme, options = asked.scheme, asked.options
+    if whole is None or checkpoint is None:
+        if options.rounds(scheme, asked.path):
+            found.quantised = Quantised.of_rounded(found.quantised, dtype)
+        if found.quantised is not None:
+            sizes = found.model, found.local, asked.devices
+            found.quantised = hold_declared(found.quantised, *sizes, scheme, options)
+    else:
+        if options.rounds_tensors(scheme, checkpoint):
+            checkpoint = rounding(checkpoint, whole.placements, whole.published)
+            found.quantised = Quantised.of_rounded(found.quantised, dtype)
+        if isinstance(checkpoint, QuantisedCheckpoint | RoundedCheckpoint):
+            assert found.quantised is not None
+            config, devices = found.local.config, asked.devices
+            found.local, of_ranks = whole.on_devices(config, dtype, checkpoint, devices)
+            of_checkpoint = whole.published, checkpoint, options
+            found.quantised = hold_stored(found.quantised, of_ranks, *of_checkpoint)
+    is_rounded = found.quantised is not None and found.quantised.is_rounded
+    found.of_drafter = options.of_drafter(is_rounded=is_rounded)
+    if not found.refused and (whole is not None or asked.is_drawn):
+        with found.noting():
+            options.check_held(found.local, asked.path)
 
 
 class _Place(NamedTuple):
@@ -228,19 +237,6 @@ def _locate(options: EngineConfig) -> _Place:
     is_hub = is_hub and not is_gguf(folder)
     has_weights = is_hub or is_gguf(folder) or any(map(_is_weights, os.listdir(folder)))
     return _Place(folder, has_weights and options.load_format != "dummy", is_hub)
-
-
-def _quantised(scheme: Scheme, checkpoint: Checkpoint | None, dtype: jnp.dtype) -> Quantised:
-    if not isinstance(checkpoint, QuantisedCheckpoint):
-        return Quantised(scheme.kind, dtype.name, scheme.file)
-    return Quantised(
-        scheme.kind,
-        dtype.name,
-        scheme.file,
-        checkpoint.formats(),
-        checkpoint.num_kv_scales,
-        bool(checkpoint.kv_scales),
-    )
 
 
 def _is_weights(name: str) -> bool:

@@ -3,7 +3,8 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from jaxspec.inspection.find import CONFIG_ALONE, Quantised
+from jaxspec.inspection.find import CONFIG_ALONE
+from jaxspec.inspection.quantised import Quantised
 from jaxspec.inspection.sizes import CacheBytes, Fit, Parameters
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.runner.memory import human
@@ -106,6 +107,8 @@ def _about_quantised(quantised: Quantised) -> Iterator[tuple[str, str]]:
         yield name, f"no weights, though {quantised.file} declares {quantised.kind}"
     if formats != {}:
         yield "", _run_as(quantised)
+    if count := quantised.on_hopper:
+        yield "", f"{_number(count)} parameters would stay in FP8 on a Hopper GPU, in bfloat16"
     if count := quantised.kv_scales:
         words, verb = ("scale", "is") if count == 1 else ("scales", "are")
         used = "used" if quantised.scales_kv else "not used"
@@ -114,17 +117,12 @@ def _about_quantised(quantised: Quantised) -> Iterator[tuple[str, str]]:
 
 def _run_as(quantised: Quantised) -> str:
     """Return how many parameters stay in FP8, and what becomes of the others and of activations."""
-    dtype, others = quantised.dtype, quantised.dequantised
-    total, rest = (
-        sum(each.parameters for each in (formats or {}).values())
-        for formats in (quantised.formats, others)
-    )
-    words = f"dequantised to {dtype}"
-    if others is not None and rest < total:
-        more = f", others are {words}" if rest else ""
-        words = f"{_number(total - rest)} parameters stay in FP8{more}"
-    are = "not" if quantised.terms == 2 else "before they multiply"
-    return f"{words}; activations are {are} rounded"
+    words, others = f"dequantised to {quantised.dtype}", quantised.dequantised
+    if not quantised.held:
+        return f"{words}; activations are not rounded"
+    more = "" if others == {} else f", others are {words}"
+    fate = "not rounded" if quantised.terms == 2 else "rounded before they multiply those"
+    return f"{_number(quantised.held)} parameters stay in FP8{more}; activations are {fate}"
 
 
 def _held(experts: MoEConfig) -> str:

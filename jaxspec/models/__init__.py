@@ -19,8 +19,13 @@ from jaxspec.models.fields import Fields
 from jaxspec.models.hub import resolve_folder
 from jaxspec.models.layers.moe import sharing_experts
 from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint
-from jaxspec.models.quantised.holding import hold_as_published, hold_drawn, rounded
-from jaxspec.models.quantised.option import QuantisedOptions, log_dequantised
+from jaxspec.models.quantised.holding import hold_as_published, hold_drawn, rounding
+from jaxspec.models.quantised.option import (
+    AS_PUBLISHED,
+    DrafterOptions,
+    QuantisedOptions,
+    log_dequantised,
+)
 from jaxspec.models.quantised.rounded import ROUNDED, RoundedCheckpoint
 from jaxspec.models.shards import of_devices
 from jaxspec.models.source import giving_sizes, naming, open_checkpoint, read_fields
@@ -106,6 +111,7 @@ def load_model(
     dtype: jnp.dtype,
     *,
     load_format: str = "auto",
+    quantization: str | None = None,
     activation_dtype: str | None = None,
     group: Group = ALONE,
     whole_experts: bool | None = None,
@@ -121,6 +127,7 @@ def load_model(
             "dummy".
         dtype: Dtype of the weights.
         load_format: "auto", or "dummy" for random weights.
+        quantization: The option of `LLM`.
         activation_dtype: The option of `LLM`.
         group: Devices that share the model; the default device by default.
         whole_experts: Share routed experts as wholes, not by width; see `MoEConfig`.
@@ -130,7 +137,8 @@ def load_model(
     Raises:
         FileNotFoundError, ValueError: As `unread`, or a file changed while it was read.
     """
-    options: dict[str, Any] = {"load_format": load_format, "activation_dtype": activation_dtype}
+    options: dict[str, Any] = {"load_format": load_format, "quantization": quantization}
+    options |= {"activation_dtype": activation_dtype}
     options |= {"group": group, "whole_experts": whole_experts, "scales_kv": scales_kv}
     with unread(folder, dtype, **options) as found:
         return found.read(progress)
@@ -144,6 +152,7 @@ class AbstractModel(NamedTuple, Generic[Some]):
 
     model: Some
     fill: Callable[[bool], None]  # sets the parameters; takes `progress`
+    of_drafter: DrafterOptions = AS_PUBLISHED  # options of a drafter's weights
 
     def read(self, progress: bool = False) -> Some:
         """Load the weights to the devices and return the model."""
@@ -176,12 +185,13 @@ def unread(
     Raises:
         FileNotFoundError: config.json or the weights are missing.
         ValueError: The architecture is not in `MODELS`, an option is not implemented, `load_format`
-            is unknown, the weights do not match config.json or `quantization`, or the group can't
-            share the model.
+            is unknown, the weights do not match config.json, `quantization` or `activation_dtype`,
+            or the group can't share the model.
     """
     quantised = QuantisedOptions(quantization, activation_dtype)
     asked = _Asked(load_format, overrides, quantised, whole_experts, scales_kv)
     with _unread(folder, dtype, asked, family_of, group) as found:
+        quantised.check_held(found.model, Path(folder))
         yield found
 
 
@@ -191,11 +201,12 @@ def unread_model_or_head(
     dtype: jnp.dtype,
     *,
     load_format: str = "auto",
+    quantised: DrafterOptions = AS_PUBLISHED,
     group: Group = ALONE,
     scales_kv: bool = False,
 ) -> Iterator[AbstractModel[CheckpointModule]]:
-    """Like `unread`, but the folder may also hold one of `HEADS`."""
-    asked = _Asked(load_format, scales_kv=scales_kv)
+    """Like `unread` for a drafter, whose folder may also hold one of `HEADS`."""
+    asked = _Asked(load_format, quantised=quantised, scales_kv=scales_kv)
     with _unread(folder, dtype, asked, _model_or_head, group) as found:
         yield found
 
@@ -205,7 +216,7 @@ class _Asked(NamedTuple):
 
     load_format: str
     overrides: Mapping[str, Any] | None = None
-    quantised: QuantisedOptions = QuantisedOptions()
+    quantised: QuantisedOptions | DrafterOptions = QuantisedOptions()
     whole_experts: bool | None = None
     scales_kv: bool = False
 
@@ -227,15 +238,15 @@ def _unread(
         config = sharing_experts(family.parse_config(fields), asked.whole_experts)
         shared = config.local(group.size)
     scheme = fields.scheme()
-    quantised = asked.quantised
-    quantised.check(scheme, folder)
+    quantised = asked.quantised.fitting(scheme, folder)
     rounds = quantised.rounds(scheme, folder)
     dtype = jnp.dtype(dtype)
     if asked.load_format == "dummy":
         whole, model = (undefined(family, sizes, dtype, None) for sizes in (config, shared))
         of_ranks = of_devices(whole.checkpoint(), model.checkpoint(), group.size)
         hold_drawn(of_ranks, ROUNDED if rounds else scheme, quantised)
-        yield AbstractModel(model, lambda progress: draw_weights(model, group))
+        of_drafter = quantised.of_drafter(is_rounded=rounds)
+        yield AbstractModel(model, lambda progress: draw_weights(model, group), of_drafter)
         return
     with open_checkpoint(
         folder, scheme, family.uses(config), scales_kv=asked.scales_kv
@@ -246,14 +257,14 @@ def _unread(
         shared = config.local(group.size)
         model, of_ranks = whole.on_devices(shared, dtype, checkpoint, group.size)
         published = whole.published
-        if rounds:
-            checkpoint = rounded(checkpoint, whole.placements, published)
+        if rounds := quantised.rounds_tensors(scheme, checkpoint):
+            checkpoint = rounding(checkpoint, whole.placements, published)
         if isinstance(checkpoint, QuantisedCheckpoint | RoundedCheckpoint):
             held = hold_as_published(of_ranks, published, checkpoint, quantised)
             by_choice = quantised.dequantises
-            log_dequantised(checkpoint, dtype, group.size, held=held, by_choice=by_choice)
+            log_dequantised(checkpoint, dtype, group.size, held=held.here, by_choice=by_choice)
         fill = functools.partial(read_weights, model, of_ranks, published, checkpoint, group)
-        yield AbstractModel(model, fill)
+        yield AbstractModel(model, fill, quantised.of_drafter(is_rounded=rounds))
 
 
 def with_scales_of(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:

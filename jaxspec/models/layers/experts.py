@@ -46,7 +46,7 @@ class ExpertStacks(nnx.Module):
         self.competing, self.own = competing, competing // holders
         self.shared_width, self.activation = shared_width, activation
         held = self.own + -(-shared_width // width)
-        has_kernel = dtype == jnp.bfloat16 and why_not_sizes(features, width) is None
+        has_kernel = why_not_sizes(features, width) is None
         up, down = (held, activation.pieces * width, features), (held, features, width)
         self.up = WeightStack(up, dtype, NORMAL, has_kernel=has_kernel)
         self.down = WeightStack(down, dtype, _INITS[activation], has_kernel=has_kernel)
