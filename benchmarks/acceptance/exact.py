@@ -74,7 +74,7 @@ def exact_in_float8(rows: Rows) -> None:
     """Compare tokens of folders in FP8, in bfloat16, which kernels of FP8 need.
 
     Weights are held by blocks, per row, or rounded by blocks at load. Tokens with drafts are those
-    without, and those of held weights are those of dequantised ones.
+    without, and those of weights held as published are those of dequantised ones.
     """
     folders: dict[str, Callable[[Path], object]] = {
         "blocks": write_float8_weights,

@@ -58,8 +58,8 @@ class Linear(nnx.Module):
                 columns are arbitrary.
             joined_name: Name of one tensor with all outputs in order, which a checkpoint may have
                 instead.
-            in_16_bits: Number of last outputs that are never held in 8 bits, because small errors
-                change what the model does: decay rates, choices of experts.
+            in_16_bits: Number of last outputs that are never held in 8 bits: small tensors that
+                published FP8 folders leave in 16 bits, such as decay rates and routers.
             init: See `declare`.
         """
         self.in_features = in_features
