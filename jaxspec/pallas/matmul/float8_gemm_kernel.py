@@ -33,14 +33,14 @@ _RESERVED = 8192  # bytes of barriers, and for rounding up allocations
 _REGISTERS = {2: (240, 24), 3: (160, 24)}  # registers per thread that multiplies, or copies
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "tiling", "interpret"))
-def gemm_kernel(terms, weight, *, dtype, tiling, interpret=None):
-    """Return the matmul of `Terms` in `dtype`, or float32 partial sums if there are several parts.
+@functools.partial(jax.jit, static_argnames=("tokens", "dtype", "tiling", "interpret"))
+def gemm_kernel(terms, weight, *, tokens, dtype, tiling, interpret=None):
+    """Return the matmul of `Terms` of `tokens` rows in `dtype`, or float32 sums of several parts.
 
     `tiling` is a `Float8GemmTiling`; Mosaic's interpreter cannot copy to several blocks, so it
     takes tilings without clusters.
     """
-    tokens, outer = terms.numbers[0].shape[0], weight.outer
+    rows, outer = terms.numbers[0].shape[0], weight.outer
     dtype = dtype if tiling.parts == 1 else jnp.dtype(jnp.float32)
     block = _Block.of(terms, weight, tiling, dtype)
 
@@ -50,7 +50,7 @@ def gemm_kernel(terms, weight, *, dtype, tiling, interpret=None):
     kernel = plgpu.kernel(
         body,
         kernel_name="float8_gemm",
-        out_type=jax.ShapeDtypeStruct((tiling.parts, tokens, outer), dtype),
+        out_type=jax.ShapeDtypeStruct((tiling.parts, rows, outer), dtype),
         scratch_types=block.scratch(),
         grid=(block.teams,),
         grid_names=("team",),
@@ -62,6 +62,7 @@ def gemm_kernel(terms, weight, *, dtype, tiling, interpret=None):
         **({} if interpret is None else {"interpret": interpret}),
     )
     y = kernel(*terms.numbers, terms.factors, weight.array, weight.scale)
+    y = y if tokens == rows else y[:, :tokens]
     return y[0] if tiling.parts == 1 else y
 
 

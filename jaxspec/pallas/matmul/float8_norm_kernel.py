@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, layouts
 from jaxspec.pallas.gpu.layouts import RowPiece
-from jaxspec.pallas.matmul.float8_terms import CHUNK, ROWS, Terms, rounded, split
+from jaxspec.pallas.matmul.float8_terms import CHUNK, Terms, padded_rows, rounded, split
 from jaxspec.pallas.norm import add_norm_block
 
 
@@ -40,8 +40,9 @@ def add_norm_split_kernel(stream, pending, norm, terms, *, interpret=None):
 
     by_chunk = tokens, chunks, CHUNK
     out = jax.ShapeDtypeStruct(by_chunk, dtype)
-    of_numbers = [jax.ShapeDtypeStruct(by_chunk, jnp.float8_e4m3fn)] * terms
-    of_factors = jax.ShapeDtypeStruct((chunks, -(-tokens // ROWS) * ROWS), jnp.float32)
+    rows = padded_rows(tokens)
+    of_numbers = [jax.ShapeDtypeStruct((rows, chunks, CHUNK), jnp.float8_e4m3fn)] * terms
+    of_factors = jax.ShapeDtypeStruct((chunks, rows), jnp.float32)
     kernel = plgpu.kernel(
         body,
         kernel_name="float8_add_norm_split",
@@ -52,10 +53,10 @@ def add_norm_split_kernel(stream, pending, norm, terms, *, interpret=None):
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    *results, factors = kernel(
+    total, normed, *numbers, factors = kernel(
         stream.reshape(by_chunk),
         pending.reshape(*pending.shape[:-1], chunks, CHUNK),
         norm.weight.reshape(chunks, CHUNK),
     )
-    total, normed, *numbers = (x.reshape(stream.shape) for x in results)
-    return total, normed, Terms(tuple(numbers), factors)
+    numbers = tuple(number.reshape(rows, features) for number in numbers)
+    return total.reshape(stream.shape), normed.reshape(stream.shape), Terms(numbers, factors)

@@ -33,7 +33,7 @@ def plain_matmul(op: str, x: Stream, weight: Published8Bit, terms: Terms | None 
         from jaxspec.pallas.matmul.float8_kernel import matmul_kernel
 
         return matmul_kernel(x, weight)
-    return _gemm(terms or _terms(x, weight), weight, x.dtype)
+    return _gemm(terms or _terms(x, weight), weight, x)
 
 
 def norm_matmul(
@@ -58,7 +58,7 @@ def split_matmul(x: Stream, weight: Published8Bit) -> Output:
         from jaxspec.pallas.matmul.float8_kernel import split_matmul_kernel
 
         return split_matmul_kernel(x, weight)
-    return _gemm(_terms(x, weight), weight, x.dtype, is_split=True)
+    return _gemm(_terms(x, weight), weight, x, is_split=True)
 
 
 def activated_matmul(op: str, x: Stream, weight: Published8Bit, activation: Activation) -> Output:
@@ -72,9 +72,8 @@ def activated_matmul(op: str, x: Stream, weight: Published8Bit, activation: Acti
         return activated_matmul_kernel(x, weight, activation)
     from jaxspec.pallas.matmul.float8_split_kernel import activated_split_kernel
 
-    return _gemm(
-        activated_split_kernel(x, activation, weight.terms), weight, x.dtype, is_split=True
-    )
+    terms = activated_split_kernel(x, activation, weight.terms)
+    return _gemm(terms, weight, x, is_split=True)
 
 
 def gated_norm_matmul(heads: Heads, norm: GatedNorm, weight: Published8Bit) -> Output:
@@ -89,7 +88,7 @@ def gated_norm_matmul(heads: Heads, norm: GatedNorm, weight: Published8Bit) -> O
     from jaxspec.pallas.matmul.float8_split_kernel import gated_norm_split_kernel
 
     terms = gated_norm_split_kernel(heads, norm, weight.terms)
-    return _gemm(terms, weight, norm.gates.dtype, is_split=True)
+    return _gemm(terms, weight, norm.gates, is_split=True)
 
 
 def _terms(x, weight):
@@ -100,12 +99,13 @@ def _terms(x, weight):
     return split_kernel(x, weight.terms)
 
 
-def _gemm(terms: Terms, weight, dtype, *, is_split=False):
+def _gemm(terms: Terms, weight, x, *, is_split=False):
+    """Multiply `terms` of as many rows as `x`, in its dtype."""
     from jaxspec.pallas.matmul.float8_gemm_kernel import gemm_kernel
 
-    sizes = terms.numbers[0].shape[0], weight.inner, weight.outer, weight.terms
-    tiling = Float8GemmTiling.of(*sizes, is_split=is_split)
-    return gemm_kernel(terms, weight, dtype=dtype, tiling=tiling)
+    tokens, sizes = x.shape[0], (weight.inner, weight.outer, weight.terms)
+    tiling = Float8GemmTiling.of(tokens, *sizes, is_split=is_split)
+    return gemm_kernel(terms, weight, tokens=tokens, dtype=x.dtype, tiling=tiling)
 
 
 def _runs_kernel(op, why, rows):

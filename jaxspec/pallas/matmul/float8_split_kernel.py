@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas.gpu import access, device, layouts, tensor_cores
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.float8_activations_block import Activations, activated, normed, plain
-from jaxspec.pallas.matmul.float8_terms import CHUNK, ROWS, Terms, rounded, split
+from jaxspec.pallas.matmul.float8_terms import CHUNK, ROWS, Terms, padded_rows, rounded, split
 
 _F8 = jnp.float8_e4m3fn
 _MAX_CHUNKS = 8  # chunks of a block, which are all in flight together
@@ -46,10 +46,10 @@ def gated_norm_split_kernel(heads, norm, terms, *, interpret=None):
 
 def _launch(name, activations, terms, interpret):
     block = _Block.of(activations, terms)
-    count, tokens = len(activations.operands), activations.tokens
-    row_blocks, inner = pl.cdiv(tokens, ROWS), activations.inner
-    numbers = [jax.ShapeDtypeStruct((tokens, inner), jnp.float8_e4m3fn)] * terms
-    factors = jax.ShapeDtypeStruct((inner // CHUNK, row_blocks * ROWS), jnp.float32)
+    count, inner = len(activations.operands), activations.inner
+    rows = padded_rows(activations.tokens)
+    numbers = [jax.ShapeDtypeStruct((rows, inner), jnp.float8_e4m3fn)] * terms
+    factors = jax.ShapeDtypeStruct((inner // CHUNK, rows), jnp.float32)
 
     def body(*refs, **scratch):
         outputs = refs[count:]
@@ -60,15 +60,23 @@ def _launch(name, activations, terms, interpret):
         kernel_name=name,
         out_type=(*numbers, factors),
         scratch_types=block.scratch(),
-        grid=(row_blocks, inner // CHUNK // block.chunks),
+        grid=(rows // ROWS, inner // CHUNK // block.chunks),
         grid_names=("row", "span"),
         num_threads=1,
         thread_name="warpgroup",
         compiler_params=access.EXPLICIT_BARRIERS,
         **({} if interpret is None else {"interpret": interpret}),
     )
-    *numbers, factors = kernel(*activations.operands)
+    *numbers, factors = kernel(*[_whole_tiles(x) for x in activations.operands])
     return Terms(tuple(numbers), factors)
+
+
+def _whole_tiles(x):
+    """Pad the rows of an operand: Mosaic copies from less than a tile of 8 rows, or from whole."""
+    tokens = x.shape[0]
+    if x.ndim == 1 or tokens <= ROWS or tokens % ROWS == 0:
+        return x
+    return jnp.pad(x, ((0, padded_rows(tokens) - tokens), (0, 0)))
 
 
 class _Operands(NamedTuple):
@@ -94,7 +102,7 @@ class _Block:
     @staticmethod
     def of(activations, terms):
         of_rows = activations.inner // CHUNK
-        all_chunks = pl.cdiv(activations.tokens, ROWS) * of_rows
+        all_chunks = padded_rows(activations.tokens) // ROWS * of_rows
         fitting = [n for n in range(1, _MAX_CHUNKS + 1) if of_rows % n == 0]
         enough = [n for n in fitting if all_chunks >= n * _MIN_BLOCKS]
         return _Block(activations, terms, max(enough, default=1))

@@ -71,17 +71,25 @@ def _scaled(x):
 
 
 class Terms(NamedTuple):
-    """Rows of a matmul in float8_e4m3fn, with a factor for each row and chunk of features."""
+    """Rows of a matmul in float8_e4m3fn, with a factor for each row and chunk of features.
 
-    numbers: tuple[Float[Array, "rows inner"], ...]  # high and low halves, or rounded numbers
-    factors: Float[Array, "chunks padded"]  # float32; rows are padded to a multiple of `ROWS`
+    Mosaic copies tiles of 8 rows, so rows are padded to a multiple of `ROWS`, with any numbers.
+    """
+
+    numbers: tuple[Float[Array, "padded inner"], ...]  # high and low halves, or rounded numbers
+    factors: Float[Array, "chunks padded"]  # float32
 
 
 def of_whole_rows(x: Float[Array, "rows inner"]) -> Terms:
     """Round `x` with a factor for each whole row, by XLA."""
-    number, factor = rounded(x.astype(jnp.float32))
-    padded = jnp.pad(factor, (0, -len(factor) % ROWS))
-    return Terms((number,), jnp.broadcast_to(padded, (x.shape[1] // CHUNK, len(padded))))
+    padded = jnp.pad(x.astype(jnp.float32), ((0, padded_rows(x.shape[0]) - x.shape[0]), (0, 0)))
+    number, factor = rounded(padded)
+    return Terms((number,), jnp.broadcast_to(factor, (x.shape[1] // CHUNK, len(factor))))
+
+
+def padded_rows(tokens: int) -> int:
+    """Return the rows of the `Terms` of `tokens` rows."""
+    return -(-tokens // ROWS) * ROWS
 
 
 def as_multiplied(

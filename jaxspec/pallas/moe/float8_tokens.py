@@ -13,10 +13,10 @@ from jaxspec.weight import Float8BlockExperts, Published8BitExperts
 
 @flax.struct.dataclass
 class Float8Tokens:
-    """`Terms` of the rows of all tiles, one after the other."""
+    """`Terms` of the rows of all tiles, one after the other, padded to a multiple of 8."""
 
-    numbers: tuple[Float[Array, "rows columns"], ...]  # of each term; maybe all in one array
-    factors: Float[Array, "chunks padded"]  # float32; there are factors of 8 rows or more
+    numbers: tuple[Float[Array, "padded columns"], ...]  # of each term; maybe all in one array
+    factors: Float[Array, "chunks padded"]  # float32
     starts: tuple[int, ...] = flax.struct.field(pytree_node=False)  # first columns of the terms
 
     @staticmethod
@@ -36,7 +36,7 @@ class Float8Tokens:
         return Float8Tokens(terms.numbers, terms.factors, (0,) * weight.terms)
 
     @property
-    def joined(self) -> Float[Array, "rows all_columns"]:
+    def joined(self) -> Float[Array, "padded all_columns"]:
         """The numbers of all terms side by side."""
         return jnp.concatenate(self.numbers, axis=1)
 

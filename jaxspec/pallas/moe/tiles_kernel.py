@@ -26,13 +26,13 @@ def to_tiles_kernel(x, work, choices, *, none, interpret=None):
     both `[tiles, rows]`. Places without a choice are uninitialized.
 
     Args:
-        x: `[tokens, features]`.
+        x: `[tokens, features]`, or more rows, which are not copied.
         work: `WorkList` of `choices`.
         choices: experts and weights of each token.
         none: expert of padding, whose rows are not copied.
     """
-    (tokens, features), (tiles, rows) = x.shape, (work.expert.shape[0], work.rows)
-    parts, width = choices.experts.shape[1], gcd(features, _COPY)
+    (tokens, parts), features = choices.experts.shape, x.shape[1]
+    tiles, rows, width = work.expert.shape[0], work.rows, gcd(features, _COPY)
     pieces, has_gaps = (features // width, width), choices.has_gaps
 
     def body(x, place, experts, weights, tiled, at_place, scales, *, row, filled):
@@ -67,7 +67,7 @@ def to_tiles_kernel(x, work, choices, *, none, interpret=None):
         **({} if interpret is None else {"interpret": interpret}),
     )
     tiled, at_place, scales = kernel(
-        x.reshape(tokens, *pieces), work.place, choices.experts, choices.weights
+        x.reshape(x.shape[0], *pieces), work.place, choices.experts, choices.weights
     )
     return (
         tiled.reshape(tiles, rows, features),

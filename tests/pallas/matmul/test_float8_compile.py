@@ -28,9 +28,9 @@ def blocks(inner, outer, terms):
     return Float8Blocks(array(outer, inner, dtype=F8), array(outer // 64, inner // 128), terms)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(9)
 @pytest.mark.parametrize("terms", [2, 1])
-@pytest.mark.parametrize("tokens", [1, 8, 16, 64, 128, 256, 2048])
+@pytest.mark.parametrize("tokens", [1, 8, 12, 16, 64, 65, 128, 256, 2048])
 @pytest.mark.parametrize("model", ["qwen3.5-9b", "qwen3.5-27b"])
 def test_a_layer(h200, monkeypatch, capfd, model, tokens, terms):
     """Gated DeltaNet's two matmuls and the feed-forward layer's; nothing dequantises a weight."""

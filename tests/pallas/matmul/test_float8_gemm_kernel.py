@@ -34,12 +34,12 @@ from jaxspec.weight import Float8Blocks
 
 
 def terms_of(x, terms):
-    """The `Terms` of the split kernel, by XLA; NaN factors of padding must not spread."""
+    """The `Terms` of the split kernel, by XLA; NaN of padding must not spread."""
+    x = jnp.pad(x, ((0, -x.shape[0] % 8), (0, 0)), constant_values=jnp.nan)
     tokens, inner = x.shape
     chunks = x.astype(jnp.float32).reshape(tokens * inner // CHUNK, CHUNK)
     *numbers, factor = split(chunks) if terms == 2 else rounded(chunks)
     factors = factor.reshape(tokens, inner // CHUNK).T
-    factors = jnp.pad(factors, ((0, 0), (0, -tokens % 8)), constant_values=jnp.nan)
     return Terms(tuple(number.reshape(x.shape) for number in numbers), factors)
 
 
@@ -48,7 +48,8 @@ def run(x, weight, tiling, interpreter, kernel=None):
 
     kernel = kernel or gemm_kernel
     terms = terms_of(x, weight.terms)
-    y = kernel(terms, weight, dtype=x.dtype, tiling=tiling, interpret=interpreter)
+    y = kernel(terms, weight, tokens=len(x), dtype=x.dtype, tiling=tiling, interpret=interpreter)
+    assert y.shape[-2:] == (len(x), weight.outer)
     assert y.dtype == (jnp.float32 if tiling.parts > 1 else x.dtype)
     assert_no_races()
     return y
@@ -105,8 +106,8 @@ def test_a_scale_per_column_and_one_per_row(interpreter):
     weight = dataclasses.replace(rows_of(384, 128), terms=1)
     x, tiling = rows_with_nan(5, 384), Float8GemmTiling(8, 1, 1, 2, 1)
     terms = of_whole_rows(x)
-    assert terms.factors.shape == (3, 8)
-    y = gemm_kernel(terms, weight, dtype=x.dtype, tiling=tiling, interpret=interpreter)
+    assert terms.factors.shape == (3, 8) and terms.numbers[0].shape == (8, 384)
+    y = gemm_kernel(terms, weight, tokens=5, dtype=x.dtype, tiling=tiling, interpret=interpreter)
     assert_no_races()
     assert_is_product(y, as_multiplied(x, weight), dequantised_rows(weight))
 

@@ -22,11 +22,11 @@ def expected_terms(x, terms):
     return numbers, np.asarray(factor).reshape(tokens, inner // CHUNK).T
 
 
-def wide(terms):
-    """The activations that `Terms` stand for, in float64."""
-    numbers = [np.asarray(number.astype(jnp.float32), np.float64) for number in terms.numbers]
+def wide(terms, tokens):
+    """The activations that `Terms` of `tokens` rows stand for, in float64."""
+    numbers = [np.asarray(x.astype(jnp.float32), np.float64)[:tokens] for x in terms.numbers]
     sums = numbers[0] + LOW * numbers[1] if len(numbers) == 2 else numbers[0]
-    factors = np.asarray(terms.factors, np.float64).T[: sums.shape[0]]
+    factors = np.asarray(terms.factors, np.float64).T[:tokens]
     return sums * np.repeat(factors, CHUNK, axis=1)
 
 
@@ -43,10 +43,12 @@ def test_its_numbers_are_those_of_xla_without_races(interpreter, tokens, inner, 
     real = np.arange(tokens) != NAN_ROW  # what is beside a NaN may differ
     for number, expected in zip(got.numbers, numbers, strict=True):
         assert number.dtype == jnp.float8_e4m3fn
-        np.testing.assert_array_equal(number.astype(jnp.float32)[real], expected[real])
+        assert number.shape == (-(-tokens // 8) * 8, inner)
+        number = number.astype(jnp.float32)[:tokens]
+        np.testing.assert_array_equal(number[real], expected[real])
     assert got.factors.shape == (inner // CHUNK, -(-tokens // 8) * 8)
     np.testing.assert_array_equal(got.factors[:, :tokens][:, real], factors[:, real])
-    assert_close(wide(got), np.asarray(x, np.float64), 2.0**-4 if terms == 1 else 0)
+    assert_close(wide(got, tokens), np.asarray(x, np.float64), 2.0**-4 if terms == 1 else 0)
 
 
 def test_blocks_of_several_chunks(monkeypatch, interpreter):
@@ -56,7 +58,7 @@ def test_blocks_of_several_chunks(monkeypatch, interpreter):
     x = rows_with_nan(20, 6 * CHUNK)
     got = float8_split_kernel.split_kernel.__wrapped__(x, 2, interpret=interpreter)
     assert_no_races()
-    assert_close(wide(got), np.asarray(x, np.float64), 0)
+    assert_close(wide(got, 20), np.asarray(x, np.float64), 0)
 
 
 @pytest.mark.parametrize("activation", Activation)
@@ -64,7 +66,7 @@ def test_the_activation_is_applied_and_rounded_first(interpreter, activation):
     from jaxspec.pallas.matmul.float8_split_kernel import activated_split_kernel
 
     x = rows_with_nan(11, 256 * activation.pieces)
-    got = wide(activated_split_kernel(x, activation, 2, interpret=interpreter))
+    got = wide(activated_split_kernel(x, activation, 2, interpret=interpreter), 11)
     assert_no_races()
     pieces = jnp.split(x.astype(jnp.float32), activation.pieces, axis=1)
     activated = jax.jit(lambda *x: activation.of_blocks(x).astype(jnp.bfloat16))(*pieces)
@@ -75,7 +77,7 @@ def test_heads_are_normed_and_gated_first(interpreter):
     from jaxspec.pallas.matmul.float8_split_kernel import gated_norm_split_kernel
 
     heads, norm = gated_heads_of(10, 4, 72)
-    got = wide(gated_norm_split_kernel(heads, norm, 2, interpret=interpreter))
+    got = wide(gated_norm_split_kernel(heads, norm, 2, interpret=interpreter), 10)
     assert_no_races()
     assert_close(got, gated_norm(heads, norm))
 
