@@ -17,7 +17,7 @@ from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.weight import Float8Blocks, Float8Rows, Published8Bit
 
 FUSED_ROWS = 8  # rows up to which the kernel runs what precedes a matmul in every block
-_SCALES = 4  # a copy of scales is a multiple of 16 bytes
+_SCALES = 4  # it copies the scales of a block's columns, a multiple of 16 bytes
 _MAX_PARTS = 4  # split-K parts; each adds 4 bytes per output to write and to read
 
 
@@ -46,11 +46,10 @@ class Float8Tiling(NamedTuple):
 
 
 def why_not_kernel(x: jax.Array | jax.ShapeDtypeStruct, weight: Published8Bit) -> str | None:
-    """Return why the kernel cannot multiply rows in the dtype of `x` by `weight`, or None."""
+    """Return why no kernel can multiply rows in the dtype of `x` by `weight`, or None."""
     if x.dtype != jnp.bfloat16:  # 11 significant bits are not two e4m3 numbers
         return f"{x.dtype} for 8 bits"
-    unit = CHUNK * (_SCALES if isinstance(weight, Float8Blocks) else 1)
-    if weight.inner % unit or weight.outer % BLOCK_N:
+    if weight.inner % CHUNK or weight.outer % BLOCK_N:
         return f"a weight of {weight.inner} x {weight.outer}"
     return None
 
@@ -66,4 +65,6 @@ def why_not_split_by_kernel(weight: Published8Bit) -> str | None:
 
 def is_fused(rows: int, weight: Published8Bit) -> bool:
     """Return whether the kernel of this module multiplies `rows` rows, or that of `float8_gemm`."""
+    if isinstance(weight, Float8Blocks) and weight.inner % (CHUNK * _SCALES):
+        return False
     return rows <= FUSED_ROWS and why_not_split_by_kernel(weight) is None

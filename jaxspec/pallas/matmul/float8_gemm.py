@@ -4,11 +4,12 @@ from math import ceil
 from typing import NamedTuple
 
 from jaxspec.pallas.gpu import device
-from jaxspec.pallas.matmul.float8_terms import CHUNK
+from jaxspec.pallas.matmul.float8_terms import CHUNK, ROWS
 from jaxspec.pallas.matmul.products import BLOCK_N
 
 _MAX_ROWS = 128  # rows per block; twice as many columns are the most that wgmma takes
 _MAX_PARTS = 4  # split-K parts
+_MAX_CLUSTER = 2  # 1 rules out clusters
 # Float32 sums per thread, by warpgroups that multiply: of a chunk, and of all chunks. With four
 # warpgroups, threads have too few registers.
 _MAX_SUMS = {1: 192, 2: 192, 3: 112}
@@ -22,7 +23,7 @@ _CHUNK_START = 250  # clocks of a chunk in which a warpgroup waits, and scales i
 class Float8GemmTiling(NamedTuple):
     """Distribution of a matmul over blocks."""
 
-    rows: int  # rows per block, a multiple of 8, or of 16 in a cluster
+    rows: int  # rows per block, a multiple of 8 for each block of a cluster
     row_blocks: int
     warpgroups: int  # warpgroups of a block that multiply `BLOCK_N` columns each
     parts: int  # split-K parts; more than one returns partial sums
@@ -44,8 +45,9 @@ class Float8GemmTiling(NamedTuple):
         for row_blocks in (least, least + 1):
             for warpgroups, most in _MAX_SUMS.items():
                 columns, rest = divmod(outer, warpgroups * BLOCK_N)
-                cluster = 1 if columns % 2 else 2
-                rows = 8 * cluster * ceil(tokens / row_blocks / 8 / cluster)
+                is_shared = columns % _MAX_CLUSTER == 0 and tokens > ROWS
+                cluster = _MAX_CLUSTER if is_shared else 1
+                rows = ROWS * cluster * ceil(tokens / row_blocks / ROWS / cluster)
                 if rest or (terms + 1) * rows // 2 > most:
                     continue
                 for parts in range(1, limit + 1):

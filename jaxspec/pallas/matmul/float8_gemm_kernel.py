@@ -177,7 +177,7 @@ class _Block:
         """Fill the ring, each stage once all warpgroups that multiply have freed it.
 
         In a cluster these are the warpgroups of both blocks, because half of the rows is copied to
-        both.
+        both. At the end all stages are free.
         """
         tiling, outer = self.tiling, operands.weight.shape[0]
         axes = ("member",) if tiling.cluster > 1 else None
@@ -194,55 +194,59 @@ class _Block:
             part = operands.factors.at[chunk, pl.ds(at.row, _aligned(tiling))]
             plgpu.copy_gmem_to_smem(part, buffers.factors.at[stage], filled)
 
+        def await_freed(stage):
+            plgpu.barrier_wait(buffers.freed.at[stage])
+
         def fetch_tile(i, carry):
             at = self._tile(i, outer)
 
             def step(j, carry):
                 n, stage = carry
-                is_refill = n >= self.stages
-                pl.when(is_refill)(lambda: plgpu.barrier_wait(buffers.freed.at[stage]))
+                pl.when(n >= self.stages)(lambda: await_freed(stage))
                 fetch(j, at, stage)
                 return n + 1, access.next_stage(stage, self.stages)
 
             return lax.fori_loop(0, at.chunks, step, carry)
 
+        def drain(_, stage):
+            await_freed(stage)
+            return access.next_stage(stage, self.stages)
+
         @plgpu.warp_map  # a single warp: more would repeat the copies and their barrier arrivals
         def _(warp):
             @pl.when(warp == 0)
             def _():
-                lax.fori_loop(0, count, fetch_tile, (jnp.int32(0), jnp.int32(0)))
+                n, stage = lax.fori_loop(0, count, fetch_tile, (jnp.int32(0), jnp.int32(0)))
+                # No block exits while its copies to the other, or the other's arrivals, are on
+                # their way. Stages in use begin at `stage`, or at 0 if the ring was never full.
+                oldest = jnp.where(n < self.stages, 0, stage)
+                lax.fori_loop(0, jnp.minimum(n, self.stages), drain, oldest)
 
     def _multiply(self, warpgroup, count, operands, buffers):
         """Compute the columns of a warpgroup in each tile, and write them."""
         outer = operands.weight.shape[0]
-
-        def add_chunks(i, chunks):
-            return chunks + self._tile(i, outer).chunks
-
-        # Chunks whose stages are filled again.
-        end = lax.fori_loop(0, count, add_chunks, jnp.int32(0)) - self.stages
         sizes = [min(_PIECE, self.tiling.rows - row) for row in range(0, self.tiling.rows, _PIECE)]
 
-        def tile(i, carry):
+        def tile(i, stage):
             at = self._tile(i, outer)
             at = at._replace(column=at.column + warpgroup * BLOCK_N)
 
             def step(j, carry):
-                n, stage, totals = carry
+                stage, totals = carry
                 totals = self._add_chunk(totals, warpgroup, stage, at, j, operands, buffers)
-                pl.when(n < end)(lambda: plgpu.barrier_arrive(buffers.freed.at[stage]))
-                return n + 1, access.next_stage(stage, self.stages), totals
+                plgpu.barrier_arrive(buffers.freed.at[stage])
+                return access.next_stage(stage, self.stages), totals
 
             zeros = tuple(_zeros(BLOCK_N, size) for size in sizes)
-            n, stage, totals = lax.fori_loop(0, at.chunks, step, (*carry, zeros))
+            stage, totals = lax.fori_loop(0, at.chunks, step, (stage, zeros))
             if not self.by_block:
                 part = operands.scale.at[pl.ds(at.column, BLOCK_N)]
                 scale = access.load(part, plgpu.Layout.WGMMA.reduce(1))
                 totals = [x * lax.broadcast_in_dim(scale, x.shape, (0,)) for x in totals]
             self._put_out(totals, at, buffers.out.at[warpgroup], operands.y)
-            return n, stage
+            return stage
 
-        lax.fori_loop(0, count, tile, (jnp.int32(0), jnp.int32(0)))
+        lax.fori_loop(0, count, tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     def _add_chunk(self, totals, warpgroup, stage, at, j, operands, buffers):

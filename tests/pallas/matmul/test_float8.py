@@ -45,7 +45,9 @@ def weight_of(kind, inner, outer):
     [
         (Float8Blocks, 4096, 64, jnp.bfloat16, None),
         (Float8Rows, 2688, 64, jnp.bfloat16, None),
-        (Float8Blocks, 2688, 64, jnp.bfloat16, "a weight of 2688 x 64"),
+        (Float8Blocks, 4352, 64, jnp.bfloat16, None),
+        (Float8Blocks, 2176, 64, jnp.bfloat16, None),
+        (Float8Blocks, 192, 64, jnp.bfloat16, "a weight of 192 x 64"),
         (Float8Rows, 2688, 96, jnp.bfloat16, "a weight of 2688 x 96"),
         (Float8Rows, 192, 64, jnp.bfloat16, "a weight of 192 x 64"),
         (Float8Blocks, 4096, 64, jnp.float16, "float16 for 8 bits"),
@@ -57,11 +59,13 @@ def test_what_the_kernel_declines(kind, inner, outer, dtype, why):
     assert why_not_kernel(x, weight_of(kind, inner, outer)) == why
 
 
-def test_few_rows_are_split_in_every_block_unless_a_whole_row_has_one_scale():
+def test_few_rows_are_split_in_every_block_but_for_scales_of_whole_rows_or_odd_numbers_of_them():
     blocks, rows = (weight_of(kind, 512, 64) for kind in (Float8Blocks, Float8Rows))
     for weight in (blocks, rows, dataclasses.replace(blocks, terms=1)):
         assert is_fused(8, weight) and not is_fused(9, weight)
         assert why_not_split_by_kernel(weight) is None
     whole = dataclasses.replace(rows, terms=1)
+    thirds = weight_of(Float8Blocks, 384, 64)  # a copy has a multiple of 4 scales
+    assert not is_fused(8, thirds) and is_fused(8, weight_of(Float8Rows, 384, 64))
     assert not is_fused(1, whole)
     assert why_not_split_by_kernel(whole) == "a scale for each row of activations"

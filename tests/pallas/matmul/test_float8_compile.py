@@ -8,10 +8,15 @@ from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.matmul.feed_forward import feed_forward
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
-from jaxspec.pallas.matmul.split_matmul import gated_norm_matmul, split_matmul, squared_relu_matmul
+from jaxspec.pallas.matmul.split_matmul import (
+    gated_matmul,
+    gated_norm_matmul,
+    split_matmul,
+    squared_relu_matmul,
+)
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.norm.rms_norm import Norm
-from jaxspec.weight import Float8Blocks, Float8Rows
+from jaxspec.weight import Columns, Dense, Float8Blocks, Float8Rows
 
 OPTIMIZED = True  # as for a user
 EPS = 1e-6
@@ -33,7 +38,10 @@ def blocks(inner, outer, terms):
 @pytest.mark.parametrize("tokens", [1, 8, 12, 16, 64, 65, 128, 256, 2048])
 @pytest.mark.parametrize("model", ["qwen3.5-9b", "qwen3.5-27b"])
 def test_a_layer(h200, monkeypatch, capfd, model, tokens, terms):
-    """Gated DeltaNet's two matmuls and the feed-forward layer's; nothing dequantises a weight."""
+    """Gated DeltaNet's two matmuls and the feed-forward layer's; nothing dequantises a weight.
+
+    As published, the columns of gates and decays have 16 bits.
+    """
     hidden, inner, shape = HIDDEN[model], INTERMEDIATE[model], GDN[model]
     values = shape.value_heads * shape.value_dim
     columns = shape.conv_dim + values
@@ -45,13 +53,32 @@ def test_a_layer(h200, monkeypatch, capfd, model, tokens, terms):
         return feed_forward(stream, gated_norm_matmul(heads, gated, out), norm, gate_up, down)
 
     sizes = (hidden, columns), (values, hidden), (hidden, 2 * inner), (inner, hidden)
-    weights = [blocks(*size, terms) for size in sizes]
+    in_proj, *weights = [blocks(*size, terms) for size in sizes]
+    in_16_bits = Dense(array(hidden, 2 * shape.value_heads, dtype=jnp.bfloat16))
     rows = array(tokens, hidden, dtype=jnp.bfloat16), array(hidden, dtype=jnp.bfloat16)
     heads = array(tokens, shape.value_heads, shape.value_dim), array(shape.value_dim)
-    operands = *rows, *heads, *weights
+    operands = *rows, *heads, Columns((in_proj, in_16_bits)), *weights
     compiled = compile_for(h200, monkeypatch, step, operands)
     between = 4 * tokens * (columns + 3 * inner + 8 * hidden)
     assert_lean(compiled, capfd.readouterr().out, between=between)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("terms", [2, 1])
+@pytest.mark.parametrize("tokens", [9, 33, 100, 2050])
+def test_rows_that_fill_no_block(h200, monkeypatch, capfd, tokens, terms):
+    operands = array(tokens, 4096, dtype=jnp.bfloat16), blocks(4096, 5120, terms)
+    compiled = compile_for(h200, monkeypatch, split_matmul, operands)
+    assert_lean(compiled, capfd.readouterr().out, between=40 * (tokens + 8) * 5120)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 12])
+@pytest.mark.parametrize("inner", [4352, 2176])
+def test_a_part_of_a_matrix(h200, monkeypatch, capfd, inner, tokens):
+    """On one of 4 or 8 devices Qwen3.5-27B's down matrix has no multiple of 512 features."""
+    operands = array(tokens, 2 * inner, dtype=jnp.bfloat16), blocks(inner, 5120, 2)
+    compiled = compile_for(h200, monkeypatch, gated_matmul, operands)
+    assert_lean(compiled, capfd.readouterr().out, between=4 * 16 * 5 * 5120)
 
 
 @pytest.mark.parametrize("terms", [2, 1])

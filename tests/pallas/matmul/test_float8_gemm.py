@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE
+from jaxspec.pallas.matmul import float8_gemm
 from jaxspec.pallas.matmul.float8_gemm import Float8GemmTiling
 
 MODELS = "qwen3.5-9b", "qwen3.5-27b"
@@ -42,11 +43,24 @@ def test_blocks_have_every_row_and_column_and_fit(model, terms, tokens):
         (64, 17408, 5120, 2, True, Float8GemmTiling(64, 1, 2, 3, 2)),
         (2048, 4096, 24576, 1, False, Float8GemmTiling(128, 16, 2, 1, 2)),
         (10, 512, 64, 2, False, Float8GemmTiling(8, 2, 1, 1, 1)),  # a single block of columns
+        (8, 2176, 5120, 2, True, Float8GemmTiling(8, 1, 2, 3, 1)),  # no rows for two blocks
         (300, 256, 192, 1, True, Float8GemmTiling(80, 4, 1, 2, 1)),
     ],
 )
 def test_tilings(tokens, inner, outer, terms, is_split, expected):
     assert Float8GemmTiling.of(tokens, inner, outer, terms, is_split=is_split) == expected
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_constant_rules_out_clusters(monkeypatch, model):
+    def clusters():
+        for tokens in (16, 64, 256, 2048):
+            for inner, outer, is_split in sizes(model):
+                yield Float8GemmTiling.of(tokens, inner, outer, 2, is_split=is_split).cluster
+
+    assert set(clusters()) == {2}
+    monkeypatch.setattr(float8_gemm, "_MAX_CLUSTER", 1)
+    assert set(clusters()) == {1}
 
 
 @pytest.mark.parametrize("model", MODELS)
