@@ -240,7 +240,7 @@ def copy_rows(sizes, source, target, factor=None):
         piece = access.load(source.at[rows], layout)
         if source.dtype != target.dtype:
             piece = jnp.clip(piece.astype(jnp.float32), -_MAX_FLOAT16, _MAX_FLOAT16)
-            piece = piece if factor is None else piece * factor
-            piece = piece.astype(target.dtype)
-        access.store(target.at[rows], piece)
+        if factor is not None:
+            piece = piece.astype(jnp.float32) * factor
+        access.store(target.at[rows], piece.astype(target.dtype))
     plgpu.commit_smem()
