@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.matmul.activation import Activation
-from jaxspec.pallas.matmul.float8_terms import CHUNK, as_multiplied
+from jaxspec.pallas.matmul.float8_terms import CHUNK, ROWS, as_multiplied
 from jaxspec.pallas.matmul.norm_matmul import MAX_SUMS
 from jaxspec.pallas.matmul.products import BLOCK_N, DTYPES
 from jaxspec.pallas.moe.float8_tokens import Float8Tokens
@@ -18,13 +18,14 @@ from jaxspec.pallas.moe.route import Choices
 from jaxspec.pallas.moe.work_list import WorkList, work_list
 from jaxspec.weight import DenseExperts, ExpertsWeight
 
-MAX_DIRECT = 8  # maximum tokens in one tile: the smallest N of wgmma
+MAX_DIRECT = ROWS  # maximum tokens in one tile: the smallest N of wgmma
 MAX_SCATTERED = 16  # maximum rows of a tile that are written one by one
 # Average choices per expert -> rows per tile. With more rows than choices, a tile multiplies
 # padding; with fewer, the expert's matrices are read again.
 _ROWS = {3: 8, 10: 16, 24: 32, 96: 64}
 _MOST_ROWS = 128
-_MOST_FLOAT8_ROWS = 64  # in FP8, where an activation is two numbers
+# In FP8: with 128 rows registers spill, even if an activation is one number.
+_MOST_FLOAT8_ROWS = 64
 _MOST_SPLIT = 4096  # features that a block in FP8 splits and holds
 _MOST_HELD = 8192  # the same of all experts that one block of a single token multiplies
 
@@ -81,8 +82,9 @@ def _few_tokens(x, experts, choices):
     hidden = kernels.up_kernel(x, up, arrays, experts.activation, work=work)
     hidden = operand(hidden, down, work.rows)
     sums = max(1, min(parts, MAX_SUMS // down.outer))
-    is_held = isinstance(down, DenseExperts) or -(-parts // sums) * down.inner <= _MOST_HELD
-    if tokens > 1 or choices.has_gaps or not is_held:
+    splits = not isinstance(down, DenseExperts) and not isinstance(hidden, Float8Tokens)
+    has_room = not splits or -(-parts // sums) * down.inner <= _MOST_HELD
+    if tokens > 1 or choices.has_gaps or not has_room:
         return kernels.down_kernel(hidden, down, arrays, work=work)
     return kernels.one_token_down_kernel(hidden, down, choices.experts, parts=sums)
 

@@ -11,6 +11,7 @@ from sm90 import array, assert_lean, compile_for
 
 from benchmarks.measure.mixtures import mixture
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.moe import experts
 from jaxspec.pallas.moe.experts import MAX_DIRECT, Experts, moe_experts, tile_rows
 from jaxspec.pallas.moe.route import Choices
 from jaxspec.pallas.moe.work_list import max_tiles
@@ -30,13 +31,36 @@ def kernels_run(monkeypatch):
     monkeypatch.setattr(dispatch, "runs_kernel", lambda op, why_not, **_: why_not is None)
 
 
-def blocks(experts, outer, inner, terms):
-    scale = array(experts, outer // 64, inner // 128)
-    return Float8BlockExperts(array(experts, outer, inner, dtype=F8), scale, terms)
+def blocks(number, outer, inner, terms):
+    scale = array(number, outer // 64, inner // 128)
+    return Float8BlockExperts(array(number, outer, inner, dtype=F8), scale, terms)
 
 
-def rows(experts, outer, inner, terms):
-    return Float8RowExperts(array(experts, outer, inner, dtype=F8), array(experts, outer), terms)
+def rows(number, outer, inner, terms):
+    return Float8RowExperts(array(number, outer, inner, dtype=F8), array(number, outer), terms)
+
+
+def compile_layer(h200, monkeypatch, model, kind, tokens, terms):
+    monkeypatch.setattr("jaxspec.device.default_device", lambda: h200)
+    features, sizes = mixture(model)
+    rule, width, activation = sizes.rule, sizes.intermediate_size, sizes.activation
+    up = kind(rule.none, activation.pieces * width, features, terms)
+    down = kind(rule.none, features, width + -width % 128, terms)
+    chosen = Choices(array(tokens, rule.parts, dtype=jnp.int32), array(tokens, rule.parts))
+    operands = array(tokens, features, dtype=jnp.bfloat16), Experts(up, down, activation), chosen
+    return compile_for(h200, monkeypatch, moe_experts, operands)
+
+
+def kernels_of(compiled):
+    names = r'custom_call_target="mosaic_gpu_v2".*?op_name="[^"]*/jit\((\w+?)_kernel\)'
+    return sorted(re.findall(names, compiled.as_text()))
+
+
+@pytest.mark.parametrize(("terms", "kernels"), [(2, FEW), (1, SPLITS + ONE)])
+def test_tokens_that_are_split_before_the_kernel_take_no_room(h200, monkeypatch, terms, kernels):
+    monkeypatch.setattr(experts, "_MOST_HELD", 0)
+    compiled = compile_layer(h200, monkeypatch, "qwen3.5-35b-a3b", blocks, 1, terms)
+    assert kernels_of(compiled) == sorted(kernels)
 
 
 @pytest.mark.parametrize(
@@ -68,16 +92,10 @@ def rows(experts, outer, inner, terms):
     ],
 )
 def test_the_op_is_its_kernels(h200, monkeypatch, capfd, model, kind, tokens, kernels, terms):
-    monkeypatch.setattr("jaxspec.device.default_device", lambda: h200)
     features, sizes = mixture(model)
-    rule, width, activation = sizes.rule, sizes.intermediate_size, sizes.activation
-    up = kind(rule.none, activation.pieces * width, features, terms)
-    down = kind(rule.none, features, width + -width % 128, terms)
-    chosen = Choices(array(tokens, rule.parts, dtype=jnp.int32), array(tokens, rule.parts))
-    operands = array(tokens, features, dtype=jnp.bfloat16), Experts(up, down, activation), chosen
-    compiled = compile_for(h200, monkeypatch, moe_experts, operands)
-    names = r'custom_call_target="mosaic_gpu_v2".*?op_name="[^"]*/jit\((\w+?)_kernel\)'
-    assert sorted(re.findall(names, compiled.as_text())) == sorted(kernels)
+    rule, width = sizes.rule, sizes.intermediate_size
+    compiled = compile_layer(h200, monkeypatch, model, kind, tokens, terms)
+    assert kernels_of(compiled) == sorted(kernels)
     choices = tokens * rule.parts
     places = MAX_DIRECT * choices
     if tokens > MAX_DIRECT:
