@@ -2,6 +2,9 @@
 
 An op may select its kernel by `type(weight)`, as it does by the number of rows. This happens while
 a program is traced, so the compiled program has only the weight's arrays as inputs.
+
+`terms` of published weights in 8 bits is the number of e4m3 numbers whose sum an activation is: two
+are exact for 16 bits, and one is the activation rounded. It is data of the weight, and static.
 """
 
 import math
@@ -102,10 +105,8 @@ class Float8Blocks(_Scaled):
 
     Stored as `[outer, inner]`, the checkpoint's layout. Published blocks have 128 columns; half of
     that is held because the parts of a fused matrix may begin at any multiple of 64. Scales beyond
-    the last column or feature belong to partial blocks.
-
-    `terms` is the number of e4m3 numbers that an activation becomes. Two are exact for 16 bits; one
-    is the activation rounded, with a scale for each row's 128 features.
+    the last column or feature belong to partial blocks. A rounded activation has a scale for each
+    row's 128 features.
     """
 
     array: Float[Array, "outer inner"]
@@ -119,7 +120,7 @@ class Float8Blocks(_Scaled):
         Args:
             parts: matrices `[outer, inner]` in float8_e4m3fn, and their scales, one per 128 columns
                 and 128 features. The last block of each part may be partial.
-            terms: e4m3 numbers that an activation becomes: 2, or 1 to round it.
+            terms: 2, or 1 to round activations.
 
         Raises:
             ValueError: there are too few or too many scales, or a part but the last is no multiple
@@ -172,8 +173,7 @@ class Float8Rows(_Scaled):
     """A published matrix in float8_e4m3fn, with a scale for each column.
 
     Stored as `[outer, inner]`, the checkpoint's layout, whose rows are the columns. A scale per
-    matrix, or per part of a fused one, is repeated. `terms` is that of `Float8Blocks`; a rounded
-    activation has a scale for each row.
+    matrix, or per part of a fused one, is repeated. A rounded activation has a scale for each row.
     """
 
     array: Float[Array, "outer inner"]
@@ -265,7 +265,6 @@ class Float8BlockExperts(_ScaledExperts):
 
     array: Float[Array, "experts outer inner"]
     scale: Float[Array, "experts rows columns"]  # float32
-    # Numbers in float8_e4m3fn whose sum an activation is: 2 are exact, 1 rounds activations.
     terms: int = flax.struct.field(pytree_node=False, default=2)
 
     def dense(self, start: Int[Array, ""] | int = 0, count: int | None = None) -> DenseExperts:
@@ -285,7 +284,6 @@ class Float8RowExperts(_ScaledExperts):
 
     array: Float[Array, "experts outer inner"]
     scale: Float[Array, "experts outer"]  # float32
-    # Numbers in float8_e4m3fn whose sum an activation is: 2 are exact, 1 rounds activations.
     terms: int = flax.struct.field(pytree_node=False, default=2)
 
     def dense(self, start: Int[Array, ""] | int = 0, count: int | None = None) -> DenseExperts:

@@ -24,7 +24,7 @@ from jaxspec.pallas.gpu import access, device, tensor_cores
 from jaxspec.pallas.matmul.float8_gemm import Float8GemmTiling
 from jaxspec.pallas.matmul.float8_terms import CHUNK, LOW
 from jaxspec.pallas.matmul.products import BLOCK_N
-from jaxspec.weight import Float8Blocks
+from jaxspec.weight import SCALED_COLUMNS, Float8Blocks
 
 _MAX_STAGES = 16
 _PIECE = 64  # rows whose sums are scaled, and written, at a time
@@ -258,7 +258,7 @@ class _Block:
             tokens = buffers.tokens.at[stage].transpose((1, 0))
             plgpu.wgmma(acc, buffers.weight.at[stage, mine], tokens)
             # Loaded while the tensor cores run, by all warps before one of them frees the stage.
-            of_block = lax.div(at.column, BLOCK_N), at.chunk + j
+            of_block = lax.div(at.column, SCALED_COLUMNS), at.chunk + j
             scale = operands.scale[of_block] if self.by_block else None
             factors = []
             for i, total in enumerate(totals):

@@ -26,7 +26,7 @@ from jaxspec.pallas.matmul.float8 import Float8Tiling
 from jaxspec.pallas.matmul.float8_activations_block import Activations, activated, normed, plain
 from jaxspec.pallas.matmul.float8_terms import CHUNK, LOW, ROWS, rounded, split
 from jaxspec.pallas.matmul.products import BLOCK_N
-from jaxspec.weight import Float8Blocks
+from jaxspec.weight import SCALED_COLUMNS, Float8Blocks
 
 _MAX_STAGES = 24
 # Stages of what the activations are computed from, and of their e4m3 numbers. Both are even: each
@@ -215,7 +215,7 @@ class _Block:
             @pl.when(warp == 0)
             def _():
                 if self.by_block:
-                    part = operands.scale.at[pl.ds(column, 1)]
+                    part = operands.scale.at[pl.ds(column * (BLOCK_N // SCALED_COLUMNS), 1)]
                     plgpu.copy_gmem_to_smem(part, buffers.scales, buffers.scaled)
                 pl.loop(0, count)(fetch_weight)
 

@@ -3,7 +3,8 @@
 Activations are not rounded to 8 bits, unless the weight has one term. For up to 8 rows one kernel
 makes e4m3 numbers of the activations in every block (`float8`). It also runs the activation or the
 gated norm before the matmul. More rows would be read and computed too often, so the kernel of what
-precedes makes their e4m3 numbers once, and another one multiplies those (`float8_gemm`).
+precedes makes their e4m3 numbers once, and another one multiplies those (`float8_gemm`), as it does
+few rows of some weights (`float8.is_fused`): `Float8Rows` with one term has numbers made by XLA.
 """
 
 import jax.numpy as jnp

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, layouts, tensor_cores
+from jaxspec.pallas.matmul.float8_terms import ROWS
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.moe.float8_product_block import Float8Product
 from jaxspec.pallas.moe.product_block import Chunks, Product
@@ -51,7 +52,7 @@ class Direct:
     tokens: int
     parts: int  # experts per token
     none: int  # the expert of padding
-    rows = 8  # rows per tile: the smallest N of wgmma
+    rows = ROWS  # rows per tile: the smallest N of wgmma
 
     @property
     def tiles(self) -> int:

@@ -18,7 +18,7 @@ from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.moe.float8_tokens import Float8Tokens
 from jaxspec.pallas.moe.float8_tokens_block import RingTokens, SplitTokens
 from jaxspec.pallas.moe.product_block import Chunks, start_ring
-from jaxspec.weight import Float8BlockExperts, Published8BitExperts
+from jaxspec.weight import SCALED_COLUMNS, Float8BlockExperts, Published8BitExperts
 
 _RESERVED = 2048  # bytes of barriers, and for rounding up allocations
 _MOST_OUT = 8192  # bytes of the output's tile: 64 rows in 16 bits
@@ -94,7 +94,7 @@ class Float8Product:
         def of_columns(j):
             """Load a scale or a vector of scales for each piece."""
             if self.by_block:
-                return [scales[expert, lax.div(start, BLOCK_N), j] for start in starts]
+                return [scales[expert, lax.div(start, SCALED_COLUMNS), j] for start in starts]
             parts = [scales.at[expert, pl.ds(start, BLOCK_N)] for start in starts]
             return [access.load(part, plgpu.Layout.WGMMA.reduce(1)) for part in parts]
 

@@ -10,10 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, layouts, tensor_cores
-from jaxspec.pallas.matmul.float8_terms import CHUNK, split
+from jaxspec.pallas.matmul.float8_terms import CHUNK, ROWS, split
 from jaxspec.pallas.moe.product_block import Chunks, tile_of
 
-_SPLIT_ROWS = 8  # rows of a tile that a block splits
 _STAGED = 8  # chunks of 16-bit rows in shared memory
 _AT_ONCE = 4  # chunks that are split at once, which hides the latency of sums over a row
 _tile = functools.partial(tensor_cores.tile, dtype=jnp.float8_e4m3fn)
@@ -81,14 +80,14 @@ class RingTokens:
 
 @dataclasses.dataclass(frozen=True)
 class SplitTokens:
-    """Tiles of 8 rows in bfloat16, which the block splits and holds.
+    """Tiles of `ROWS` rows in bfloat16, which the block splits and holds.
 
     This happens while the first chunks of the matrix are in flight.
     """
 
     chunks: int  # of all experts that are multiplied one after the other
 
-    rows, terms, copies, stage_bytes = _SPLIT_ROWS, 2, 0, 0
+    rows, terms, copies, stage_bytes = ROWS, 2, 0, 0
 
     @property
     def held_bytes(self) -> int:
