@@ -16,7 +16,7 @@ def normal(*dims):
 def test_layers_side_by_side_read_their_columns_of_one_matrix():
     parts = Linear(8, {"a": 3, "b": 2}, FLOAT32, multiple=4), Linear(8, {"c": 7}, FLOAT32)
     whole = side_by_side(parts)
-    whole.weight.set_value(normal(8, 256))
+    whole.weight.array.set_value(normal(8, 256))
     assert parts[0].weight is parts[1].weight is whole.weight
     x = normal(2, 8)
     for part, output in zip(parts, whole.split(whole.joined(x)), strict=True):
@@ -28,7 +28,7 @@ def test_layers_side_by_side_read_their_columns_of_one_matrix():
 def test_summed_layers_are_rows_of_one_matrix():
     parts = Linear(8, {"a": 5}, FLOAT32), Linear(4, {"b": 5}, FLOAT32)
     whole = summed(parts)
-    whole.weight.set_value(normal(12, 5))
+    whole.weight.array.set_value(normal(12, 5))
     x = normal(2, 8), normal(2, 4)
     both = sum(part.joined(y) for part, y in zip(parts, x, strict=True))
     together = whole.joined(jnp.concatenate(x, axis=1))

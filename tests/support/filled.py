@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.models.layers.weight_matrix import Holder
+
 
 def filled(layer, tensors, prefix=""):
     """The layer, whose parameters have what `tensors`, of canonical names, hold; all are used."""
@@ -18,7 +20,8 @@ def filled(layer, tensors, prefix=""):
             used.add(place.name)
     assert used == set(tensors)
     for param, value in values.values():
-        param.set_value(jnp.asarray(value, param.dtype))
+        array = param.array if isinstance(param, Holder) else param
+        array.set_value(jnp.asarray(value, param.dtype))
     return layer
 
 

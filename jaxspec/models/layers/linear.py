@@ -88,17 +88,18 @@ class Linear(nnx.Module):
 
     @property
     def operand(self) -> Weight:
-        """The weight as ops take it."""
-        self._check_owner()
-        return self.weight.operand
+        """The weight as ops take it; a copy if it is part of another."""
+        if self._is_whole:
+            return self.weight.operand
+        return self.weight.part(self.index(0, self.columns))
 
     @property
     def _columns(self) -> Weight | Columns:
-        self._check_owner()
-        return self.weight.columns
+        return self.weight.columns if self._is_whole else self.operand
 
-    def _check_owner(self) -> None:
-        assert self.weight.shape == (self.in_features, self.columns), "part of another's weight"
+    @property
+    def _is_whole(self) -> bool:
+        return self.weight.shape == (self.in_features, self.columns)
 
     def __call__(self, x: Float[Array, "tokens features"]) -> tuple[Float[Array, "tokens _"], ...]:
         """Return one array per entry of `outputs`, in order."""

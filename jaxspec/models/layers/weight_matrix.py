@@ -145,6 +145,11 @@ class WeightMatrix(nnx.Module):
         assert self.array is None, "some columns are in 16 bits: ops take the matrix as `columns`"
         return first
 
+    def part(self, index: tuple[slice, slice]) -> Dense:
+        """Copy a part of a matrix that is not in FP8; `index` has rows and columns."""
+        assert self.form is None and self.array is not None
+        return Dense(self.array[...][index])
+
     @property
     def columns(self) -> Weight | Columns:
         """The matrix as ops take it that accept columns of different types."""
