@@ -8,7 +8,6 @@ are exact for 16 bits, and one is the activation rounded. It is data of the weig
 """
 
 import math
-from collections.abc import Sequence
 
 import flax.struct
 import jax
@@ -48,29 +47,34 @@ class Dense:
         return Dense(self.array[:, ids])
 
 
-class _Scaled:
-    """A matrix stored as `[outer, inner]` in 8 bits, with float32 scales."""
+class _Published:
+    """One matrix or a stack of them, `[..., outer, inner]`: the layout of checkpoints."""
 
-    array: Float[Array, "outer inner"]
-    scale: Array
+    array: Float[Array, "*experts outer inner"]
 
     @property
     def inner(self) -> int:
         """Size of the contracted axis."""
-        return self.array.shape[1]
+        return self.array.shape[-1]
 
     @property
     def outer(self) -> int:
         """Number of output columns."""
-        return self.array.shape[0]
+        return self.array.shape[-2]
 
     @property
     def dtype(self) -> jnp.dtype:
         return self.array.dtype
 
+
+class _Scaled(_Published):
+    """The same in 8 bits, with float32 scales."""
+
+    scale: Array
+
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrix and its scales."""
+        """Bytes of the numbers and their scales."""
         return _bytes(self.array) + _bytes(self.scale)
 
 
@@ -112,41 +116,6 @@ class Float8Blocks(_Scaled):
     array: Float[Array, "outer inner"]
     scale: Float[Array, "rows columns"]  # float32
     terms: int = flax.struct.field(pytree_node=False, default=2)
-
-    @staticmethod
-    def of_parts(parts: Sequence[tuple[jax.Array, jax.Array]], terms: int = 2) -> "Float8Blocks":
-        """Join published matrices side by side; each keeps its scales.
-
-        Args:
-            parts: matrices `[outer, inner]` in float8_e4m3fn, and their scales, one per 128 columns
-                and 128 features. The last block of each part may be partial.
-            terms: 2, or 1 to round activations.
-
-        Raises:
-            ValueError: there are too few or too many scales, or a part but the last is no multiple
-                of 64 columns.
-        """
-        for i, (array, scale) in enumerate(parts):
-            expected = tuple(-(-size // PUBLISHED_BLOCK) for size in array.shape)
-            if scale.shape != expected:
-                raise ValueError(
-                    f"Scales must be {expected[0]} x {expected[1]} for a matrix of "
-                    f"{array.shape[0]} x {array.shape[1]}, one per block of 128 x 128, got "
-                    f"{scale.shape[0]} x {scale.shape[1]}; pass those of the same matrix."
-                )
-            if i < len(parts) - 1 and array.shape[0] % SCALED_COLUMNS:
-                raise ValueError(
-                    f"A part must have a multiple of {SCALED_COLUMNS} columns, got "
-                    f"{array.shape[0]}; keep it as a weight of its own."
-                )
-        halves = [
-            jnp.repeat(scale.astype(jnp.float32), PUBLISHED_BLOCK // SCALED_COLUMNS, axis=0)[
-                : -(-array.shape[0] // SCALED_COLUMNS)
-            ]
-            for array, scale in parts
-        ]
-        arrays = [array for array, _ in parts]
-        return Float8Blocks(jnp.concatenate(arrays), jnp.concatenate(halves), terms)
 
     def columns(self, ids: Int[Array, " ids"]) -> Dense:
         """Copy the columns `ids` (int32, all in range) to a new weight in float32.
@@ -191,8 +160,17 @@ class Float8Rows(_Scaled):
         return Dense((array * self.scale[start:stop, None]).T)
 
 
+class _Experts(_Published):
+    """One matrix per expert of a layer."""
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts, including the slices of a shared expert."""
+        return self.array.shape[0]
+
+
 @flax.struct.dataclass
-class DenseExperts:
+class DenseExperts(_Experts):
     """One matrix per expert of a layer, in the dtype of the activations.
 
     Stored as `[outer, inner]`, the checkpoint's layout, which the kernels read without a transpose.
@@ -200,55 +178,9 @@ class DenseExperts:
 
     array: Float[Array, "experts outer inner"]
 
-    @property
-    def num_experts(self) -> int:
-        """Number of experts, including the slices of a shared expert."""
-        return self.array.shape[0]
 
-    @property
-    def inner(self) -> int:
-        """Size of the contracted axis."""
-        return self.array.shape[2]
-
-    @property
-    def outer(self) -> int:
-        """Number of output columns."""
-        return self.array.shape[1]
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.array.dtype
-
-
-class _ScaledExperts:
-    """Matrices stored as `[experts, outer, inner]` in 8 bits, with float32 scales."""
-
-    array: Float[Array, "experts outer inner"]
-    scale: Array
-
-    @property
-    def num_experts(self) -> int:
-        """Number of experts, including the slices of a shared expert."""
-        return self.array.shape[0]
-
-    @property
-    def inner(self) -> int:
-        """Size of the contracted axis."""
-        return self.array.shape[2]
-
-    @property
-    def outer(self) -> int:
-        """Number of output columns."""
-        return self.array.shape[1]
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.array.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the matrices and their scales."""
-        return _bytes(self.array) + _bytes(self.scale)
+class _ScaledExperts(_Experts, _Scaled):
+    """The same in 8 bits, with float32 scales."""
 
     def _some(self, start, count):
         """Return `count` matrices in float32, and their scales."""
@@ -293,8 +225,6 @@ class Float8RowExperts(_ScaledExperts):
 
 
 Published8Bit = Float8Blocks | Float8Rows
-
-
 Weight = Dense | Float8 | Published8Bit
 Published8BitExperts = Float8BlockExperts | Float8RowExperts
 ExpertsWeight = DenseExperts | Published8BitExperts

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from published_8bit import blocks_of, dequantised, dequantised_rows, published, rows_of
+from published_8bit import blocks_of, dequantised, dequantised_rows, joined, rows_of
 
-from jaxspec.weight import Dense, Float8, Float8Blocks, to_float8
+from jaxspec.weight import Dense, Float8, to_float8
 
 ARRAY = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
 
@@ -83,66 +83,6 @@ def test_published_blocks_have_the_scales_of_their_own_part(outers, inner):
     np.testing.assert_array_equal(weight.columns(ids).array, weight.dense().array[:, ids])
 
 
-def test_scales_in_16_bits_are_those_in_32():
-    array, scale = published(192, 256)
-    rounded = scale.astype(jnp.bfloat16)
-    weight = Float8Blocks.of_parts([(array, rounded)])
-    assert weight.scale.dtype == jnp.float32
-    np.testing.assert_allclose(weight.dense().array, dequantised([(array, rounded)]), rtol=1e-6)
-
-
-def neighbours_scale(parts):
-    scales = [scale for _, scale in parts[1:] + parts[:1]]
-    swapped = [(array, scale) for (array, _), scale in zip(parts, scales, strict=True)]
-    return Float8Blocks.of_parts(swapped)
-
-
-def blocks_counted_across_parts(parts):
-    array, scale = (jnp.concatenate(of_all) for of_all in zip(*parts, strict=True))
-    blocks = -(-array.shape[0] // 128)
-    return Float8Blocks.of_parts([(array, scale[:blocks])])
-
-
-def inverted_scale(parts):
-    return Float8Blocks.of_parts([(array, 1 / scale) for array, scale in parts])
-
-
-def partial_last_block_taken_as_whole(parts):
-    """The next part begins where a whole block would have ended."""
-    scale = jnp.concatenate([jnp.repeat(scale, 2, axis=0) for _, scale in parts])
-    array = jnp.concatenate([array for array, _ in parts])
-    return Float8Blocks(array, scale[: -(-array.shape[0] // 64)])
-
-
-@pytest.mark.parametrize(
-    "bug",
-    [
-        neighbours_scale,
-        blocks_counted_across_parts,
-        inverted_scale,
-        partial_last_block_taken_as_whole,
-    ],
-)
-def test_a_planted_bug_of_scales_is_seen(bug):
-    _, parts = blocks_of(256, 192, 192)
-    difference = np.abs(bug(parts).dense().array - dequantised(parts))
-    assert difference.max() > 0.1 * np.abs(dequantised(parts)).max()
-
-
-@pytest.mark.parametrize("shape", [(1, 2), (3, 2), (2, 1), (2, 3)])
-def test_scales_of_another_number_of_blocks_are_refused(shape):
-    array, _ = published(192, 256)
-    with pytest.raises(ValueError, match=r"Scales must be 2 x 2 for a matrix of 192 x 256"):
-        Float8Blocks.of_parts([(array, jnp.ones(shape))])
-
-
-def test_a_part_that_ends_inside_64_columns_is_refused_unless_it_is_the_last():
-    odd, even = published(100, 256), published(128, 256)
-    assert Float8Blocks.of_parts([even, odd]).outer == 228
-    with pytest.raises(ValueError, match="a multiple of 64 columns, got 100"):
-        Float8Blocks.of_parts([odd, even])
-
-
 def test_a_scale_per_column_is_that_of_the_column():
     weight = rows_of(96, 70)
     assert (weight.inner, weight.outer, weight.dtype) == (96, 70, jnp.float8_e4m3fn)
@@ -157,8 +97,8 @@ def test_a_scale_per_column_is_that_of_the_column():
 def test_terms_are_no_array_and_stay_with_the_weight():
     """An op sees them while a program is traced."""
     _, parts = blocks_of(256, 64, 64)
-    rounded = Float8Blocks.of_parts(parts, terms=1)
-    assert Float8Blocks.of_parts(parts).terms == 2 and rounded.terms == 1
+    rounded = joined(parts, terms=1)
+    assert joined(parts).terms == 2 and rounded.terms == 1
     by_row = dataclasses.replace(rows_of(96, 70), terms=1)
     assert by_row.columns(jnp.asarray([3, 1])).terms == 1
     for weight in (rounded, by_row):

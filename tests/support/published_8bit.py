@@ -19,7 +19,17 @@ def published(outer, inner, seed=0):
 def blocks_of(inner, *outers):
     """A weight of parts with so many columns, and their published matrices and scales."""
     parts = [published(outer, inner, seed) for seed, outer in enumerate(outers)]
-    return Float8Blocks.of_parts(parts), parts
+    return joined(parts), parts
+
+
+def joined(parts, terms=2):
+    """Published matrices side by side, each with its scales, held for 64 columns."""
+    scales = [
+        jnp.repeat(scale, 2, axis=0)[: -(-array.shape[0] // 64)].astype(jnp.float32)
+        for array, scale in parts
+    ]
+    array = jnp.concatenate([array for array, _ in parts])
+    return Float8Blocks(array, jnp.concatenate(scales), terms)
 
 
 def rows_of(inner, outer):

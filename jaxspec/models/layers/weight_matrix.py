@@ -44,7 +44,7 @@ _DRAWN_SCALE = 2.0**-12  # of random weights: 0.02 is stored as 80, and e4m3 end
 
 
 class Grain(enum.Enum):
-    """What has a scale of its own in a matrix in FP8; the values are types of weights."""
+    """Granularity of the scales of a matrix in FP8; the values are types of weights."""
 
     BLOCKS = Float8Blocks
     ROWS = Float8Rows

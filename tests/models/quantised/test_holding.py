@@ -13,6 +13,7 @@ from jaxspec import LLM, SamplingParams, inspect
 from jaxspec.models import load_model
 from jaxspec.models.base import ModelSpec
 from jaxspec.models.fingerprint import fingerprint
+from jaxspec.models.layers import weight_matrix
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.weight_matrix import (
@@ -23,6 +24,7 @@ from jaxspec.models.layers.weight_matrix import (
     matrices_of,
 )
 from jaxspec.models.quantised import holding
+from jaxspec.models.quantised.matrices import Float8
 from jaxspec.pallas.moe.route import Routing
 from jaxspec.parallel import Group
 from jaxspec.weight import (
@@ -104,6 +106,47 @@ def test_held_matrices_are_the_dequantised_ones(fixture, name, tmp_path, holds):
     assert kind in kinds
     if "qwen" in fixture:  # a, b and routers are in 16 bits
         assert Columns in kinds and Dense in kinds
+
+
+def reversed_scales(monkeypatch):
+    found = weight_matrix._along
+
+    def moved(target, source, unit):
+        units = found(target, source, unit)
+        if units is None or unit != Grain.BLOCKS.unit[0]:
+            return units
+        return units._replace(source=np.arange(len(range(*units.source.indices(99))))[::-1])
+
+    monkeypatch.setattr(weight_matrix, "_along", moved)
+
+
+def inverted_scales(monkeypatch):
+    found = Float8.scales.func
+    monkeypatch.setattr(Float8, "scales", property(lambda matrix: 1 / found(matrix)))
+
+
+def blocks_of_64_columns(monkeypatch):
+    """Each 64 columns get the scales that are those of 128."""
+    found = Float8.scales.func
+
+    def wrong(matrix):
+        rows = np.arange(len(found(matrix)))
+        return matrix.scale[np.minimum(rows, len(matrix.scale) - 1)]
+
+    monkeypatch.setattr(Float8, "scales", property(wrong))
+
+
+@pytest.mark.parametrize("bug", [reversed_scales, inverted_scales, blocks_of_64_columns])
+def test_a_planted_bug_of_scales_is_seen(bug, tmp_path, holds, monkeypatch):
+    pair = write_pair(FIXTURES / WIDE, tmp_path, FORMATS[BLOCKS])
+    bug(monkeypatch)
+    model, plain = (load_model(folder, FLOAT32) for folder in pair)
+    off = [
+        np.abs(dense(matrix.columns) - dense(other.columns)).max()
+        for matrix, other in zip(matrices_of(model), matrices_of(plain), strict=True)
+        if isinstance(matrix, WeightMatrix)
+    ]
+    assert max(off) > 0.01
 
 
 def test_a_spec_rebuilds_the_forms_of_a_model(tmp_path, holds):
