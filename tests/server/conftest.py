@@ -23,7 +23,7 @@ def served(short_model):
     def make():
         processors = ["walks:Walk", "walks:HostWalk"]
         return AsyncLLM(
-            short_model, max_num_queued_reqs=150, logits_processors=processors, **OPTIONS
+            short_model, max_num_queued_reqs=100, logits_processors=processors, **OPTIONS
         )
 
     with serving(make) as found:

@@ -21,7 +21,7 @@ def texts(reference):
     return [[reference.tokenizer.decode(ids[:n]) for n in range(MOST + 1)] for ids in tokens]
 
 
-async def one(client, draw, want, happened):
+async def one(client, draw, want, happened, overflowed):
     """One request: read whole, left in the middle, or left before its first token."""
     prompt, most = draw.randrange(len(PROMPTS)), draw.randint(1, MOST)
     streams, fate = draw.random() < 0.7, draw.random()
@@ -41,6 +41,7 @@ async def one(client, draw, want, happened):
     if response.status_code == 503:
         assert response.headers["retry-after"] and "queue is full" in response.text
         happened["refused"] += 1
+        overflowed.set()
         return
     assert response.status_code == 200, response.text
     if streams:
@@ -56,10 +57,11 @@ async def one(client, draw, want, happened):
     happened["read"] += 1
 
 
-async def storm(root, seed, want):
+async def storm(root, seed, want, overflowed):
+    """Count what happened to 256 clients; `overflowed` is set when the first is refused."""
     draw, happened = random.Random(seed), collections.Counter()
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=root, timeout=120, limits=limits) as client:
         draws = [random.Random(draw.random()) for _ in range(256)]
-        await asyncio.gather(*(one(client, each, want, happened) for each in draws))
+        await asyncio.gather(*(one(client, each, want, happened, overflowed) for each in draws))
     return happened
