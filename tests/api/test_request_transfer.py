@@ -111,6 +111,7 @@ FORMS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_grammar_goes_on_where_it_was(here, there, form):
     params = dataclasses.replace(SEEDED, structured_outputs=form)
@@ -160,7 +161,7 @@ def _after(llm, params, num_steps, name="moves", prompt=PROMPT):
     return llm.export_request(name)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "changes",
     [

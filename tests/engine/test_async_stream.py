@@ -119,6 +119,7 @@ def test_an_abort_shows_nothing_that_was_held_back():
     asyncio.run(read())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", ["aclose", "with", "cancel", "drop", "error"])
 def test_whoever_leaves_ends_the_request_once(way):
     async def read():

@@ -125,6 +125,7 @@ def test_every_file_cut_short_is_refused(sound, tmp_path):
             header_of(path)
 
 
+@pytest.mark.soak
 def test_a_byte_of_another_value_is_another_header_or_one_error(tmp_path):
     """Nothing hangs, allocates by the byte or raises anything else; 3 values for every byte."""
     path = write_gguf("llama", tmp_path / "x.gguf", tokens=False)

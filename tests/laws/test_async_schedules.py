@@ -267,6 +267,7 @@ def test_requests_that_wait_too_long_are_given_up_and_others_served(make):
     assert happened["QueueTimeoutError"] > 0 and happened["length"] > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("timeout", [None, 0])
 def test_a_drain_in_the_middle_refuses_new_ones_and_ends_the_others(make, timeout):
     async def rounds():
@@ -286,6 +287,7 @@ def test_a_drain_in_the_middle_refuses_new_ones_and_ends_the_others(make, timeou
     assert is_whole == (timeout is None) == (not happened["abort"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["dispatch", "result"])
 def test_a_step_that_fails_ends_every_stream_and_the_service(make, place):
     """Each stream gives what came before, and then the error."""
@@ -362,6 +364,7 @@ def test_close_ends_what_runs_with_abort(make):
     assert_threads_are_gone(num_threads)
 
 
+@pytest.mark.soak
 def test_event_loops_in_several_threads_share_an_engine_and_engines_share_a_loop(make):
     first, second = make(), make(max_in_flight=0)
 
@@ -473,7 +476,7 @@ def test_a_storm_without_a_bug_finds_nothing(make):
     asyncio.run(watched_storm(make(max_num_queued_reqs=50)))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("owner, name, bug", BUGS, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_storm_finds(make, owner, name, bug, monkeypatch):
     monkeypatch.setattr(owner, name, bug)

@@ -85,7 +85,7 @@ WAYS = {
 CASES = [*(("projection", way) for way in WAYS), ("overflow", "drawn"), ("queries", "block")]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("what", "way"), CASES, ids=" of ".join)
 def test_a_head_that_fails_costs_all_drafts_and_no_token(run, what, way):
     params, options = WAYS[way]

@@ -67,7 +67,7 @@ ENGINES = {
 QUICK = "snapshot", "no drafts", "its head", "Mamba2, replayed", "attention", "short convolutions"
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [*QUICK, *(soak(name) for name in ENGINES if name not in QUICK)])
 def test_a_hit_from_the_host_gives_the_tokens_of_a_cold_run_at_every_position(name):
     engine = make(**ENGINES[name])
@@ -138,7 +138,7 @@ def test_no_step_s_program_is_another_one_and_a_hit_from_the_host_compiles_nothi
 SHARED = [(*WALKED[0][:n], *tail) for n in (5, 8, 12) for tail in prompts(3, seed=n, longest=9)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("states", "depth", "options"),
     [

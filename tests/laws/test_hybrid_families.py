@@ -31,7 +31,7 @@ def known(fixture, params):
     return continuations(fixture, [(prompt, params, seed) for seed, prompt in enumerate(PROMPTS)])
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @BOTH
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_greedy_ids_equal_the_reference(fixture, states, drafts):
@@ -45,7 +45,7 @@ def test_greedy_ids_equal_the_reference(fixture, states, drafts):
     assert engine.requests[0].output == greedy
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @BOTH
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_speculation_never_changes_output(fixture, states, params):

@@ -113,7 +113,7 @@ def name_of(value):
     return {id(GREEDY): "greedy", id(SAMPLED): "sampled"}.get(id(value), str(value))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "method, drafts, params",
     [*QUICK, *(soak(*way) for way in EVERY if way not in QUICK)],
@@ -195,7 +195,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("fixture, method, drafts, params", OTHERS, ids=name_of)
 def test_speculation_never_changes_output_of_other_models(fixture, method, drafts, params):
     """Each way of drafting with every depth and every chunk size; which meet turns by the row."""

@@ -111,6 +111,7 @@ def test_outputs_are_what_processors_say_and_neighbours_keep_theirs(llm, alone, 
     assert set(llm._runner._programs) == compiled  # a request compiles nothing
 
 
+@pytest.mark.soak
 def test_drafts_and_depth_change_no_token_of_soft_processors(llm, plain):
     late = [asked(n, extra_args={"late": 5 * n}, top_p=0.9) for n in range(1, 7)]
     params = [asked(n, SOFT.params, n=2, repetition_penalty=1.1) for n in range(6)] + late
@@ -214,7 +215,7 @@ BUGS = [
 ]
 
 
-@pytest.mark.few(1)
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "module, name, bug", BUGS, ids=lambda value: getattr(value, "__name__", "")
 )

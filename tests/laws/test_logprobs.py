@@ -45,7 +45,7 @@ ENGINES = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_greedy_rows_report_the_model_s_own_logprobs(options):
     """And give the tokens that they give without, as do their neighbours."""
@@ -162,7 +162,7 @@ def test_the_oracle_sees_on_the_host(bug, monkeypatch):
     assert_the_oracle_sees_it()
 
 
-@pytest.mark.few(2)
+@pytest.mark.soak
 @pytest.mark.parametrize("module, name, bug", DEVICE_BUGS, ids=lambda x: getattr(x, "__name__", ""))
 def test_the_oracle_sees_on_the_device(module, name, bug, monkeypatch, fresh_programs):
     monkeypatch.setattr(module, name, bug)

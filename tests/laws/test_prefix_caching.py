@@ -66,7 +66,7 @@ ENGINES = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_hit_gives_the_tokens_of_a_cold_run_at_every_position(name):
     """Behind every number of tokens, in a page and at its end; then at ends of outputs.
@@ -270,7 +270,7 @@ def test_a_hit_compiles_nothing_and_adds_no_dispatch_to_wait_for():
 SHARED = [(*WALKED[0][:n], *tail) for n in (5, 8, 12) for tail in prompts(3, seed=n, longest=9)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("states", "depth", "options"),
     [

@@ -95,7 +95,7 @@ def outcome(engine):
     return drafted, sum(r.metrics.num_accepted_tokens for r in engine.requests)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @KINDS
 def test_the_prefix_of_each_place_decides(params):
     """Drafts right and wrong, every depth and chunk, few pages, several steps a dispatch."""
@@ -114,7 +114,7 @@ def test_the_prefix_of_each_place_decides(params):
     assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -275,7 +275,7 @@ def plant(monkeypatch, bug):
     monkeypatch.setattr(owner, name, bug)
 
 
-@pytest.mark.few(2)
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "bug",
     [

@@ -15,7 +15,7 @@ SMALL = {"decode_rows": (1, 4), "prefill_tokens": (8, 64)}
 BOTH = {"feature_sets": tuple({each.features: None for each in PARAMS})}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "depth, chunk, num_pages, options",
     [

@@ -322,6 +322,7 @@ def test_the_schedules_find(owner, name, bug, monkeypatch):
         search(3000, seed=0, shrink=False)  # most need a few; what is drawn depends on the process
 
 
+@pytest.mark.soak
 def test_what_fails_is_shrunk_to_a_few_rules(monkeypatch):
     monkeypatch.setattr(Scheduler, "reset", a_slot_is_lost_in_a_recovery)
     with pytest.raises(AssertionError) as failure:

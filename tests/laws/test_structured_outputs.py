@@ -266,6 +266,7 @@ def test_devices_that_share_a_model_give_the_tokens_of_one(short_model):
     two.check()
 
 
+@pytest.mark.soak
 def test_samples_of_one_prompt_and_preempted_requests_follow_their_grammars(short_model):
     """Few pages: requests leave the batch, and enter again behind others."""
     forms = [{"regex": "(?:ab|cd){12,}"}, {"json": {"type": "array", "items": {}}}]
@@ -394,14 +395,14 @@ def assert_seen(folder):
         Run(folder, forms, drafts=3, **IN_HALVES).check()
 
 
-@pytest.mark.few(2)
+@pytest.mark.soak
 @pytest.mark.parametrize("module, name, bug", DEVICE_BUGS, **NAMES)
 def test_a_bug_of_automata_is_seen(module, name, bug, short_model, monkeypatch, fresh_programs):
     monkeypatch.setattr(module, name, bug)
     assert_seen(short_model)
 
 
-@pytest.mark.few(1)
+@pytest.mark.soak
 @pytest.mark.parametrize("module, name, bug", HOST_BUGS, **NAMES)
 def test_a_bug_of_masks_is_seen(module, name, bug, short_model, monkeypatch, fresh_programs):
     monkeypatch.setattr(module, name, bug)

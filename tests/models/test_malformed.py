@@ -260,6 +260,7 @@ def unread(corpus, monkeypatch):
 
 
 @OF_EXPERTS
+@pytest.mark.few(1)
 def test_each_tensor_of_a_mixture_of_experts_is_missed_and_judged(unread):
     """Absent, of another shape or dtype, doubled, renamed: before any is read."""
     dtypes = itertools.cycle(WRONG_DTYPES.items())
@@ -696,6 +697,7 @@ def test_the_tables_have_every_field_that_is_read(corpus, monkeypatch):
     assert len(seen) > 20 and seen <= TABLES.keys()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "corpus",
     [

@@ -51,6 +51,7 @@ def all_ids(expected):
     return np.concatenate([expected["prompt_ids"], expected["greedy_ids"]])
 
 
+@pytest.mark.few(6)
 def test_a_prompt_in_chunks_gives_the_reference_logits(loaded, single_request):
     model, expected = loaded
     ids = all_ids(expected)
@@ -108,6 +109,7 @@ def test_a_draft_head_is_there_only_where_the_checkpoint_has_one(fixture_folder)
         assert not load_model(fixture_folder(name), jnp.float32).has_draft_head
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", IN_BFLOAT16)
 def test_bfloat16_weights_stay_near_the_reference(name, fixture_folder, reference, single_request):
     model, expected = load_model(fixture_folder(name), jnp.bfloat16), reference(name)

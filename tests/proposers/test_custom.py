@@ -94,7 +94,7 @@ def make(proposer, drafts=2, **options):
     return Harness(drafts=drafts, method="custom", options=CustomOptions(proposer), **options)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "params", "options"),
     [
@@ -190,6 +190,7 @@ def with_logits(shape, dtype=jnp.float32):
     )
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("what", "message"),
     [

@@ -98,7 +98,7 @@ def heard_drafts(engine, requests):
     return heard
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("target", "layers", "options"),
     [

@@ -65,6 +65,7 @@ BOTH = pytest.mark.parametrize("verifier", [ExactVerifier(), RejectionVerifier()
 SAMPLERS = pytest.mark.parametrize("features", [GREEDY, SAMPLED, FULL], ids=str)
 
 
+@pytest.mark.few(6)
 @BOTH
 @SAMPLERS
 @pytest.mark.parametrize("num_ends", [0, 2])

@@ -88,6 +88,7 @@ def is_sound(response):
         }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", BODIES)
 def test_a_malformed_body_is_a_400(served, name):
     body, headers = BODIES[name], {"content-type": "application/json"}

@@ -60,6 +60,7 @@ def cases(path, step=1):
             file.write(content[place : place + 1])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("fixture", "step"), [("llama_draft", 1), ("granitemoehybrid", 3)])
 def test_a_byte_of_another_value_is_refused_or_gives_another_model(fixture, step, tmp_path):
     path = write_gguf(fixture, tmp_path / "x.gguf", tokens=False)

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from harness import FIXTURES, REPLAY, Harness
 
 from jaxspec.options.draft_methods import DraftModelOptions, Eagle3Options, MTPOptions
@@ -78,6 +79,7 @@ OTHER = [
 ]
 
 
+@pytest.mark.soak
 def test_another_program_has_another_key(monkeypatch):
     keys = [key(**other) for other in ({}, *OTHER)]
     for name, value in {"SOURCES": "edited", "_VERSIONS": {"jax": "0.0.1"}}.items():

@@ -130,12 +130,14 @@ def is_named(name, answer):
     return place.partition(".")[0] == name
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("path", BODIES)
 def test_values_of_a_wrong_type_are_refused_by_name(post, path):
     for name in names(path, "done"):
         assert any(is_named(name, post(path, **{name: value})) for value in TRIED), name
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("path", BODIES)
 def test_what_is_not_supported_is_refused_by_name(post, path):
     for name in names(path, "refused"):
@@ -143,6 +145,7 @@ def test_what_is_not_supported_is_refused_by_name(post, path):
         assert post(path, **{name: None}).status_code == 200, name
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("path", BODIES)
 def test_what_is_harmless_changes_neither_prompt_nor_parameters_nor_answer(served, post, path):
     def outcome(**fields):
