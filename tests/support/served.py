@@ -3,16 +3,15 @@
 import asyncio
 import contextlib
 import dataclasses
-import faulthandler
 import inspect
 import logging
 import socket
-import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import httpx
+from threads import stacks
 
 from jaxspec.server.app import make_app
 from jaxspec.server.http.http_server import HttpServer
@@ -102,8 +101,6 @@ def serving(make_llm: Callable[[], Any], **options: Any) -> Iterator[Served]:
             found[0].server.end()
         thread.join(300)  # at the end of a long session, collecting garbage takes tens of seconds
         listener.close()
-    if thread.is_alive():
-        faulthandler.dump_traceback(sys.__stderr__)
-    assert not thread.is_alive()
+    assert not thread.is_alive(), stacks()
     if failed:
         raise failed[0]

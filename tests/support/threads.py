@@ -2,9 +2,12 @@
 
 import contextlib
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +29,17 @@ def ctrl_c_after(seconds: float, *, heard_within: float):
     finally:
         signal.signal(signal.SIGINT, before)
     assert time.monotonic() - started < heard_within
+
+
+def stacks() -> str:
+    """The innermost frames of each other thread, a line for a thread."""
+    frames = sys._current_frames()
+    lines = []
+    for thread in set(threading.enumerate()) - {threading.current_thread()}:
+        found = traceback.extract_stack(frames[thread.ident or 0])[-8:]
+        places = [f"{Path(at.filename).name}:{at.lineno} {at.name}" for at in reversed(found)]
+        lines.append(f"{thread.name}: {' < '.join(places)}")
+    return "\n".join(lines)
 
 
 def in_threads(*calls: Callable[[], Any], seconds: float = 120) -> list[Any]:
