@@ -12,11 +12,16 @@ import math
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 PUBLISHED_BLOCK = 128  # columns and features with one scale in published matrices
 SCALED_COLUMNS = 64  # columns with one scale in `Float8Blocks`
+PACKED = 64  # features between the two numbers of a byte in matrices of 4 bits
+FLOAT4_GROUP = 16  # features with one scale in `Float4Groups`
+INT4_ZERO = 8  # the zero point of `Int4Groups` without zero points
+_E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)  # values of FP4
 
 
 @flax.struct.dataclass
@@ -68,14 +73,14 @@ class _Published:
 
 
 class _Scaled(_Published):
-    """The same in 8 bits, with float32 scales."""
+    """The same with scales."""
 
     scale: Array
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the numbers and their scales."""
-        return _bytes(self.array) + _bytes(self.scale)
+        """Bytes of all arrays."""
+        return sum(map(_bytes, jax.tree.leaves(self)))
 
 
 @flax.struct.dataclass
@@ -160,6 +165,81 @@ class Float8Rows(_Scaled):
         return Dense((array * self.scale[start:stop, None]).T)
 
 
+class _FourBits(_Scaled):
+    """A published matrix `[outer, inner]` in 4 bits, two numbers in a byte.
+
+    Of each 128 features, byte `i` of a column has number `i` in its low bits and number `64 + i` in
+    its high bits (`pack`). Scales are stored as `[groups, outer]`.
+    """
+
+    array: Int[Array, "outer half"]
+
+    @property
+    def inner(self) -> int:
+        """Size of the contracted axis."""
+        return 2 * self.array.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Number of features with one scale."""
+        return self.inner // self.scale.shape[0]
+
+    def _some(self, start, count):
+        """Return stored numbers and float32 scales, both `[columns, inner]`, of some columns."""
+        columns = slice(start, self.outer if count is None else start + count)
+        scale = self.scale[:, columns].astype(jnp.float32).T
+        return _unpacked(self.array[columns]), jnp.repeat(scale, self.group, axis=1), columns
+
+
+@flax.struct.dataclass
+class Int4Groups(_FourBits):
+    """A published matrix of integers from 0 to 15, less a zero point, times a scale.
+
+    Each group of 128, 64 or 32 features of a column has a scale, and a zero point or that of all
+    groups, 8.
+    """
+
+    array: Int[Array, "outer half"]  # uint8
+    scale: Float[Array, "groups outer"]  # float32
+    zero: Int[Array, "groups outer"] | None = None  # uint8
+
+    def columns(self, ids: Int[Array, " ids"]) -> "Int4Groups":
+        """Copy the columns `ids` (int32, all in range) to a new weight."""
+        zero = None if self.zero is None else self.zero[:, ids]
+        return Int4Groups(self.array[ids], self.scale[:, ids], zero)
+
+    def dense(self, start: int = 0, count: int | None = None) -> Dense:
+        """Return up to `count` columns from `start` in float32, by default all."""
+        numbers, scale, columns = self._some(start, count)
+        if self.zero is None:
+            zero = jnp.float32(INT4_ZERO)
+        else:
+            zero = jnp.repeat(self.zero[:, columns].T, self.group, axis=1).astype(jnp.float32)
+        return Dense(((numbers.astype(jnp.float32) - zero) * scale).T)
+
+
+@flax.struct.dataclass
+class Float4Groups(_FourBits):
+    """A published matrix in FP4 (E2M1) with a scale for each 16 features, and one per column.
+
+    NVFP4 has one factor for a matrix, which is repeated: parts of a fused matrix have their own.
+    """
+
+    array: Int[Array, "outer half"]  # uint8
+    scale: Float[Array, "groups outer"]  # float8_e4m3fn
+    factor: Float[Array, " outer"]  # float32
+
+    def columns(self, ids: Int[Array, " ids"]) -> "Float4Groups":
+        """Copy the columns `ids` (int32, all in range) to a new weight."""
+        return Float4Groups(self.array[ids], self.scale[:, ids], self.factor[ids])
+
+    def dense(self, start: int = 0, count: int | None = None) -> Dense:
+        """Return up to `count` columns from `start` in float32, by default all."""
+        numbers, scale, columns = self._some(start, count)
+        values = jnp.asarray(_E2M1, jnp.float32)[numbers]
+        return Dense((values * scale * self.factor[columns, None]).T)
+
+
 class _Experts(_Published):
     """One matrix per expert of a layer."""
 
@@ -225,7 +305,9 @@ class Float8RowExperts(_ScaledExperts):
 
 
 Published8Bit = Float8Blocks | Float8Rows
-Weight = Dense | Float8 | Published8Bit
+Published4Bit = Int4Groups | Float4Groups
+Published = Published8Bit | Published4Bit
+Weight = Dense | Float8 | Published
 Published8BitExperts = Float8BlockExperts | Float8RowExperts
 ExpertsWeight = DenseExperts | Published8BitExperts
 
@@ -261,6 +343,16 @@ def to_float8(
     return (numbers / scale).astype(jnp.float8_e4m3fn), scale
 
 
+def pack(numbers: np.ndarray) -> np.ndarray:
+    """Pack numbers from 0 to 15, uint8 `[outer, inner]`, as `Int4Groups` stores them.
+
+    `inner` is a multiple of 128.
+    """
+    outer, inner = numbers.shape
+    halves = numbers.reshape(outer, inner // (2 * PACKED), 2, PACKED)
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(outer, inner // 2)
+
+
 @jax.jit  # one kernel each for scale and bytes, without temporaries of the array's size
 def _float8_of(array):
     transposed, scale = to_float8(array.T)
@@ -271,6 +363,13 @@ def _dequantised(array, scale):
     """Return `array` in float32, each row times its scales of 128 features."""
     by_feature = jnp.repeat(scale, PUBLISHED_BLOCK, axis=1)[:, : array.shape[1]]
     return array.astype(jnp.float32) * by_feature
+
+
+def _unpacked(array):
+    """Undo `pack`."""
+    outer, half = array.shape
+    chunks = array.reshape(outer, half // PACKED, 1, PACKED)
+    return jnp.concatenate([chunks & 15, chunks >> 4], axis=2).reshape(outer, 2 * half)
 
 
 def _bytes(array):

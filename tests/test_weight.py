@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from published_4bit import float4_of, int4_of
 from published_8bit import blocks_of, dequantised, dequantised_rows, joined, rows_of
 
-from jaxspec.weight import Dense, Float8, to_float8
+from jaxspec.weight import Dense, Float8, pack, to_float8
 
 ARRAY = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
 
@@ -104,3 +105,31 @@ def test_terms_are_no_array_and_stay_with_the_weight():
     for weight in (rounded, by_row):
         assert len(jax.tree.leaves(weight)) == 2
         assert jax.tree.map(lambda leaf: leaf, weight).terms == 1
+
+
+def int4_with_zeros(inner, outer):
+    return int4_of(inner, outer, 32, has_zeros=True)
+
+
+@pytest.mark.parametrize("drawn", [int4_of, int4_with_zeros, float4_of])
+def test_4_bits_are_those_of_the_columns(drawn):
+    weight, expected = drawn(384, 100)
+    assert (weight.inner, weight.outer) == (384, 100)
+    stored = (weight.array, weight.scale, getattr(weight, "zero", None))
+    others = (getattr(weight, "factor", None),)
+    assert weight.nbytes == sum(part.nbytes for part in stored + others if part is not None)
+    assert weight.array.nbytes == 384 * 100 / 2
+    np.testing.assert_allclose(weight.dense().array, expected, rtol=1e-6)
+    np.testing.assert_allclose(weight.dense(64, 128).array, expected[:, 64:], rtol=1e-6)
+    ids = jnp.asarray([3, 99, 3])
+    np.testing.assert_allclose(weight.columns(ids).dense().array, expected[:, ids], rtol=1e-6)
+
+
+def test_a_byte_has_features_that_are_64_apart():
+    numbers = np.arange(256, dtype=np.uint8).reshape(1, 256) % 16
+    numbers[0, 64:128] = 15 - numbers[0, :64]
+    packed = pack(numbers)
+    assert packed.shape == (1, 128)
+    np.testing.assert_array_equal(packed[0, :64] & 15, numbers[0, :64])
+    np.testing.assert_array_equal(packed[0, :64] >> 4, numbers[0, 64:128])
+    np.testing.assert_array_equal(packed[0, 64:] >> 4, numbers[0, 192:])

@@ -44,6 +44,23 @@ def product(a, b) -> Any:
     return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
 
 
+def summed(spare, rows, operands) -> Any:
+    """Return the sum of `a() @ b` for each `(a, b)` of `operands`; `a` returns `rows` in registers.
+
+    It is called after the matmuls before it were started.
+    """
+    if spare is not None:
+        return sum(product(operand(a(), spare), b) for a, b in operands)
+
+    def run(acc):
+        for a, b in operands:
+            plgpu.wgmma(acc, a(), b)
+        return acc[...]
+
+    shape = rows, operands[0][1].shape[1]
+    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+
 def accumulate(spare, *sums) -> Any:
     """Return `onto + a @ b` for each `(onto, a, b)` of `sums`; each `a` is in registers.
 

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.matmul import float8_ops, gemm
+from jaxspec.pallas.matmul import gemm, published_ops
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.products import check_inner, matmul
@@ -12,7 +12,7 @@ from jaxspec.pallas.matmul.split_matmul import gated_matmul, split_matmul, squar
 from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.residual import Pending, Stream
 from jaxspec.pallas.norm.rms_norm import Norm
-from jaxspec.weight import Published8Bit, Weight
+from jaxspec.weight import Published, Weight
 
 
 def feed_forward(
@@ -27,12 +27,12 @@ def feed_forward(
     For up to 8 rows, the second matmul applies the gate. Each block of the first matmul then has
     columns of gate or of up alone, and there are twice as many blocks. For more rows, the first
     matmul applies the gate, once for all blocks of the second. If `down` is a published weight in 8
-    bits, what makes e4m3 numbers of its rows applies the gate.
+    bits, what makes e4m3 numbers of its rows applies the gate; if it is one in 4 bits, XLA does.
 
     Raises:
         ValueError: a weight does not match its features.
     """
-    if stream.shape[0] <= MAX_ROWS or isinstance(down, Published8Bit):
+    if stream.shape[0] <= MAX_ROWS or isinstance(down, Published):
         stream, gate_and_up = norm_matmul(stream, pending, norm, gate_up)
         return stream, gated_matmul(gate_and_up, down)
     stream, normed = add_norm(stream, pending, norm)
@@ -47,7 +47,7 @@ def squared_relu_feed_forward(
     Raises:
         ValueError: a weight does not match its features.
     """
-    if stream.shape[0] <= MAX_ROWS or isinstance(down, Published8Bit):
+    if stream.shape[0] <= MAX_ROWS or isinstance(down, Published):
         stream, product = norm_matmul(stream, pending, norm, up)
         return stream, squared_relu_matmul(product, down)
     stream, normed = add_norm(stream, pending, norm)
@@ -69,8 +69,8 @@ def matmul_silu(x: Float[Array, "tokens features"], weight: Weight) -> Float[Arr
     """
     check_inner(x.shape[1], weight)
     Activation.SWIGLU.check(weight.outer)
-    if isinstance(weight, Published8Bit):
-        return Activation.SWIGLU(float8_ops.plain_matmul("matmul_silu", x, weight))
+    if isinstance(weight, Published):
+        return Activation.SWIGLU(published_ops.plain_matmul("matmul_silu", x, weight))
     why, wave = gemm.choose(x, weight, x.shape[1], gate_up=True)
     if dispatch.runs_kernel("matmul_silu", why, rows=x.shape[0], by_choice=True):
         from jaxspec.pallas.matmul.gemm_kernel import matmul_silu_kernel
@@ -95,8 +95,8 @@ def matmul_squared_relu(
         ValueError: `weight` does not match the features of `x`.
     """
     check_inner(x.shape[1], weight)
-    if isinstance(weight, Published8Bit):
-        product = float8_ops.plain_matmul("matmul_squared_relu", x, weight)
+    if isinstance(weight, Published):
+        product = published_ops.plain_matmul("matmul_squared_relu", x, weight)
         return Activation.SQUARED_RELU(product)
     why, wave = gemm.choose(x, weight, x.shape[1])
     if dispatch.runs_kernel("matmul_squared_relu", why, rows=x.shape[0], by_choice=True):

@@ -5,13 +5,13 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
-from jaxspec.pallas.matmul import float8_ops, gemm, products, skinny_gemm
+from jaxspec.pallas.matmul import gemm, products, published_ops, skinny_gemm
 from jaxspec.pallas.matmul.products import matmul
 from jaxspec.pallas.norm.add_norm import add_norm, add_norm_reference
 from jaxspec.pallas.norm.reduce_add_norm import settled
 from jaxspec.pallas.norm.residual import OfDevices, Pending, Stream
 from jaxspec.pallas.norm.rms_norm import Norm
-from jaxspec.weight import Columns, Published8Bit, Weight
+from jaxspec.weight import Columns, Published, Weight
 
 # Maximum rows of the fused kernel. With more rows it is faster to normalize once, in a separate
 # kernel (measured in `benchmarks/results/kernels_h200.json`, ops norm_matmul and add_norm).
@@ -35,8 +35,8 @@ def norm_matmul(
     normalizes all rows. For more rows, more than `MAX_SUMS` sums per row, or parts of several
     devices (`reduce_add_norm`), `add_norm` runs before the matmul. That matmul uses `skinny_gemm`
     for up to 8 rows, `gemm` for up to 256, and otherwise XLA. It also uses XLA for up to 8 rows
-    with more columns than one wave of blocks has, 8,448. A published weight in 8 bits runs
-    `float8_ops`.
+    with more columns than one wave of blocks has, 8,448. A published weight in 8 or 4 bits
+    runs `published_ops`.
 
     Raises:
         ValueError: `weight` does not match the features of the stream.
@@ -44,8 +44,8 @@ def norm_matmul(
     rows, features = stream.shape
     products.check_inner(features, weight)
     pending = settled(stream, pending, norm)
-    if isinstance(weight, Published8Bit | Columns):
-        return float8_ops.norm_matmul(stream, pending, norm, weight)
+    if isinstance(weight, Published | Columns):
+        return published_ops.norm_matmul(stream, pending, norm, weight)
     added = None if isinstance(pending, OfDevices) else pending  # what the fused kernel would add
     is_skinny = rows <= skinny_gemm.MAX_ROWS
     if is_skinny:

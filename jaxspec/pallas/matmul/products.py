@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxspec import device
 from jaxspec.pallas.matmul import float8_terms
-from jaxspec.weight import Columns, Float8, Published8Bit, Weight
+from jaxspec.weight import Columns, Float8, Published, Published8Bit, Weight
 
 BLOCK_N = 64  # columns of the weight per wgmma: its M
 _DENSE_COLUMNS = 4096  # columns of a published weight that are in float32 at a time
@@ -24,14 +24,15 @@ def matmul(
     sums, and writes some of the multiplications to memory; a matmul of two rows is a GEMM, which
     reads the weight once.
 
-    A `Float8` weight is converted to float32, as a copy. A published weight in 8 bits is too, some
-    columns at a time, and multiplied in float32 without rounding its entries. Activations are
+    A `Float8` weight is converted to float32, as a copy. A published weight in 8 or 4 bits is too,
+    some columns at a time, and multiplied in float32 without rounding its entries. Activations are
     rounded to 8 bits first if the weight has one term.
     """
     if isinstance(weight, Columns):
         return jnp.concatenate([matmul(x, part, dtype) for part in weight.parts], axis=1)
-    if isinstance(weight, Published8Bit):
-        seen = float8_terms.as_multiplied(x, weight)
+    if isinstance(weight, Published):
+        is_rounded = isinstance(weight, Published8Bit)
+        seen = float8_terms.as_multiplied(x, weight) if is_rounded else x.astype(jnp.float32)
         return _published_matmul(seen, weight).astype(dtype or x.dtype)
     if isinstance(weight, Float8):
         return matmul(x.astype(jnp.float32), weight.dense()).astype(dtype or x.dtype)

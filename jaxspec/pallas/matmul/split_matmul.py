@@ -1,7 +1,7 @@
 """Matmuls whose output is pending: the next norm adds it to the residual stream.
 
 Their kernels are split-K: they return float32 partial sums over parts of the features. A published
-weight in 8 bits runs `float8_ops`, for any number of rows.
+weight in 8 or 4 bits runs `published_ops`, for any number of rows.
 """
 
 import math
@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.matmul import float8_ops, gemm, products, skinny_gemm
+from jaxspec.pallas.matmul import gemm, products, published_ops, skinny_gemm
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.products import matmul
 from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
 from jaxspec.pallas.norm.residual import Pending
-from jaxspec.weight import Published8Bit, Weight
+from jaxspec.weight import Published, Weight
 
 
 def split_matmul(x: Float[Array, "tokens inner"], weight: Weight) -> Pending:
@@ -31,8 +31,8 @@ def split_matmul(x: Float[Array, "tokens inner"], weight: Weight) -> Pending:
         ValueError: `weight` does not match the features of `x`.
     """
     products.check_inner(x.shape[1], weight)
-    if isinstance(weight, Published8Bit):
-        return float8_ops.split_matmul(x, weight)
+    if isinstance(weight, Published):
+        return published_ops.split_matmul(x, weight)
     is_skinny, hidden = x.shape[0] <= skinny_gemm.MAX_ROWS, weight.outer
     if is_skinny:
         widths = skinny_gemm.SPLIT_HIDDEN
@@ -70,8 +70,8 @@ def gated_matmul(x: Float[Array, "tokens twice_inner"], weight: Weight) -> Pendi
     """
     Activation.SWIGLU.check(x.shape[1])
     products.check_inner(x.shape[1] // 2, weight)
-    if isinstance(weight, Published8Bit):
-        return float8_ops.activated_matmul("gated_matmul", x, weight, Activation.SWIGLU)
+    if isinstance(weight, Published):
+        return published_ops.activated_matmul("gated_matmul", x, weight, Activation.SWIGLU)
     why = why_not_gate(x, weight)
     if dispatch.runs_kernel("gated_matmul", why, rows=x.shape[0], by_choice=True):
         from jaxspec.pallas.matmul.split_matmul_kernel import gated_matmul_kernel
@@ -95,9 +95,9 @@ def squared_relu_matmul(x: Float[Array, "tokens inner"], weight: Weight) -> Pend
         ValueError: `weight` does not match the columns of `x`.
     """
     products.check_inner(x.shape[1], weight)
-    if isinstance(weight, Published8Bit):
+    if isinstance(weight, Published):
         activation = Activation.SQUARED_RELU
-        return float8_ops.activated_matmul("squared_relu_matmul", x, weight, activation)
+        return published_ops.activated_matmul("squared_relu_matmul", x, weight, activation)
     why = why_not_gate(x, weight)
     if dispatch.runs_kernel("squared_relu_matmul", why, rows=x.shape[0], by_choice=True):
         from jaxspec.pallas.matmul.split_matmul_kernel import squared_relu_matmul_kernel
@@ -134,8 +134,8 @@ def gated_norm_matmul(heads: Heads, norm: GatedNorm, weight: Weight) -> Pending:
     norm.check(heads.shape[0], features)
     if heads.ndim == 2:
         return split_matmul(heads, weight)
-    if isinstance(weight, Published8Bit):
-        return float8_ops.gated_norm_matmul(heads, norm, weight)
+    if isinstance(weight, Published):
+        return published_ops.gated_norm_matmul(heads, norm, weight)
     why = why_not_norm(heads, norm, weight)
     if dispatch.runs_kernel("gated_norm_matmul", why, rows=heads.shape[0], by_choice=True):
         from jaxspec.pallas.matmul.split_matmul_kernel import gated_norm_matmul_kernel

@@ -1,6 +1,6 @@
 """The kernel of e4m3 rows and published weights in 8 bits, against float64 in the interpreter.
 
-Clusters run on GPUs alone; there, and how the kernel compiles: `test_float8_ops`,
+Clusters run on GPUs alone; there, and how the kernel compiles: `test_published_ops`,
 `test_float8_compile`.
 """
 

@@ -1,4 +1,4 @@
-"""All ops of published weights in 8 bits are those of the same numbers in 16 bits.
+"""All ops of published weights in 8 and 4 bits are those of the same numbers in 16 bits.
 
 Then the ops with their kernels in the interpreter: which of them runs where, and the same results.
 """
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from gated_delta import gated_norm
 from products import NAN_ROW, check
+from published_4bit import float4_of, int4_of
 from published_8bit import blocks_of, dequantised, gated_heads_of, rows_of, rows_with_nan
 
 from jaxspec.pallas import dispatch
@@ -20,6 +21,7 @@ from jaxspec.pallas.matmul import (
     float8_kernel,
     float8_norm_kernel,
     float8_split_kernel,
+    four_bits_kernel,
 )
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul
@@ -54,6 +56,7 @@ KERNELS = {
     float8_split_kernel: ("split_kernel", "activated_split_kernel", "gated_norm_split_kernel"),
     float8_norm_kernel: ("add_norm_split_kernel",),
     float8_gemm_kernel: ("gemm_kernel",),
+    four_bits_kernel: ("four_bits_kernel",),
     add_norm_kernel: ("add_norm_kernel",),
 }
 
@@ -94,6 +97,19 @@ def rows(inner, outer):
     return Float8Rows(weight.array, powers_of_two(weight.scale))
 
 
+def int4(inner, outer):
+    weight, _ = int4_of(inner, outer, has_zeros=True)
+    return dataclasses.replace(weight, scale=powers_of_two(weight.scale))
+
+
+def float4(inner, outer):
+    weight, _ = float4_of(inner, outer)
+    return dataclasses.replace(weight, factor=powers_of_two(weight.factor))
+
+
+ALL = [blocks, rows, int4, float4]
+
+
 def powers_of_two(scale):
     """So that the weight has bfloat16 numbers."""
     return 2.0 ** jnp.round(jnp.log2(scale))
@@ -117,14 +133,14 @@ def assert_same(got, expected, roundings=4):
         np.testing.assert_allclose(one / largest, other / largest, atol=roundings * 2.0**-8)
 
 
-@pytest.mark.parametrize("weight_of", [blocks, rows])
+@pytest.mark.parametrize("weight_of", ALL)
 def test_16_bits_hold_these_weights(weight_of):
     weight = weight_of(INNER, OUTER)
     rounded = in_16_bits(weight).array.astype(jnp.float32)
     np.testing.assert_array_equal(rounded, weight.dense().array)
 
 
-@pytest.mark.parametrize("weight_of", [blocks, rows])
+@pytest.mark.parametrize("weight_of", ALL)
 @pytest.mark.parametrize("tokens", [1, 8, 20])
 @pytest.mark.parametrize("op", ops(1, blocks))
 def test_an_op_is_that_of_the_weight_in_16_bits(op, tokens, weight_of):
@@ -179,6 +195,17 @@ def test_rows_with_one_scale_are_rounded_before_their_kernel(monkeypatch, interp
     assert [name for name in launched if name != "add_norm_kernel"] == ["gemm_kernel"]
 
 
+@pytest.mark.few(6)
+@pytest.mark.parametrize("weight_of", [int4, float4])
+@pytest.mark.parametrize("tokens", [2, 20])
+@pytest.mark.parametrize("op", ops(1, blocks))
+def test_all_matmuls_in_4_bits_are_one_kernel(monkeypatch, interpreter, op, tokens, weight_of):
+    run_op = ops(tokens, weight_of)[op]
+    expected = run(run_op, lambda weight: weight)
+    launched = interpreted(monkeypatch, interpreter, lambda: run_op(lambda w: w), expected, 2)
+    assert set(launched) - {"add_norm_kernel"} == {"four_bits_kernel"}
+
+
 def interpreted(monkeypatch, parameters, op, expected, terms):
     """Run the kernels of published weights in the interpreter; return the names of those run.
 
@@ -188,7 +215,7 @@ def interpreted(monkeypatch, parameters, op, expected, terms):
 
     def replaced(name, kernel, *operands, tiling=None, **named):
         launched.append(name)
-        if tiling is not None:  # no clusters
+        if hasattr(tiling, "cluster"):
             named["tiling"] = tiling._replace(cluster=1)
         return kernel(*operands, **named, interpret=parameters)
 
@@ -214,7 +241,7 @@ def test_a_row_of_nan_stays_alone():
     assert not nan[np.arange(4) != NAN_ROW].any()
 
 
-@pytest.mark.parametrize("weight_of", [blocks, rows])
+@pytest.mark.parametrize("weight_of", ALL)
 def test_a_published_head_has_the_argmax_of_its_scores(weight_of):
     x, head = draw(0, 5, INNER), weight_of(INNER, 320)
     scores = np.asarray(x, np.float64) @ np.asarray(head.dense().array, np.float64)
@@ -250,6 +277,20 @@ def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(tokens, weight_of, 
     y = y.sum(axis=0) if y.ndim == 3 else y
     expected = np.asarray(jax.jit(as_multiplied)(x, weight), np.float64)
     expected = expected @ np.asarray(weight.dense().array, np.float64)
+    largest = np.nanmax(np.abs(expected), axis=1, keepdims=True, initial=1e-300)
+    check(y / largest, expected / largest, jnp.bfloat16, roundings=1)
+    assert dispatch.implementations()["split_matmul"] == ("kernel",)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_of", [int4, float4])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 17, 64, 128, 129, 700])
+def test_on_a_gpu_a_matmul_in_4_bits_equals_the_oracle(tokens, weight_of):
+    dispatch._chosen.pop("split_matmul", None)
+    x, weight = rows_with_nan(tokens, 4096), weight_of(4096, 1024)
+    y = np.asarray(jax.jit(split_matmul)(x, weight), np.float64)
+    y = y.sum(axis=0) if y.ndim == 3 else y
+    expected = np.asarray(x, np.float64) @ np.asarray(weight.dense().array, np.float64)
     largest = np.nanmax(np.abs(expected), axis=1, keepdims=True, initial=1e-300)
     check(y / largest, expected / largest, jnp.bfloat16, roundings=1)
     assert dispatch.implementations()["split_matmul"] == ("kernel",)

@@ -1,16 +1,19 @@
-"""The ops of this package for weights in FP8 as published; their arguments are checked.
+"""The ops of this package for weights in 8 and 4 bits as published; their arguments are checked.
 
-Activations are not rounded to 8 bits, unless the weight has one term. For up to 8 rows one kernel
+In 8 bits, activations are not rounded, unless the weight has one term. For up to 8 rows one kernel
 makes e4m3 numbers of the activations in every block (`float8`). It also runs the activation or the
 gated norm before the matmul. More rows would be read and computed too often, so the kernel of what
 precedes makes their e4m3 numbers once, and another one multiplies those (`float8_gemm`), as it does
 few rows of some weights (`float8.is_fused`): `Float8Rows` with one term has numbers made by XLA.
+
+In 4 bits one kernel multiplies activations as they are, for all numbers of rows (`four_bits`).
 """
 
+import jax
 import jax.numpy as jnp
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.matmul import float8, float8_terms
+from jaxspec.pallas.matmul import float8, float8_terms, four_bits
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.float8_gemm import Float8GemmTiling
 from jaxspec.pallas.matmul.float8_terms import Terms
@@ -20,13 +23,22 @@ from jaxspec.pallas.norm.add_norm import why_not_kernel as why_not_add_norm
 from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
 from jaxspec.pallas.norm.residual import OfDevices, Output, Pending, Stream
 from jaxspec.pallas.norm.rms_norm import Norm
-from jaxspec.weight import Columns, Published8Bit
+from jaxspec.weight import Columns, Published, Published4Bit, Published8Bit
 
 _NORM_FEATURES = 8 * float8_terms.CHUNK  # unit of features that a block's warps share equally
 
 
-def plain_matmul(op: str, x: Stream, weight: Published8Bit, terms: Terms | None = None) -> Stream:
+def why_not_kernel(x: Stream | jax.ShapeDtypeStruct, weight: Published) -> str | None:
+    """Return why no kernel can multiply rows in the dtype of `x` by `weight`, or None."""
+    if isinstance(weight, Published4Bit):
+        return four_bits.why_not_kernel(x, weight)
+    return float8.why_not_kernel(x, weight)
+
+
+def plain_matmul(op: str, x: Stream, weight: Published, terms: Terms | None = None) -> Stream:
     """Return `x @ weight` in the dtype of `x`, as part of `op`; `terms` may be those of `x`."""
+    if isinstance(weight, Published4Bit):
+        return _four_bits(op, x, weight)
     why = float8.why_not_kernel(x, weight)
     if not _runs_kernel(op, why, x):
         return matmul(x, weight)
@@ -38,20 +50,22 @@ def plain_matmul(op: str, x: Stream, weight: Published8Bit, terms: Terms | None 
 
 
 def norm_matmul(
-    stream: Stream, pending: Pending, norm: Norm, weight: Published8Bit | Columns
+    stream: Stream, pending: Pending, norm: Norm, weight: Published | Columns
 ) -> tuple[Stream, Stream]:
     parts = weight.parts if isinstance(weight, Columns) else (weight,)
     (stream, normed), terms = _add_norm(stream, pending, norm, parts[0])
     products = [
         plain_matmul("norm_matmul", normed, part, terms if part is parts[0] else None)
-        if isinstance(part, Published8Bit)
+        if isinstance(part, Published)
         else matmul(normed, part)
         for part in parts
     ]
     return stream, products[0] if len(products) == 1 else jnp.concatenate(products, axis=1)
 
 
-def split_matmul(x: Stream, weight: Published8Bit) -> Output:
+def split_matmul(x: Stream, weight: Published) -> Output:
+    if isinstance(weight, Published4Bit):
+        return _four_bits("split_matmul", x, weight, is_split=True)
     why = float8.why_not_kernel(x, weight)
     if not _runs_kernel("split_matmul", why, x):
         return matmul(x, weight)
@@ -62,8 +76,10 @@ def split_matmul(x: Stream, weight: Published8Bit) -> Output:
     return _gemm(_terms(x, weight), weight, x, is_split=True)
 
 
-def activated_matmul(op: str, x: Stream, weight: Published8Bit, activation: Activation) -> Output:
+def activated_matmul(op: str, x: Stream, weight: Published, activation: Activation) -> Output:
     """Run `gated_matmul` or `squared_relu_matmul`."""
+    if isinstance(weight, Published4Bit):
+        return _four_bits(op, activation(x), weight, is_split=True)
     why = float8.why_not_kernel(x, weight) or float8.why_not_split_by_kernel(weight)
     if not _runs_kernel(op, why, x):
         return split_matmul(activation(x), weight)
@@ -77,8 +93,10 @@ def activated_matmul(op: str, x: Stream, weight: Published8Bit, activation: Acti
     return _gemm(terms, weight, x, is_split=True)
 
 
-def gated_norm_matmul(heads: Heads, norm: GatedNorm, weight: Published8Bit) -> Output:
+def gated_norm_matmul(heads: Heads, norm: GatedNorm, weight: Published) -> Output:
     """Run `gated_norm_matmul` for heads that are not normalized yet."""
+    if isinstance(weight, Published4Bit):
+        return _four_bits("gated_norm_matmul", norm(heads), weight, is_split=True)
     why = _why_not_norm(heads, norm, weight) or float8.why_not_split_by_kernel(weight)
     if not _runs_kernel("gated_norm_matmul", why, heads):
         return split_matmul(norm(heads), weight)
@@ -90,6 +108,14 @@ def gated_norm_matmul(heads: Heads, norm: GatedNorm, weight: Published8Bit) -> O
 
     terms = gated_norm_split_kernel(heads, norm, weight.terms)
     return _gemm(terms, weight, norm.gates, is_split=True)
+
+
+def _four_bits(op, x, weight, *, is_split=False):
+    if not _runs_kernel(op, four_bits.why_not_kernel(x, weight), x):
+        return matmul(x, weight)
+    from jaxspec.pallas.matmul.four_bits_kernel import four_bits_kernel
+
+    return four_bits_kernel(x, weight, is_split=is_split)
 
 
 def _terms(x, weight):

@@ -1,0 +1,70 @@
+"""Choice and tiling of the kernel for matmuls with published weights in 4 bits.
+
+All of it is exact up to float32 sums: bfloat16 has 8 significant bits, an integer less its zero
+point 4, and an FP4 number times its scale 6. So the kernel makes bfloat16 numbers of the weight in
+registers, and multiplies the activations as they are.
+"""
+
+from math import ceil
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.pallas.gpu import device
+from jaxspec.pallas.matmul.products import BLOCK_N
+from jaxspec.weight import FLOAT4_GROUP, PACKED, Float4Groups, Published4Bit
+
+FEATURES = 256  # of a stage: rows of 128 bytes of the weight
+_UNIT = 2 * PACKED  # features that are packed together
+_MAX_ROWS = {16: 128, 128: 128, 64: 64, 32: 32}  # per block, by features with one scale
+_FEW_ROWS = 16  # per block; two blocks of one warpgroup that multiplies fit on a multiprocessor
+_MAX_PARTS = 4  # split-K parts; each adds 4 bytes per output to write and to read
+
+
+class FourBitsTiling(NamedTuple):
+    """Distribution of a matmul over blocks."""
+
+    rows: int  # rows per block, a multiple of 8
+    row_blocks: int
+    warpgroups: int  # warpgroups of a block that multiply `BLOCK_N` columns each
+    parts: int  # split-K parts; more than one returns partial sums
+
+    @staticmethod
+    def of(tokens: int, weight: Published4Bit, *, is_split: bool = False) -> "FourBitsTiling":
+        """Return the tiling for `tokens` rows; `is_split` allows several parts.
+
+        There are as many parts as run at once. With few rows that is two blocks per multiprocessor;
+        a block mostly waits, and two hide each other's waits. With more rows two warpgroups share
+        the copies of their rows.
+
+        8 rows, 12288 -> 4096, split: 64 x 4 blocks
+        128 rows, 4096 -> 24576: 192 blocks of 128 x 128
+        """
+        row_blocks = ceil(tokens / _MAX_ROWS[weight.group])
+        rows = 8 * ceil(tokens / row_blocks / 8)
+        is_wide = rows > _FEW_ROWS and weight.outer % (2 * BLOCK_N) == 0
+        tiling = FourBitsTiling(rows, row_blocks, 2 if is_wide else 1, 1)
+        limit = min(_MAX_PARTS, ceil(weight.inner / FEATURES)) if is_split else 1
+        at_once = device.MULTIPROCESSORS * (2 if rows <= _FEW_ROWS else 1)
+        return tiling._replace(parts=max(1, min(limit, at_once // tiling.blocks(weight.outer))))
+
+    @property
+    def width(self) -> int:
+        """Columns per block."""
+        return self.warpgroups * BLOCK_N
+
+    def blocks(self, outer: int) -> int:
+        return self.parts * self.row_blocks * outer // self.width
+
+
+def why_not_kernel(x: jax.Array | jax.ShapeDtypeStruct, weight: Published4Bit) -> str | None:
+    """Return why the kernel cannot multiply rows in the dtype of `x` by `weight`, or None."""
+    if x.dtype != jnp.bfloat16:
+        return f"{x.dtype} for 4 bits"
+    if weight.inner % _UNIT or weight.outer % BLOCK_N:
+        return f"a weight of {weight.inner} x {weight.outer}"
+    is_float = isinstance(weight, Float4Groups)
+    if weight.group not in _MAX_ROWS or is_float != (weight.group == FLOAT4_GROUP):
+        return f"groups of {weight.group}"
+    return None
