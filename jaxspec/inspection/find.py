@@ -156,7 +156,7 @@ def _hold(
     dtype: jnp.dtype,
     asked: _Asked,
 ) -> None:
-    """Hold matrices of the local model in FP8, as loading does."""
+    """Hold matrices of the local model in 8 or 4 bits, as loading does."""
     assert found.model is not None and found.local is not None
     scheme, options = asked.scheme, asked.options
     if whole is None or checkpoint is None:

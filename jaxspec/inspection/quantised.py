@@ -1,16 +1,17 @@
-"""Quantised weights of a model that is inspected: their formats, and how many stay in FP8."""
+"""Quantised weights of a model that is inspected: their formats, and how many stay in these."""
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import jax.numpy as jnp
 
 from jaxspec.models.base import Model
 from jaxspec.models.checkpoint import Checkpoint
 from jaxspec.models.layers.parameters import Placement
+from jaxspec.models.layers.weight_form import Grain
 from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint, StoredFormat
-from jaxspec.models.quantised.holding import hold_as_published, hold_drawn
+from jaxspec.models.quantised.holding import Held, hold_as_published, hold_drawn
 from jaxspec.models.quantised.option import QuantisedOptions
 from jaxspec.models.quantised.rounded import ROUNDED, RoundedCheckpoint
 from jaxspec.models.quantised.scheme import Scheme
@@ -19,6 +20,8 @@ from jaxspec.models.shards import of_devices
 _ROUNDING = "quantization='fp8'"
 
 Formats = Mapping[str, StoredFormat]
+Counts = Mapping[int, int]
+"""Numbers of parameters that are held in 8 or 4 bits, by these bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +34,10 @@ class Quantised:
     formats: Formats | None = None  # in files; None if they were not read
     kv_scales: int = 0  # number of scales of keys and values
     scales_kv: bool = False  # these are used
-    dequantised: Formats | None = None  # of them, those that do not stay in FP8
-    held: int = 0  # parameters that stay in FP8
-    on_hopper: int = 0  # others that would on a Hopper GPU, in bfloat16
-    terms: int = 2  # e4m3 numbers that an activation becomes before it is multiplied by those
+    dequantised: Formats | None = None  # of them, those that are not held
+    held: Counts = dataclasses.field(default_factory=dict)
+    on_hopper: Counts = dataclasses.field(default_factory=dict)  # others, in bfloat16
+    terms: int = 2  # e4m3 numbers that an activation becomes before FP8 multiplies it
 
     @property
     def is_rounded(self) -> bool:
@@ -69,18 +72,16 @@ def hold_stored(
     checkpoint: QuantisedCheckpoint | RoundedCheckpoint,
     options: QuantisedOptions,
 ) -> Quantised:
-    """Hold matrices of a model in FP8 as loading does, and count them; see `hold_as_published`."""
+    """Hold matrices of a model as loading does, and count them; see `hold_as_published`."""
     held = hold_as_published(of_ranks, published, checkpoint, options)
-    formats, others = checkpoint.formats(), checkpoint.formats(without=held.here)
-    on_hopper = checkpoint.formats(without=held.on_hopper | held.here)
-    return dataclasses.replace(
-        quantised,
-        formats=formats,
-        dequantised=others,
-        held=_parameters(formats) - _parameters(others),
-        on_hopper=_parameters(others) - _parameters(on_hopper),
-        terms=options.terms,
-    )
+    formats = checkpoint.formats()
+
+    def count(names: Collection[str]) -> int:
+        return _parameters(formats) - _parameters(checkpoint.formats(without=names))
+
+    counted = _counted(quantised, held, count, options)
+    others = checkpoint.formats(without=held.here)
+    return dataclasses.replace(counted, formats=formats, dequantised=others)
 
 
 def hold_declared(
@@ -105,11 +106,26 @@ def hold_declared(
     placements = list(model.checkpoint())
     held = hold_drawn(of_devices(placements, local.checkpoint(), devices), scheme, options)
     sizes = {each.name: math.prod(each.shape) for each in placements}
+    return _counted(quantised, held, lambda names: sum(sizes[name] for name in names), options)
+
+
+def _counted(
+    quantised: Quantised,
+    held: Held,
+    count: Callable[[Collection[str]], int],
+    options: QuantisedOptions,
+) -> Quantised:
+    """Count the parameters of weights by their bits; `count` returns those of some names."""
+
+    def by_bits(grains: Mapping[str, Grain]) -> Counts:
+        names = dict[int, list[str]]()
+        for name, grain in grains.items():
+            names.setdefault(grain.bits, []).append(name)
+        return {bits: count(of_bits) for bits, of_bits in names.items()}
+
+    others = {name: held.on_hopper[name] for name in held.on_hopper.keys() - held.here.keys()}
     return dataclasses.replace(
-        quantised,
-        held=sum(map(sizes.__getitem__, held.here)),
-        on_hopper=sum(map(sizes.__getitem__, held.on_hopper - held.here)),
-        terms=options.terms,
+        quantised, held=by_bits(held.here), on_hopper=by_bits(others), terms=options.terms
     )
 
 

@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from jaxspec.inspection.find import CONFIG_ALONE
-from jaxspec.inspection.quantised import Quantised
+from jaxspec.inspection.quantised import Counts, Quantised
 from jaxspec.inspection.sizes import CacheBytes, Fit, Parameters
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.runner.memory import human
 
 _REQUESTS = (1, 8, 64)  # numbers of requests in the report's table
+_WIDTHS = {8: "FP8", 4: "4 bits"}  # of weights as published
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +108,8 @@ def _about_quantised(quantised: Quantised) -> Iterator[tuple[str, str]]:
         yield name, f"no weights, though {quantised.file} declares {quantised.kind}"
     if formats != {}:
         yield "", _run_as(quantised)
-    if count := quantised.on_hopper:
-        yield "", f"{_number(count)} parameters would stay in FP8 on a Hopper GPU, in bfloat16"
+    if quantised.on_hopper:
+        yield "", f"{_by_bits(quantised.on_hopper, 'would stay')} on a Hopper GPU, in bfloat16"
     if count := quantised.kv_scales:
         words, verb = ("scale", "is") if count == 1 else ("scales", "are")
         used = "used" if quantised.scales_kv else "not used"
@@ -116,13 +117,20 @@ def _about_quantised(quantised: Quantised) -> Iterator[tuple[str, str]]:
 
 
 def _run_as(quantised: Quantised) -> str:
-    """Return how many parameters stay in FP8, and what becomes of the others and of activations."""
+    """Return how many parameters are held, and what becomes of the others and of activations."""
     words, others = f"dequantised to {quantised.dtype}", quantised.dequantised
-    if not quantised.held:
-        return f"{words}; activations are not rounded"
-    more = "" if others == {} else f", others are {words}"
-    fate = "not rounded" if quantised.terms == 2 else "rounded before they multiply those"
-    return f"{_number(quantised.held)} parameters stay in FP8{more}; activations are {fate}"
+    if quantised.held:
+        more = "" if others == {} else f", others are {words}"
+        words = f"{_by_bits(quantised.held, 'stay')}{more}"
+    is_rounded = quantised.terms == 1 and 8 in quantised.held
+    fate = "rounded before they multiply FP8" if is_rounded else "not rounded"
+    return f"{words}; activations are {fate}"
+
+
+def _by_bits(counts: Counts, verb: str) -> str:
+    most, *others = sorted(counts, reverse=True)
+    words = f"{_number(counts[most])} parameters {verb} in {_WIDTHS[most]}"
+    return "".join((words, *(f", {_number(counts[bits])} in {_WIDTHS[bits]}" for bits in others)))
 
 
 def _held(experts: MoEConfig) -> str:

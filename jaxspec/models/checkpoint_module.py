@@ -12,7 +12,8 @@ from flax import nnx
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.layers.parameters import Placement
-from jaxspec.models.layers.weight_matrix import Form, forms_of, hold
+from jaxspec.models.layers.weight_form import Form
+from jaxspec.models.layers.weight_matrix import forms_of, hold
 
 
 class CheckpointModule(nnx.Module, abc.ABC):

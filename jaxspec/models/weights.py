@@ -16,7 +16,7 @@ from jaxspec.models.checkpoint_module import CheckpointModule
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.trunk import LAYERS
-from jaxspec.models.layers.weight_matrix import parts_of, stored
+from jaxspec.models.layers.weight_matrix import name_of_part, parts_of, stored
 from jaxspec.models.safetensors_file import DTYPES, INTEGERS, QUANTISED
 from jaxspec.models.shards import of_devices
 from jaxspec.models.source import naming
@@ -171,7 +171,7 @@ def _sources(
 
     def name_of(canonical: str) -> str:
         name, part = parts_of(canonical)
-        return published[name][0] + part
+        return name_of_part(published[name][0], part)
 
     def dtype_of(name: str) -> np.dtype:
         return (DTYPES | INTEGERS | QUANTISED)[checkpoint.stored(name).dtype]

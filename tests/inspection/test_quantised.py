@@ -44,7 +44,7 @@ def test_random_weights_are_counted_as_they_are_drawn(name, devices, copy, holds
     assert found.refused == ()
     assert found.weight_bytes == sizes_of(folder, devices, **options)
     assert found.weight_bytes["float8_e4m3fn"] > 0
-    assert found.quantised.formats is None and found.quantised.held > 0
+    assert found.quantised.formats is None and found.quantised.held
     assert "stay in FP8" in str(found)
 
 
@@ -54,9 +54,9 @@ def test_a_configuration_alone_is_counted_as_random_weights(copy, holds):
     drawn = inspect(folder, dtype="float32", **DUMMY)
     found = inspect(folder / "config.json", dtype="float32")
     assert found.weight_bytes == drawn.weight_bytes
-    assert found.quantised == drawn.quantised and found.quantised.held > 0
+    assert found.quantised == drawn.quantised and found.quantised.held
     rounded = inspect(FIXTURES / WIDE / "config.json", dtype="float32", **FP8)
-    assert rounded.quantised.held > 0 and rounded.quantised.kind == "fp8"
+    assert rounded.quantised.held and rounded.quantised.kind == "fp8"
 
 
 @pytest.mark.parametrize("options", [{}, DUMMY])
@@ -66,12 +66,12 @@ def test_a_machine_without_kernels_reports_what_a_gpu_would_hold(options, tmp_pa
     here = inspect(pair.quantised, **options)
     monkeypatch.setattr(holding, "_has_kernel", lambda matrix, form: True)
     there = inspect(pair.quantised, **options)
-    assert (here.quantised.held, there.quantised.on_hopper) == (0, 0)
-    assert here.quantised.on_hopper == there.quantised.held > 0
+    assert (here.quantised.held, there.quantised.on_hopper) == ({}, {})
+    assert here.quantised.on_hopper == there.quantised.held != {}
     assert "would stay in FP8 on a Hopper GPU" in str(here)
     assert "would" not in str(there)
     dequantised = inspect(pair.quantised, quantization="dequantise", **options)
-    assert dequantised.quantised.on_hopper == 0
+    assert dequantised.quantised.on_hopper == {}
 
 
 def test_what_stays_random_is_no_less_than_what_stays_published(tmp_path, holds):
@@ -92,7 +92,7 @@ def test_scales_of_keys_and_values_are_counted_beside_rounded_weights(copy, hold
     folder = write_kv_scales(copy(WIDE), {"model.layers.1.": (0.5, 0.25)})
     plain = inspect(folder, dtype="float32")
     found = inspect(folder, dtype="float32", kv_dtype="float8_e4m3fn", **FP8)
-    assert found.refused == () and found.quantised.held > 0
+    assert found.refused == () and found.quantised.held
     assert (found.quantised.kv_scales, found.quantised.scales_kv) == (2, True)
-    assert (plain.quantised.kv_scales, plain.quantised.held) == (2, 0)
+    assert (plain.quantised.kv_scales, plain.quantised.held) == (2, {})
     assert found.weight_bytes == sizes_of(folder, scales_kv=True, **FP8)

@@ -192,9 +192,9 @@ def scattered(columns, group=GROUP):
     return group_of
 
 
-def gptq(weight, bits=4, added=-1, *, symmetric=False, order=None, lie=None):
+def gptq(weight, bits=4, added=-1, *, symmetric=False, order=None, lie=None, group=GROUP):
     """`added` to the zero points that are stored; `lie` is stored instead."""
-    group_of = consecutive(weight.shape[1], GROUP) if order is None else order
+    group_of = consecutive(weight.shape[1], group) if order is None else order
     made = rounded(weight, group_of, bits, np.float16, symmetric=symmetric)
     stored = (made.zero + added) & (2**bits - 1) if lie is None else np.full_like(made.zero, lie)
     tensors = {
@@ -206,8 +206,8 @@ def gptq(weight, bits=4, added=-1, *, symmetric=False, order=None, lie=None):
     return Stored(tensors, made.weight)
 
 
-def awq(weight):
-    group_of = consecutive(weight.shape[1], GROUP)
+def awq(weight, group=GROUP):
+    group_of = consecutive(weight.shape[1], group)
     made = rounded(weight, group_of, 4, np.float16, symmetric=False)
     tensors = {
         "qweight": packed(made.numbers.T, 4, AWQ_ORDER),

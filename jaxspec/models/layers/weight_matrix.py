@@ -1,7 +1,6 @@
-"""Matrices of linear layers and of experts, in the dtype of the model or as published in FP8."""
+"""Matrices of linear layers and of experts, in the dtype of the model or in 8 or 4 bits."""
 
 import dataclasses
-import enum
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,85 +18,25 @@ from jaxspec.models.layers.parameters import (
     box,
     declare,
 )
-from jaxspec.weight import (
-    PUBLISHED_BLOCK,
-    SCALED_COLUMNS,
-    Columns,
-    Dense,
-    DenseExperts,
-    ExpertsWeight,
-    Float8BlockExperts,
-    Float8Blocks,
-    Float8RowExperts,
-    Float8Rows,
-    Published8Bit,
-    Published8BitExperts,
-    Weight,
+from jaxspec.models.layers.weight_form import (
+    FACTORS,
+    SCALES,
+    VALUES,
+    ZEROS,
+    Form,
+    Grain,
+    Part,
+    drawn,
 )
-
-# Ends of the names under which a checkpoint has the two parts of a tensor in FP8: its bytes, and
-# float32 scales, `[ceil(rows / 64), ceil(columns / 128)]` with `Grain.BLOCKS`, else `[rows]`.
-VALUES, SCALES = "/values", "/scales"
-
-_FLOAT8, _FLOAT32 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float32)
-_DRAWN_SCALE = 2.0**-12  # of random weights: 0.02 is stored as 80, and e4m3 ends at 448
-
-
-class Grain(enum.Enum):
-    """Granularity of the scales of a matrix in FP8; the values are types of weights."""
-
-    BLOCKS = Float8Blocks
-    ROWS = Float8Rows
-
-    @property
-    def unit(self) -> tuple[int, ...]:
-        """Columns, and rows, of the matrix with one scale."""
-        return (SCALED_COLUMNS, PUBLISHED_BLOCK) if self is Grain.BLOCKS else (1,)
-
-    def scales(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the scales of a tensor `[columns, rows]`."""
-        return tuple(-(-size // unit) for size, unit in zip(shape, self.unit, strict=False))
-
-
-class Form(NamedTuple):
-    """How a matrix in FP8 is stored and multiplied."""
-
-    grain: Grain
-    terms: int = 2  # of each activation, as in `Float8Blocks`
-
-    def abstract(self, inner: int, columns: int) -> Published8Bit:
-        """Return a matrix in this form, without values, as ops take it."""
-        values, scales = (columns, inner), self.grain.scales((columns, inner))
-        kind, terms = self.grain.value, self.terms
-
-        def declared() -> Published8Bit:
-            return kind(jnp.zeros(values, _FLOAT8), jnp.zeros(scales, _FLOAT32), terms=terms)
-
-        return jax.eval_shape(declared)
-
-    def abstract_experts(self, number: int, outer: int, inner: int) -> Published8BitExperts:
-        """Return a stack of matrices in this form, without values, with whole blocks of features.
-
-        Padding has no influence.
-        """
-        inner += -inner % PUBLISHED_BLOCK
-        scales = number, *self.grain.scales((outer, inner))
-        terms = self.terms
-        kind = Float8BlockExperts if self.grain is Grain.BLOCKS else Float8RowExperts
-
-        def declared() -> Published8BitExperts:
-            values = jnp.zeros((number, outer, inner), _FLOAT8)
-            return kind(values, jnp.zeros(scales, _FLOAT32), terms=terms)
-
-        return jax.eval_shape(declared)
+from jaxspec.weight import Columns, Dense, DenseExperts, ExpertsWeight, Published, Weight
 
 
 class WeightMatrix(nnx.Module):
     """A matrix `[inner, outer]` that one linear layer owns, or several.
 
     Placements refer to it as to a parameter. `stored` replaces them by placements of its
-    parameters: an array in the dtype of the model; or values and scales in FP8, and an array with
-    the columns from `eight_bits` on, which stay in the dtype of the model.
+    parameters: an array in the dtype of the model; or the parts of a `Grain`, and an array with the
+    columns from `eight_bits` on, which stay in the dtype of the model.
     """
 
     def __init__(
@@ -116,7 +55,7 @@ class WeightMatrix(nnx.Module):
             outer: Number of columns: output features and padding.
             dtype: Dtype of the model.
             init: See `declare`.
-            eight_bits: Number of first columns that may be in FP8; None means all.
+            eight_bits: Number of first columns that may be in 8 or 4 bits; None means all.
         """
         self.shape, self.dtype, self.init = (inner, outer), jnp.dtype(dtype), init
         self.eight_bits = outer if eight_bits is None else eight_bits
@@ -124,21 +63,24 @@ class WeightMatrix(nnx.Module):
         self.array: nnx.Param | None = declare(self.shape, dtype, init)
         self.values: nnx.Param | None = nnx.data(None)
         self.scales: nnx.Param | None = nnx.data(None)
+        self.zeros: nnx.Param | None = nnx.data(None)
+        self.factors: nnx.Param | None = nnx.data(None)
 
     def hold(self, form: Form) -> None:
         """Change the form of a matrix that has no values yet."""
         inner, outer = self.shape
         whole, rest = form.abstract(inner, self.eight_bits), outer - self.eight_bits
         self.form = form
-        self.values = nnx.Param(whole.array, init=_DrawnValues(self.init))
-        self.scales = nnx.Param(whole.scale, init=_draw_scales)
+        for part in form.grain.parts:
+            param = nnx.Param(getattr(whole, part.field), init=drawn(part, self.init))
+            setattr(self, part.name, param)
         others = jax.ShapeDtypeStruct((inner, rest), self.dtype)
         self.array = nnx.Param(others, init=self.init) if rest else None
 
     @property
     def operand(self) -> Weight:
-        """The matrix as ops take it; all columns may be in FP8."""
-        first = self.eight_bit_operand
+        """The matrix as ops take it; all columns may be in 8 or 4 bits."""
+        first = self.published_operand
         if first is None:
             assert self.array is not None
             return Dense(self.array[...])
@@ -153,57 +95,57 @@ class WeightMatrix(nnx.Module):
     @property
     def columns(self) -> Weight | Columns:
         """The matrix as ops take it that accept columns of different types."""
-        first = self.eight_bit_operand
+        first = self.published_operand
         if first is None or self.array is None:
             return self.operand
         return Columns((first, Dense(self.array[...])))
 
     @property
-    def eight_bit_operand(self) -> Published8Bit | None:
-        """The columns in FP8 as ops take them; None if there are none."""
-        if self.form is None or self.values is None or self.scales is None:
+    def published_operand(self) -> Published | None:
+        """The columns in 8 or 4 bits as ops take them; None if there are none."""
+        if self.form is None:
             return None
-        kind, terms = self.form.grain.value, self.form.terms
-        return kind(self.values[...], self.scales[...], terms=terms)
+        names = [part.name for part in self.form.grain.parts]
+        return self.form.weight({name: getattr(self, name)[...] for name in names})
 
     def may_hold(self, placement: Placement) -> bool:
-        """Return whether the columns of a placement may be in FP8."""
+        """Return whether the columns of a placement may be in 8 or 4 bits."""
         return self._extents(placement)[0][0].start < self.eight_bits
 
     def fits(self, placement: Placement, grain: Grain) -> bool:
-        """Return whether the scales of a placement's tensor are scales of the matrix, too."""
+        """Return whether the parts of a placement's tensor are parts of the matrix, too."""
         target, source = self._extents(placement)
         has_all_rows = len(target[1]) == self.shape[0]
-        return None not in _units(target, source, grain) and (has_all_rows or grain is Grain.BLOCKS)
+        return all(
+            None not in _units(target, source, part) and (has_all_rows or len(part.unit) == 2)
+            for part in grain.parts
+        )
 
     def stored(self, placement: Placement) -> Iterator[Placement]:
         """Yield placements of the parameters in place of a placement of the matrix."""
         target, source = self._extents(placement)
-        columns, rows = (slice(each.start, each.stop) for each in target)
         if self.form is None or not self.may_hold(placement):
+            columns, rows = (slice(each.start, each.stop) for each in target)
             first = 0 if self.form is None else self.eight_bits
             index = rows, slice(columns.start - first, columns.stop - first)
             yield dataclasses.replace(placement, param=self.array, index=index)
             return
-        common = {"transpose": False, "segments": None, "instead": None}
-        yield dataclasses.replace(
-            placement,
-            name=placement.name + VALUES,
-            param=self.values,
-            index=(columns, rows),
-            scale=1.0,
-            **common,
-        )
-        units = list(filter(None, _units(target, source, self.form.grain)))
-        yield dataclasses.replace(
-            placement,
-            name=placement.name + SCALES,
-            shape=self.form.grain.scales(placement.shape),
-            param=self.scales,
-            index=tuple(unit.target for unit in units),
-            part=tuple(unit.source for unit in units),
-            **common,
-        )
+        for part in self.form.grain.parts:
+            units = list(filter(None, _units(target, source, part)))
+            index = tuple(unit.target for unit in units)
+            columns, rows = placement.shape
+            yield dataclasses.replace(
+                placement,
+                name=name_of_part(placement.name, part.name),
+                shape=part.shape(columns, rows),
+                param=getattr(self, part.name),
+                transpose=part.transpose,
+                index=index[::-1] if part.transpose else index,
+                part=tuple(unit.source for unit in units),
+                scale=placement.scale if part.is_scaled else 1.0,
+                segments=None,
+                instead=None,
+            )
 
     def _extents(self, placement: Placement) -> tuple[tuple[range, range], list[Picked]]:
         """Return a placement's columns and rows of the matrix, and those of its tensor."""
@@ -237,8 +179,9 @@ class WeightStack(nnx.Module):
         """Change the form of a stack that has no values yet."""
         abstract = form.abstract_experts(*self.shape)
         self.form, self.array = form, None
-        self.values = nnx.Param(abstract.array, init=_DrawnStack(self.init))
-        self.scales = nnx.Param(abstract.scale, init=_draw_scales)
+        values, scales = (drawn(form.grain.part(name), self.init) for name in (VALUES, SCALES))
+        self.values = nnx.Param(abstract.array, init=values)
+        self.scales = nnx.Param(abstract.scale, init=scales)
 
     @property
     def operand(self) -> ExpertsWeight:
@@ -246,8 +189,7 @@ class WeightStack(nnx.Module):
         if self.form is None or self.values is None or self.scales is None:
             assert self.array is not None
             return DenseExperts(self.array[...])
-        kind = Float8BlockExperts if self.form.grain is Grain.BLOCKS else Float8RowExperts
-        return kind(self.values[...], self.scales[...], terms=self.form.terms)
+        return self.form.experts(self.values[...], self.scales[...])
 
     def may_hold(self, placement: Placement) -> bool:
         """Return True: all matrices of the stack may be in FP8."""
@@ -256,7 +198,8 @@ class WeightStack(nnx.Module):
     def fits(self, placement: Placement, grain: Grain) -> bool:
         """Return whether the scales of a placement's tensor are scales of the experts, too."""
         _, target, source = self._extents(placement)
-        return None not in _units(target, source, grain)
+        has_stacks = grain.experts is not None
+        return has_stacks and None not in _units(target, source, grain.part(SCALES))
 
     def stored(self, placement: Placement) -> Iterator[Placement]:
         """Yield placements of the parameters in place of a placement of the stack."""
@@ -264,13 +207,13 @@ class WeightStack(nnx.Module):
             yield dataclasses.replace(placement, param=self.array)
             return
         experts, target, source = self._extents(placement)
-        units = list(filter(None, _units(target, source, self.form.grain)))
+        units = list(filter(None, _units(target, source, self.form.grain.part(SCALES))))
         (*whole, outer, inner), index = placement.shape, slice(experts.start, experts.stop)
         first = box(placement.shape, placement.part)[: len(whole)]  # of a tensor of all experts
         common = {"segments": None, "instead": None}
         yield dataclasses.replace(
             placement,
-            name=placement.name + VALUES,
+            name=name_of_part(placement.name, VALUES),
             param=self.values,
             index=(index, *(slice(each.start, each.stop) for each in target)),
             scale=1.0,
@@ -278,7 +221,7 @@ class WeightStack(nnx.Module):
         )
         yield dataclasses.replace(
             placement,
-            name=placement.name + SCALES,
+            name=name_of_part(placement.name, SCALES),
             shape=(*whole, *self.form.grain.scales((outer, inner))),
             param=self.scales,
             index=(index, *(unit.target for unit in units)),
@@ -301,39 +244,49 @@ def _as_range(picked: Picked) -> range:
 
 
 class _Units(NamedTuple):
-    """Indices along an axis of scales."""
+    """Indices along an axis of a part."""
 
     target: slice
     source: slice | np.ndarray
 
 
-def _units(target: Sequence[range], source: Sequence[Picked], grain: Grain) -> list[_Units | None]:
-    """Return the scales of an extent along each axis; None where scales would be of other rows."""
-    return [_along(*each) for each in zip(target, source, grain.unit, strict=False)]
+def _units(target: Sequence[range], source: Sequence[Picked], part: Part) -> list[_Units | None]:
+    """Return the units of an extent along each axis; None where units would be of other rows."""
+    elements = 1, part.elements
+    return [_along(*each) for each in zip(target, source, part.unit, elements, strict=False)]
 
 
-def _along(target: range, source: Picked, unit: int) -> _Units | None:
+def _along(target: range, source: Picked, unit: int, elements: int) -> _Units | None:
+    if target.start % unit or (elements > 1 and len(source) % unit):  # packed in whole units
+        return None
+    first, count = target.start // unit, -(-len(source) // unit)
+    place = slice(first * elements, (first + count) * elements)
     if isinstance(source, range) and source.step == 1:  # as nearly all; there are many experts
-        if target.start % unit or source.start % unit:
+        if source.start % unit:
             return None
-        count, starts = -(-len(source) // unit), (target.start // unit, source.start // unit)
-        return _Units(*(slice(start, start + count) for start in starts))
+        first = source.start // unit
+        return _Units(place, slice(first * elements, (first + count) * elements))
     places = np.asarray(source)
     firsts, within = places[::unit], np.arange(len(places)) % unit
     are_whole = (places == np.repeat(firsts, unit)[: len(places)] + within).all()
-    if not are_whole or target.start % unit or (firsts % unit).any():
+    if not are_whole or (firsts % unit).any():
         return None
-    first = target.start // unit
-    return _Units(slice(first, first + len(firsts)), as_slice(firsts // unit))
+    picked = firsts[:, None] // unit * elements + np.arange(elements)
+    return _Units(place, as_slice(picked.ravel()))
 
 
 Holder = WeightMatrix | WeightStack
 
 
+def name_of_part(tensor: str, part: str) -> str:
+    """Return the name under which a checkpoint has a part of a tensor; for "", the tensor."""
+    return f"{tensor}/{part}" if part else tensor
+
+
 def parts_of(name: str) -> tuple[str, str]:
-    """Split the name of a stored part into that of its tensor, and `VALUES`, `SCALES` or ""."""
-    part = next(filter(name.endswith, (VALUES, SCALES)), "")
-    return name.removesuffix(part), part
+    """Split the name of a stored part into that of its tensor, and that of a part or ""."""
+    tensor, slash, part = name.rpartition("/")
+    return (tensor, part) if slash and part in (VALUES, SCALES, ZEROS, FACTORS) else (name, "")
 
 
 def matrices_of(module: nnx.Module) -> list[Holder]:
@@ -358,27 +311,3 @@ def stored(placements: Iterable[Placement]) -> Iterator[Placement]:
     for placement in placements:
         matrix = placement.param
         yield from matrix.stored(placement) if isinstance(matrix, Holder) else (placement,)
-
-
-@dataclasses.dataclass(frozen=True)  # unlike a tuple, `jax.jit` takes it
-class _DrawnValues:
-    """Draws values for scales of `_draw_scales`."""
-
-    init: Init  # of a matrix `[inner, outer]`
-
-    def __call__(self, key: jax.Array, shape: tuple[int, int], dtype: jnp.dtype) -> jax.Array:
-        return (self.init(key, shape[::-1], _FLOAT32).T / _DRAWN_SCALE).astype(dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class _DrawnStack:
-    """The same for a stack of experts' matrices."""
-
-    init: Init  # of `[experts, outer, inner]`
-
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-        return (self.init(key, shape, _FLOAT32) / _DRAWN_SCALE).astype(dtype)
-
-
-def _draw_scales(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    return jnp.full(shape, _DRAWN_SCALE, dtype)

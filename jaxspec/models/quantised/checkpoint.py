@@ -1,5 +1,7 @@
 """QuantisedCheckpoint: a folder of quantised weights, with the names and shapes of 16 bits."""
 
+import functools
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -9,13 +11,16 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxspec.models.checkpoint import Checkpoint
-from jaxspec.models.layers.weight_matrix import SCALES, VALUES, Grain, parts_of
+from jaxspec.models.layers.weight_form import VALUES, Grain
+from jaxspec.models.layers.weight_matrix import parts_of
 from jaxspec.models.quantised.kv_scales import kv_scales_in
 from jaxspec.models.quantised.matrices import Float8, Matrix
 from jaxspec.models.quantised.modules import matrices_in
 from jaxspec.models.quantised.scheme import Scheme
-from jaxspec.models.safetensors_file import StoredTensor
+from jaxspec.models.safetensors_file import DTYPES, QUANTISED, StoredTensor
 
+_NAMES = {dtype: name for name, dtype in (DTYPES | QUANTISED).items()}
+_FLOAT32 = np.dtype(np.float32)
 _ELEMENTS = 2**17  # dequantised at once: they stay in a core's cache
 _WINDOW = 2**20  # elements of whole rows that stay for the next part of a row
 
@@ -35,8 +40,8 @@ class StoredFormat(NamedTuple):
 class QuantisedCheckpoint:
     """The `Checkpoint` in a folder of quantised weights. A context manager.
 
-    Weights are dequantised to float32 while they are read, some rows at a time. The two parts of a
-    weight in FP8 can be read as they are (`parts_of`).
+    Weights are dequantised to float32 while they are read, some rows at a time. Of a weight that a
+    model can hold as published, the parts of its grain can be read instead (`parts_of`).
     """
 
     def __init__(
@@ -77,9 +82,9 @@ class QuantisedCheckpoint:
         self.inner.__exit__(*error)
 
     def grain_of(self, name: str) -> Grain | None:
-        """Return the grain in which a model can hold a weight in FP8."""
+        """Return the grain in which a model can hold a weight as it is published."""
         matrix = self.matrices.get(name)
-        return matrix.grain if isinstance(matrix, Float8) else None
+        return None if matrix is None else matrix.grain
 
     def files_of(self, name: str) -> list[str]:
         if name in self.kv_scales:
@@ -93,11 +98,9 @@ class QuantisedCheckpoint:
         weight, part = parts_of(name)
         if (matrix := self.matrices.get(weight)) is None:
             return self.inner.stored(name)
-        values = self.inner.stored(matrix.tensors[0].name)
-        if part == VALUES:
-            return values
-        shape = _float8(matrix).scales.shape if part == SCALES else matrix.shape
-        return StoredTensor("F32", shape, values.start, _num_bytes(matrix))
+        start = self.inner.stored(matrix.tensors[0].name).start
+        held = _part(matrix, part)
+        return StoredTensor(_NAMES[held.dtype], held.shape, start, _num_bytes(matrix))
 
     def bytes_by_type(self) -> Mapping[str, int]:
         return self.inner.bytes_by_type()
@@ -126,52 +129,67 @@ class QuantisedCheckpoint:
         weight, part = parts_of(name)
         if (matrix := self.matrices.get(weight)) is None:
             self.inner.read(name, first, into)
-        elif part == VALUES:
+        elif part == VALUES and isinstance(matrix, Float8):  # as they are stored
             self.inner.read(matrix.tensors[0].name, first, into)
-        elif part == SCALES:
-            into[...] = _float8(matrix).scales.ravel()[first : first + into.size]
         else:
-            self._dequantise(name, matrix, first, into)
+            self._read_rows(name, _part(matrix, part), first, into)
 
-    def _dequantise(self, name: str, matrix: Matrix, first: int, into: np.ndarray) -> None:
-        width, done = matrix.shape[-1], 0
+    def _read_rows(self, name: str, part: "_Part", first: int, into: np.ndarray) -> None:
+        width, done = part.width, 0
         while done < into.size:
             row, column = divmod(first + done, width)
             count = (into.size - done) // width
             if column == 0 and count:
-                part = into[done : done + count * width]
-                _fill(matrix, row, part.reshape(count, width))
+                place = into[done : done + count * width]
+                part.fill(row, place.reshape(count, width))
             else:
-                part = into[done : done + width - column]
-                part[...] = self._row(name, matrix, row)[column : column + part.size]
-            done += part.size
+                place = into[done : done + width - column]
+                place[...] = self._row(name, part, row)[column : column + place.size]
+            done += place.size
 
     def check_unchanged(self) -> None:
         self.inner.check_unchanged()
 
-    def _row(self, name: str, matrix: Matrix, row: int) -> np.ndarray:
+    def _row(self, name: str, part: "_Part", row: int) -> np.ndarray:
         """Return a row; the window of rows that begins with it is kept for this thread."""
         held, begin, rows = getattr(self._windows, "last", ("", 0, ()))
         if held != name or not begin <= row < begin + len(rows):
-            width = matrix.shape[-1]
-            outer = int(np.prod(matrix.shape[:-1], dtype=np.int64))
-            rows = np.empty((min(max(1, _WINDOW // width), outer - row), width), np.float32)
-            _fill(matrix, row, rows)
+            count = min(max(1, _WINDOW // part.width), math.prod(part.shape) // part.width - row)
+            rows = np.empty((count, part.width), part.dtype)
+            part.fill(row, rows)
             begin = row
             self._windows.last = name, begin, rows
         return rows[row - begin]
 
 
-def _fill(matrix: Matrix, first: int, into: np.ndarray) -> None:
-    """Fill `into`, `[rows, columns]`, with rows from `first` on, a few at a time."""
-    most = max(1, _ELEMENTS // into.shape[1])
-    for begin in range(0, len(into), most):
-        matrix.dequantise(first + begin, into[begin : begin + most])
+class _Part(NamedTuple):
+    """Rows of a weight, or of a part of it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[int, np.ndarray], None]  # into rows from the first on
+
+    @property
+    def width(self) -> int:
+        """Elements of a row; a part with one axis has one in each."""
+        return self.shape[-1] if len(self.shape) > 1 else 1
+
+    def fill(self, first: int, into: np.ndarray) -> None:
+        """Fill `into`, `[rows, width]`, with rows from `first` on, a few at a time."""
+        most = max(1, _ELEMENTS // into.shape[1])
+        for begin in range(0, len(into), most):
+            self.read(first + begin, into[begin : begin + most])
 
 
-def _float8(matrix: Matrix) -> Float8:
-    assert isinstance(matrix, Float8)
-    return matrix
+def _part(matrix: Matrix, name: str) -> _Part:
+    """Return a part of a weight, or for "" the weight after dequantisation."""
+    if not name:
+        return _Part(matrix.shape, _FLOAT32, matrix.dequantise)
+    assert matrix.grain is not None
+    part = matrix.grain.part(name)
+    *experts, rows, columns = matrix.shape
+    shape = (*experts, *part.shape(rows, columns))
+    return _Part(shape, part.dtype, functools.partial(matrix.read_part, name))
 
 
 def _num_bytes(matrix: Matrix) -> int:

@@ -1,4 +1,4 @@
-"""Choose the matrices of a model that are held in FP8: as published, rounded, or drawn."""
+"""Choose the matrices of a model that are held in 8 or 4 bits: as published, rounded, or drawn."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Protocol
@@ -8,41 +8,42 @@ import jax.numpy as jnp
 
 from jaxspec.models.checkpoint import Checkpoint
 from jaxspec.models.layers.parameters import Placement
-from jaxspec.models.layers.weight_matrix import Form, Grain, Holder, WeightStack
+from jaxspec.models.layers.weight_form import INT4_GROUPS, Form, Grain
+from jaxspec.models.layers.weight_matrix import Holder, WeightStack
 from jaxspec.models.quantised.option import QuantisedOptions
 from jaxspec.models.quantised.rounded import RoundedCheckpoint
-from jaxspec.models.quantised.scheme import PER_ROW, PER_TENSOR, Scheme
+from jaxspec.models.quantised.scheme import AWQ, GPTQ, PER_ROW, PER_TENSOR, Scheme
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.matmul import float8
+from jaxspec.pallas.matmul import published_ops
 
 
-class Float8Source(Protocol):
-    """A checkpoint with weights in FP8."""
+class HeldSource(Protocol):
+    """A checkpoint with weights that a model can hold in 8 or 4 bits."""
 
     def grain_of(self, name: str) -> Grain | None:
-        """Return the grain in which a model can hold a weight in FP8."""
+        """Return the grain in which a model can hold a weight; None if there is none."""
         ...
 
 
 class Held(NamedTuple):
-    """Names of weights."""
+    """Weights by name, and the grains in which they are held."""
 
-    here: frozenset[str] = frozenset()  # held in FP8
-    on_hopper: frozenset[str] = frozenset()  # that a Hopper GPU would hold, in bfloat16
+    here: Mapping[str, Grain]
+    on_hopper: Mapping[str, Grain]  # by a Hopper GPU, in bfloat16
 
 
 def may_hold(placement: Placement) -> bool:
-    """Return whether the layer of a placement may hold its tensor in FP8."""
+    """Return whether the layer of a placement may hold its tensor in 8 or 4 bits."""
     return isinstance(placement.param, Holder) and placement.param.may_hold(placement)
 
 
 def hold_as_published(
     of_ranks: Iterable[Iterable[Placement]],
     published: Mapping[str, list[str]],
-    checkpoint: Float8Source,
+    checkpoint: HeldSource,
     options: QuantisedOptions,
 ) -> Held:
-    """Hold matrices of an abstract model in FP8 if the checkpoint has all their columns in it.
+    """Hold matrices of an abstract model whose columns the checkpoint has in one grain.
 
     Matrices that no kernel multiplies are held only if activations are rounded, which changes
     results.
@@ -54,16 +55,16 @@ def hold_as_published(
         options: Those of `LLM`.
 
     Returns:
-        The checkpoint's names of the weights.
+        Weights by the checkpoint's names.
     """
     if options.dequantises:
-        return Held()
+        return Held({}, {})
 
     def grain_of(placement: Placement) -> Grain | None:
         return checkpoint.grain_of(published[placement.name][0])
 
     chosen = _hold(of_ranks, grain_of, options)
-    return Held(*(frozenset(published[name][0] for name in names) for names in chosen))
+    return Held(*({published[name][0]: grain for name, grain in each.items()} for each in chosen))
 
 
 def rounding(
@@ -83,7 +84,7 @@ def rounding(
 def hold_drawn(
     of_ranks: Iterable[Iterable[Placement]], scheme: Scheme | None, options: QuantisedOptions
 ) -> Held:
-    """Hold matrices of an abstract model whose weights are drawn, as those of a folder in FP8.
+    """Hold matrices of an abstract model whose weights are drawn, as those of a quantised folder.
 
     Args:
         of_ranks: As in `hold_as_published`.
@@ -91,15 +92,28 @@ def hold_drawn(
         options: As in `hold_as_published`.
 
     Returns:
-        Canonical names of the weights.
+        Weights by canonical names.
     """
-    if options.dequantises or scheme is None or not scheme.grains:
-        return Held()
-    if scheme.input_bits not in (None, 8):  # its weights are in 4 bits
-        return Held()
-    has_rows = not scheme.grains.isdisjoint((PER_TENSOR, PER_ROW))
-    grain = Grain.ROWS if has_rows else Grain.BLOCKS
+    grain = None if scheme is None or options.dequantises else _drawn_grain(scheme)
     return _hold(of_ranks, lambda placement: grain, options)
+
+
+def _drawn_grain(scheme: Scheme) -> Grain | None:
+    """Return a grain that the weights of a folder may have."""
+    if scheme.bits:
+        declared = [group for group in scheme.groups if group is not None]
+        sizes = [size for size in INT4_GROUPS if not any(group % size for group in declared)]
+        if scheme.bits != {4} or not sizes:
+            return None
+        layout = scheme.integers
+        shifts = isinstance(layout, GPTQ) and layout.added is not None
+        return Grain.int4(sizes[0], has_zeros=shifts or isinstance(layout, AWQ))
+    if scheme.input_bits == 4:
+        return Grain.FLOAT4
+    if not scheme.grains or scheme.input_bits not in (None, 8):
+        return None
+    has_rows = not scheme.grains.isdisjoint((PER_TENSOR, PER_ROW))
+    return Grain.ROWS if has_rows else Grain.BLOCKS
 
 
 def _hold(
@@ -113,19 +127,20 @@ def _hold(
         for placement in filter(may_hold, placements):
             matrix = placement.param
             of_matrices.setdefault(id(matrix), (matrix, []))[1].append(placement)
-    here, on_hopper = set[str](), set[str]()
+    here, on_hopper = dict[str, Grain](), dict[str, Grain]()
     for matrix, parts in of_matrices.values():
         grains = set(map(grain_of, parts))
         grain = grains.pop() if len(grains) == 1 else None
         if grain is None or not all(matrix.fits(part, grain) for part in parts):
             continue
-        form, names = Form(grain, options.terms), {part.name for part in parts}
+        form = Form(grain, options.terms) if grain.has_terms else Form(grain)
+        names = {part.name: grain for part in parts}
         if _kernel_takes_sizes(matrix, form):
             on_hopper |= names
-        if options.terms == 1 or _has_kernel(matrix, form):
+        if form.terms == 1 or _has_kernel(matrix, form):
             matrix.hold(form)
             here |= names
-    return Held(frozenset(here), frozenset(on_hopper))
+    return Held(here, on_hopper)
 
 
 def _has_kernel(matrix: Holder, form: Form) -> bool:
@@ -138,4 +153,4 @@ def _kernel_takes_sizes(matrix: Holder, form: Form) -> bool:
         return matrix.has_kernel
     inner = matrix.shape[0]
     row = jax.ShapeDtypeStruct((1, inner), jnp.bfloat16)
-    return float8.why_not_kernel(row, form.abstract(inner, matrix.eight_bits)) is None
+    return published_ops.why_not_kernel(row, form.abstract(inner, matrix.eight_bits)) is None

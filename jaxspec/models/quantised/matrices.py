@@ -11,9 +11,17 @@ from typing import Protocol
 import numpy as np
 
 from jaxspec.checks import shown
-from jaxspec.models.layers.weight_matrix import Grain
-from jaxspec.models.quantised.tensors import Matrix2D, Rows, Tensor
+from jaxspec.models.layers.weight_form import FACTORS, INT4_GROUPS, SCALES, VALUES, Grain
+from jaxspec.models.quantised.tensors import (
+    Matrix2D,
+    PackedColumns,
+    PackedRows,
+    Rows,
+    Tensor,
+    unpacked,
+)
 from jaxspec.models.safetensors_file import QUANTISED
+from jaxspec.weight import FLOAT4_GROUP, INT4_ZERO, PACKED, pack
 
 _FLOAT32 = np.dtype(np.float32)
 _E4M3 = np.arange(256, dtype=np.uint8).view(QUANTISED["F8_E4M3"]).astype(np.float32)
@@ -45,8 +53,21 @@ class Matrix(Protocol):
         """The tensors with its values, its scales and other parts, in this order."""
         ...
 
+    @property
+    def grain(self) -> Grain | None:
+        """The grain in which a model can hold the matrix; None if there is none."""
+        ...
+
     def dequantise(self, first: int, into: np.ndarray) -> None:
         """Fill `into`, `[rows, columns]` in float32, with rows from `first` on.
+
+        Raises:
+            ValueError: A scale is not finite.
+        """
+        ...
+
+    def read_part(self, part: str, first: int, into: np.ndarray) -> None:
+        """Fill `into`, `[rows, width]`, with rows of a part of `grain` from `first` on.
 
         Raises:
             ValueError: A scale is not finite.
@@ -84,6 +105,11 @@ class Float8:
             return Grain.ROWS
         units = zip(self.block, Grain.BLOCKS.unit, strict=True)
         return None if any(size % unit for size, unit in units) else Grain.BLOCKS
+
+    def read_part(self, part: str, first: int, into: np.ndarray) -> None:
+        count, width = into.shape
+        assert part == SCALES, "values are read as they are stored"
+        into[...] = self.scales.reshape(self.scales.size // width, width)[first : first + count]
 
     @functools.cached_property
     def scales(self) -> np.ndarray:
@@ -130,6 +156,22 @@ class Float4:
         _multiply(into, _finite(self.scale.rows(first, count), self.tensors[1]), self.group)
         self.rescale(into, self.by, out=into)
 
+    @property
+    def grain(self) -> Grain | None:
+        has_groups = self.group == FLOAT4_GROUP and len(self.shape) == 2
+        return Grain.FLOAT4 if has_groups and _are_packed(self.shape) else None
+
+    def read_part(self, part: str, first: int, into: np.ndarray) -> None:
+        if part == VALUES:
+            content = Rows(self.tensors[0], self.shape[-1] // 2).rows(first, len(into))
+            into[...] = pack(unpacked(content, 4))
+        elif part == FACTORS:
+            self.rescale(np.float32(1), self.by, out=into)
+        else:
+            scale = self.scale.rows(first, len(into))
+            _finite(scale, self.tensors[1])
+            into[...] = scale
+
 
 @dataclasses.dataclass(frozen=True)
 class Integers:
@@ -141,7 +183,7 @@ class Integers:
     label: str
     shape: tuple[int, ...]
     tensors: tuple[Tensor, ...]
-    numbers: Matrix2D
+    numbers: PackedRows | PackedColumns
     scale: Matrix2D
     zero: Matrix2D | int
     group: int
@@ -157,11 +199,38 @@ class Integers:
             self._by_group(np.subtract, into, self.zero.rows(first, count).astype(_FLOAT32))
         self._by_group(np.multiply, into, scale)
 
+    @property
+    def grain(self) -> Grain | None:
+        sizes = [size for size in INT4_GROUPS if self.group % size == 0]
+        if not sizes or self.order is not None or self.numbers.bits != 4:
+            return None
+        has_zeros = not isinstance(self.zero, int)
+        if not _are_packed(self.shape) or not (has_zeros or self.zero == INT4_ZERO):
+            return None
+        return Grain.int4(sizes[0], has_zeros=has_zeros)
+
+    def read_part(self, part: str, first: int, into: np.ndarray) -> None:
+        count = len(into)
+        if part == VALUES:
+            into[...] = pack(self.numbers.rows(first, count))
+            return
+        if part == SCALES:
+            of_groups = _finite(self.scale.rows(first, count), self.tensors[1])
+        else:
+            assert not isinstance(self.zero, int)
+            of_groups = self.zero.rows(first, count)
+        into[...] = np.repeat(of_groups, into.shape[1] // of_groups.shape[1], axis=1)
+
     def _by_group(self, operation: np.ufunc, into: np.ndarray, values: np.ndarray) -> None:
         if self.order is None:
             by_group(operation, into, values, self.group)
         else:
             operation(into, np.take(values, self.order, axis=1), out=into)
+
+
+def _are_packed(shape: tuple[int, ...]) -> bool:
+    """Return whether whole bytes have the numbers of 4 bits of each row (`pack`)."""
+    return shape[-1] % (2 * PACKED) == 0
 
 
 def _multiply(into: np.ndarray, scale: np.ndarray, group: int) -> None:

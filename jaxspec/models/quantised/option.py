@@ -27,7 +27,7 @@ class QuantisedOptions(NamedTuple):
 
     @property
     def dequantises(self) -> bool:
-        """True if no weight is to stay in 8 bits."""
+        """True if no weight is to stay in 8 or 4 bits."""
         return self.quantization == "dequantise"
 
     @property
@@ -93,7 +93,9 @@ class QuantisedOptions(NamedTuple):
             model: The abstract model that will be loaded.
             source: The folder or GGUF file.
         """
-        if self.activation_dtype is not None and not any(forms_of(model)):
+        if self.activation_dtype is None:
+            return
+        if not any(form is not None and form.grain.has_terms for form in forms_of(model)):
             raise ValueError(
                 "activation_dtype must be None unless weights stay in FP8, got "
                 f"{self.activation_dtype!r} for {source}, of which no matrix can: columns are in "

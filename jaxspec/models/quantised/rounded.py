@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxspec.models.checkpoint import Checkpoint
-from jaxspec.models.layers.weight_matrix import SCALES, VALUES, Grain, parts_of
+from jaxspec.models.layers.weight_form import SCALES, VALUES, Grain
+from jaxspec.models.layers.weight_matrix import parts_of
 from jaxspec.models.quantised.checkpoint import StoredFormat
 from jaxspec.models.quantised.matrices import by_group
 from jaxspec.models.quantised.scheme import Scheme

@@ -192,7 +192,7 @@ def test_heads_with_a_folder_are_rounded_with_their_model(holds):
     assert terms_of(FIXTURES / "llama_eagle3", options) == {2}
     with unread_model_or_head(FIXTURES / "llama_eagle3", FLOAT32, quantised=options) as found:
         held = [matrix for matrix in matrices_of(found.read()) if matrix.form is not None]
-    assert all(matrix.eight_bit_operand.dtype == jnp.float8_e4m3fn for matrix in held)
+    assert all(matrix.published_operand.dtype == jnp.float8_e4m3fn for matrix in held)
 
 
 @pytest.mark.parametrize("drafter", ["llama_draft", "llama_eagle3"])

@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 from jaxspec import LLM, SamplingParams, inspect
 from jaxspec.models import unread
 from jaxspec.models.checkpoint import SafetensorsCheckpoint
-from jaxspec.models.layers.weight_matrix import Form, Grain, WeightStack, matrices_of
+from jaxspec.models.layers.weight_form import Form, Grain
+from jaxspec.models.layers.weight_matrix import WeightStack, matrices_of
 from jaxspec.models.quantised import holding
 from jaxspec.models.quantised.rounded import RoundedCheckpoint
 from jaxspec.parallel import ALONE, Group
@@ -216,7 +217,7 @@ def test_held_matrices_are_the_dequantised_ones(fixture, holds, monkeypatch):
             found = matrix.operand.dense().array[..., : matrix.shape[2]]
             expected, before = (each.operand.array for each in (other, unrounded))
         elif matrix.form is not None:
-            weight = matrix.eight_bit_operand
+            weight = matrix.published_operand
             found, columns = weight.dense().array, slice(weight.outer)
             expected, before = (each.operand.array[:, columns] for each in (other, unrounded))
         else:
@@ -259,7 +260,7 @@ def test_random_weights_are_drawn_in_8_bits(holds):
     held = [matrix for matrix in matrices_of(model) if matrix.form is not None]
     assert len({type(matrix) for matrix in held}) == 2 and len(held) > 5
     for matrix in held:
-        weight = matrix.operand if isinstance(matrix, WeightStack) else matrix.eight_bit_operand
+        weight = matrix.operand if isinstance(matrix, WeightStack) else matrix.published_operand
         assert weight.dtype == jnp.float8_e4m3fn
         assert 0.01 < float(jnp.std(weight.dense().array)) < 0.04
 
