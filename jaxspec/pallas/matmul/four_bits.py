@@ -18,6 +18,7 @@ from jaxspec.weight import FLOAT4_GROUP, PACKED, Float4Groups, Published4Bit
 FEATURES = 256  # of a stage: rows of 128 bytes of the weight
 _UNIT = 2 * PACKED  # features that are packed together
 _MAX_ROWS = {16: 128, 128: 128, 64: 64, 32: 32}  # per block, by features with one scale
+_MAX_SPLIT_ROWS = 64  # per block of several parts; float32 sums take much shared memory
 _FEW_ROWS = 16  # per block; two blocks of one warpgroup that multiplies fit on a multiprocessor
 _MAX_PARTS = 4  # split-K parts; each adds 4 bytes per output to write and to read
 
@@ -41,13 +42,23 @@ class FourBitsTiling(NamedTuple):
         8 rows, 12288 -> 4096, split: 64 x 4 blocks
         128 rows, 4096 -> 24576: 192 blocks of 128 x 128
         """
-        row_blocks = ceil(tokens / _MAX_ROWS[weight.group])
-        rows = 8 * ceil(tokens / row_blocks / 8)
-        is_wide = rows > _FEW_ROWS and weight.outer % (2 * BLOCK_N) == 0
-        tiling = FourBitsTiling(rows, row_blocks, 2 if is_wide else 1, 1)
-        limit = min(_MAX_PARTS, ceil(weight.inner / FEATURES)) if is_split else 1
-        at_once = device.MULTIPROCESSORS * (2 if rows <= _FEW_ROWS else 1)
+        most = _MAX_ROWS[weight.group]
+        tiling = FourBitsTiling._whole(tokens, weight.outer, most)
+        if not is_split:
+            return tiling
+        if tiling.blocks(weight.outer) <= device.MULTIPROCESSORS // 2:
+            tiling = FourBitsTiling._whole(tokens, weight.outer, min(most, _MAX_SPLIT_ROWS))
+        at_once = device.MULTIPROCESSORS * (2 if tiling.rows <= _FEW_ROWS else 1)
+        limit = min(_MAX_PARTS, ceil(weight.inner / FEATURES))
         return tiling._replace(parts=max(1, min(limit, at_once // tiling.blocks(weight.outer))))
+
+    @staticmethod
+    def _whole(tokens: int, outer: int, most: int) -> "FourBitsTiling":
+        """Return a tiling of one part, with up to `most` rows per block."""
+        row_blocks = ceil(tokens / most)
+        rows = 8 * ceil(tokens / row_blocks / 8)
+        is_wide = rows > _FEW_ROWS and outer % (2 * BLOCK_N) == 0
+        return FourBitsTiling(rows, row_blocks, 2 if is_wide else 1, 1)
 
     @property
     def width(self) -> int:

@@ -27,6 +27,8 @@ def float4(inner, outer, group=16):
         (1, float4(4096, 24576), False, FourBitsTiling(8, 1, 1, 1)),
         (64, int4(4096, 4096), True, FourBitsTiling(64, 1, 2, 4)),
         (128, int4(4096, 24576), False, FourBitsTiling(128, 1, 2, 1)),
+        (128, int4(12288, 4096), True, FourBitsTiling(64, 2, 2, 2)),
+        (2048, int4(12288, 4096), True, FourBitsTiling(128, 16, 2, 1)),
         (129, float4(4096, 24576), False, FourBitsTiling(72, 2, 2, 1)),
         (128, int4(4096, 4160, 32), True, FourBitsTiling(32, 4, 1, 1)),
     ],
