@@ -22,6 +22,7 @@ from jaxspec.pallas.matmul.four_bits import FEATURES, FourBitsTiling
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.weight import FLOAT4_GROUP, INT4_ZERO, PACKED, Int4Groups
 
+_TILE_ROWS = 8
 _MAX_STAGES = 16
 _RESERVED = 10240  # bytes of barriers, and for rounding up allocations
 _REGISTERS = 240, 24  # registers per thread that multiplies, or copies, with two warpgroups
@@ -40,6 +41,9 @@ def four_bits_kernel(x, weight, *, is_split=False, tiling=None, interpret=None):
     tiling = tiling or FourBitsTiling.of(tokens, weight, is_split=is_split)
     dtype = x.dtype if tiling.parts == 1 else jnp.dtype(jnp.float32)
     block = _Block.of(weight, tiling, dtype, is_interpreted=interpret is not None)
+    # Tiles have 8 rows, and Mosaic requires whole ones of an array that has more rows.
+    padded = tokens if tokens < _TILE_ROWS else -(-tokens // _TILE_ROWS) * _TILE_ROWS
+    x = jnp.pad(x, ((0, padded - tokens), (0, 0)))
     operands = x, weight.array, weight.scale
     operands += (weight.zero,) if block.has_zeros else ()
     operands += () if block.is_integer else (weight.factor,)
@@ -53,7 +57,7 @@ def four_bits_kernel(x, weight, *, is_split=False, tiling=None, interpret=None):
     kernel = plgpu.kernel(
         body,
         kernel_name="int4_matmul" if block.is_integer else "float4_matmul",
-        out_type=jax.ShapeDtypeStruct((tiling.parts, tokens, outer), dtype),
+        out_type=jax.ShapeDtypeStruct((tiling.parts, padded, outer), dtype),
         scratch_types=block.scratch(),
         grid=(tiling.parts, outer // tiling.width, tiling.row_blocks),
         grid_names=("part", "column", "row"),
@@ -62,7 +66,7 @@ def four_bits_kernel(x, weight, *, is_split=False, tiling=None, interpret=None):
         compiler_params=access.EXPLICIT_BARRIERS,
         **({} if interpret is None else {"interpret": interpret}),
     )
-    y = kernel(*operands)
+    y = kernel(*operands)[:, :tokens]
     return y[0] if tiling.parts == 1 else y
 
 

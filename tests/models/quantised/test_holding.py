@@ -1,4 +1,4 @@
-"""Weights held in FP8 as published: the model is that of the dequantised weights."""
+"""Weights held in 8 or 4 bits as published: the model is that of the dequantised weights."""
 
 import collections
 import dataclasses
@@ -507,6 +507,12 @@ def test_an_inspection_counts_bytes_in_4_bits(name, tmp_path, holds):
 @pytest.mark.parametrize("name", ["awq", "gptq", "w4a16", "ct nvfp4"])
 def test_devices_share_matrices_in_4_bits(name, tmp_path, holds):
     pair = pair_of(tmp_path, IN_4_BITS[name])
-    shared = load_model(pair.quantised, FLOAT32, group=Group.of(2))
+    alone, group = load_model(pair.quantised, FLOAT32), Group.of(2)
+    shared = load_model(pair.quantised, FLOAT32, group=group)
     assert shared.trunk.layers[-1].mixer.out.weight.form is not None
+    digests = {
+        fingerprint(ModelSpec.of(model, FLOAT32), ModelSpec.weights_of(model), devices)
+        for model, devices in ((alone, Group.of(1)), (shared, group))
+    }
+    assert len(digests) == 1
     assert ids(pair.quantised, 3, tensor_parallel_size=2) == ids(pair.plain, 3)

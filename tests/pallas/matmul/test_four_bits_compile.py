@@ -23,7 +23,7 @@ def weight_of(kind, inner, outer):
 
 @pytest.mark.few(10)
 @pytest.mark.parametrize("kind", ["nvfp4", (128, False), (128, True), (64, True), (32, True)])
-@pytest.mark.parametrize("tokens", [1, 16, 24, 64, 128, 2048])
+@pytest.mark.parametrize("tokens", [1, 12, 16, 24, 65, 128, 2048])
 @pytest.mark.parametrize("model", ["qwen3.5-9b", "qwen3.5-27b"])
 def test_matmuls_of_a_layer(h200, monkeypatch, capfd, model, tokens, kind):
     hidden, inner, shape = HIDDEN[model], INTERMEDIATE[model], GDN[model]
