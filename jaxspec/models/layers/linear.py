@@ -58,8 +58,8 @@ class Linear(nnx.Module):
                 columns are arbitrary.
             joined_name: Name of one tensor with all outputs in order, which a checkpoint may have
                 instead.
-            in_16_bits: Number of last outputs that are never held in 8 bits: small tensors that
-                published FP8 folders leave in 16 bits, such as decay rates and routers.
+            in_16_bits: Number of last outputs that are never held in 8 or 4 bits: small tensors
+                that published FP8 folders leave in 16 bits, such as decay rates and routers.
             init: See `declare`.
         """
         self.in_features = in_features
@@ -71,9 +71,9 @@ class Linear(nnx.Module):
             end = starts[-1] + size
         self.starts = tuple(starts)  # the first column of each output
         self.columns = -(-end // multiple) * multiple  # padding included
-        eight_bits = (*starts, self.columns)[len(starts) - in_16_bits]
+        published_columns = (*starts, self.columns)[len(starts) - in_16_bits]
         self.weight = WeightMatrix(
-            in_features, self.columns, dtype, init=init, eight_bits=eight_bits
+            in_features, self.columns, dtype, init=init, published_columns=published_columns
         )
         self.origin = (0, 0)  # first row and column of the matrix in `weight`
 

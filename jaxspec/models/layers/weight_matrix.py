@@ -36,7 +36,7 @@ class WeightMatrix(nnx.Module):
 
     Placements refer to it as to a parameter. `stored` replaces them by placements of its
     parameters: an array in the dtype of the model; or the parts of a `Grain`, and an array with the
-    columns from `eight_bits` on, which stay in the dtype of the model.
+    columns from `published_columns` on, which stay in the dtype of the model.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class WeightMatrix(nnx.Module):
         dtype: jnp.dtype,
         *,
         init: Init = NORMAL,
-        eight_bits: int | None = None,
+        published_columns: int | None = None,
     ):
         """Declare the matrix in `dtype`.
 
@@ -55,10 +55,10 @@ class WeightMatrix(nnx.Module):
             outer: Number of columns: output features and padding.
             dtype: Dtype of the model.
             init: See `declare`.
-            eight_bits: Number of first columns that may be in 8 or 4 bits; None means all.
+            published_columns: Number of first columns that may be in 8 or 4 bits; None means all.
         """
         self.shape, self.dtype, self.init = (inner, outer), jnp.dtype(dtype), init
-        self.eight_bits = outer if eight_bits is None else eight_bits
+        self.published_columns = outer if published_columns is None else published_columns
         self.form: Form | None = None
         self.array: nnx.Param | None = declare(self.shape, dtype, init)
         self.values: nnx.Param | None = nnx.data(None)
@@ -69,7 +69,7 @@ class WeightMatrix(nnx.Module):
     def hold(self, form: Form) -> None:
         """Change the form of a matrix that has no values yet."""
         inner, outer = self.shape
-        whole, rest = form.abstract(inner, self.eight_bits), outer - self.eight_bits
+        whole, rest = form.abstract(inner, self.published_columns), outer - self.published_columns
         self.form = form
         for part in form.grain.parts:
             param = nnx.Param(getattr(whole, part.field), init=drawn(part, self.init))
@@ -110,7 +110,7 @@ class WeightMatrix(nnx.Module):
 
     def may_hold(self, placement: Placement) -> bool:
         """Return whether the columns of a placement may be in 8 or 4 bits."""
-        return self._extents(placement)[0][0].start < self.eight_bits
+        return self._extents(placement)[0][0].start < self.published_columns
 
     def fits(self, placement: Placement, grain: Grain) -> bool:
         """Return whether the parts of a placement's tensor are parts of the matrix, too."""
@@ -126,7 +126,7 @@ class WeightMatrix(nnx.Module):
         target, source = self._extents(placement)
         if self.form is None or not self.may_hold(placement):
             columns, rows = (slice(each.start, each.stop) for each in target)
-            first = 0 if self.form is None else self.eight_bits
+            first = 0 if self.form is None else self.published_columns
             index = rows, slice(columns.start - first, columns.stop - first)
             yield dataclasses.replace(placement, param=self.array, index=index)
             return

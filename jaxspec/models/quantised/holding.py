@@ -153,4 +153,4 @@ def _kernel_takes_sizes(matrix: Holder, form: Form) -> bool:
         return matrix.has_kernel
     inner = matrix.shape[0]
     row = jax.ShapeDtypeStruct((1, inner), jnp.bfloat16)
-    return published_ops.why_not_kernel(row, form.abstract(inner, matrix.eight_bits)) is None
+    return published_ops.why_not_kernel(row, form.abstract(inner, matrix.published_columns)) is None
