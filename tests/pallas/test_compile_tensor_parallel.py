@@ -1,32 +1,23 @@
 """A step of several GPUs compiles for machines that are not there: all state in place."""
 
-import json
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from blueprints import LAYERS, ROWS, blueprint_of
 from jax.sharding import NamedSharding, PartitionSpec
 from sm90 import H200, nothing_kept_on_disk
 
-from benchmarks.measure.model_shapes import SHAPES
 from jaxspec import device, parallel
-from jaxspec.api.settling import settle
-from jaxspec.models import unread
-from jaxspec.options.engine_options import EngineConfig
 from jaxspec.pallas.gpu import peers
 from jaxspec.pallas.norm import mailbox
 from jaxspec.parallel import Group
 from jaxspec.plan.plan import Program, plan_layout
 from jaxspec.requests.sampling_features import GREEDY
-from jaxspec.runner.blueprint import Blueprint
 from jaxspec.runner.output import DeviceOutput
 from jaxspec.runner.programs import program_cache
 from jaxspec.runner.step import new_step
-from jaxspec.sampling import make_verifier
-
-BFLOAT16 = jnp.dtype("bfloat16")
-LAYERS, ROWS = 4, 8
 
 
 @pytest.fixture
@@ -51,28 +42,7 @@ def test_a_step_of_the_9b_on_two_gpus(group, tmp_path, monkeypatch, has_mailboxe
     """
     monkeypatch.setattr(mailbox, "ENABLED", has_mailboxes)
     monkeypatch.setattr(peers, "all_reach_each_other", lambda devices: True)
-    fields = SHAPES["qwen3.5-9b"].config() | {"num_hidden_layers": LAYERS}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    with unread(tmp_path, BFLOAT16, load_format="dummy", group=group) as found:
-        model = found.model
-    options = EngineConfig(
-        tmp_path,
-        load_format="dummy",
-        speculative_config=None,
-        max_num_seqs=ROWS,
-        max_model_len=1024,
-        num_pages=ROWS * 64 + 1,
-    )
-    settled = settle(options, model, BFLOAT16, None, group)
-    blueprint = Blueprint.of(
-        model,
-        settled.shapes,
-        settled.proposer,
-        dtype=BFLOAT16,
-        verifier=make_verifier(settled.speculation),
-        states=settled.states,
-        group=group,
-    )
+    blueprint = blueprint_of(tmp_path, "qwen3.5-9b", group=group)
     program = Program(ROWS, 0, GREEDY)
 
     def placed(leaf, *axes):
@@ -81,7 +51,7 @@ def test_a_step_of_the_9b_on_two_gpus(group, tmp_path, monkeypatch, has_mailboxe
 
     given = group.like((blueprint.weights, blueprint.memory_usage.step_args))
     state = group.like(blueprint.state.of(program))
-    size = plan_layout(program, settled.shapes).size
+    size = plan_layout(program, blueprint.config.shapes).size
     plan = placed(jax.ShapeDtypeStruct((size,), jnp.int32))
     shared = jax.tree.map(lambda leaf: placed(leaf, parallel.AXIS), (*given, state))
     step, args = new_step(blueprint.config, program), (*shared, plan)
