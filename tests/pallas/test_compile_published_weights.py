@@ -1,8 +1,12 @@
-"""Steps of models in FP8 compile for an H200 that is not there, and every matmul has its kernel."""
+"""Steps of models with weights in 8 and 4 bits compile for an H200 that is not there.
+
+Every matmul of a held matrix has its kernel.
+"""
 
 import pytest
 from blueprints import blueprint_of, operands_of
 from jax.sharding import SingleDeviceSharding
+from quantised_folders import integers
 from sm90 import nothing_kept_on_disk
 
 from jaxspec import device
@@ -12,6 +16,7 @@ from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.runner.step import new_step
 
 OPS = ("norm_matmul", "split_matmul", "gated", "matmul_silu", "squared_relu", "moe_experts")
+IN_4_BITS = {"quantization_config": integers(group_size=128)}  # as `w4a16`
 
 
 def assert_kernels(h200, blueprint, shape):
@@ -39,3 +44,12 @@ def test_steps_of_any_number_of_tokens_run_kernels(
     monkeypatch.setattr(device, "default_device", lambda: h200)
     options = {"quantization": "fp8", "activation_dtype": activation_dtype}
     assert_kernels(h200, blueprint_of(tmp_path, name, drafts=2, **options), shape)
+
+
+@pytest.mark.mosaic
+@pytest.mark.parametrize("shape", [(1, 0, 2), (1, 64, 0)], ids=str)
+def test_steps_with_weights_in_4_bits_run_kernels(h200, monkeypatch, tmp_path, shape):
+    """Of 3 and 65 tokens."""
+    monkeypatch.setattr(device, "default_device", lambda: h200)
+    blueprint = blueprint_of(tmp_path, "qwen3.5-27b", drafts=2, config=IN_4_BITS)
+    assert_kernels(h200, blueprint, shape)
