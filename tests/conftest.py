@@ -19,6 +19,7 @@ from pairwise import cover
 from shortened import write_shortened
 
 from jaxspec.api.loading import EMBEDDED_MODEL
+from jaxspec.models.quantised import holding
 from jaxspec.options.engine_options import EngineConfig
 from jaxspec.pallas import dispatch
 from jaxspec.runner import model_runner
@@ -155,6 +156,12 @@ def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
+
+
+@pytest.fixture
+def holds(monkeypatch):
+    """Hold what kernels multiply on a GPU, as on a GPU."""
+    monkeypatch.setattr(holding, "_has_kernel", lambda matrix, form: True)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -20,12 +20,6 @@ ROUNDED = {"activation_dtype": "float8_e4m3fn"}
 BEFORE = "rounded before they multiply"
 
 
-@pytest.fixture
-def holds(monkeypatch):
-    """Hold what kernels multiply on a GPU, as on a GPU."""
-    monkeypatch.setattr(holding, "_has_kernel", lambda matrix, form: True)
-
-
 def sizes_of(folder, devices=1, **options):
     model = load_model(folder, FLOAT32, group=Group.of(devices), **options)
     sizes = collections.Counter()

@@ -45,12 +45,6 @@ def test_a_published_size_in_fp8_holds_its_weights(name, by_row, tmp_path):
     assert load_model(folder, jnp.dtype("bfloat16")).has_draft_head
 
 
-@pytest.fixture
-def holds(monkeypatch):
-    """Hold what kernels multiply on a GPU, as on a GPU."""
-    monkeypatch.setattr(holding, "_has_kernel", lambda matrix, form: True)
-
-
 def ids(llm, drafts=None):
     """Tokens of a greedy request beside a sampled one."""
     last = llm.vocab_size - 1

@@ -16,7 +16,6 @@ from quantised_folders import FORMATS, write_pair
 from jaxspec import LLM, SamplingParams, inspect
 from jaxspec.models import load_model, unread, unread_model_or_head
 from jaxspec.models.layers.weight_matrix import forms_of, matrices_of
-from jaxspec.models.quantised import holding
 from jaxspec.models.quantised.option import QuantisedOptions
 from jaxspec.models.quantised.scheme import Scheme
 from jaxspec.parallel import Group
@@ -139,12 +138,6 @@ def test_activations_are_not_rounded_where_nothing_stays_in_8_bits(tmp_path):
 
 
 # Drafters
-@pytest.fixture
-def holds(monkeypatch):
-    """Hold what kernels multiply on a GPU, as on a GPU."""
-    monkeypatch.setattr(holding, "_has_kernel", lambda matrix, form: True)
-
-
 @pytest.fixture
 def folders(tmp_path):
     """Published in FP8 by rows, in blocks that layers can't hold, in 4 bits, and in 16."""

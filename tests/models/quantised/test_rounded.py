@@ -194,12 +194,6 @@ def test_a_folder_is_rounded_but_for_what_errors_would_change(fixture, devices, 
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.fixture
-def holds(monkeypatch):
-    """Hold what kernels multiply on a GPU, as on a GPU."""
-    monkeypatch.setattr(holding, "_has_kernel", lambda matrix, form: True)
-
-
 @pytest.mark.parametrize("fixture", ["qwen3_5_moe_wide", "llama"])
 def test_held_matrices_are_the_dequantised_ones(fixture, holds, monkeypatch):
     held = matrices_of(loaded(FIXTURES / fixture, **FP8))

@@ -1,0 +1,165 @@
+"""Weights held in 4 bits as published: the model is that of the dequantised weights."""
+
+import collections
+
+import numpy as np
+import pytest
+from harness import FIXTURES
+from held import FLOAT32, WIDE, assert_equal, ids, weight_of
+from quantised_folders import (
+    FORMATS,
+    Format,
+    awq,
+    gptq,
+    gptq_config,
+    integers,
+    is_linear,
+    scattered,
+    w4a16,
+    write_pair,
+)
+
+from jaxspec import inspect
+from jaxspec.models import load_model, unread
+from jaxspec.models.base import ModelSpec
+from jaxspec.models.fingerprint import fingerprint
+from jaxspec.models.layers.weight_form import Form, Grain
+from jaxspec.models.layers.weight_matrix import matrices_of
+from jaxspec.parallel import Group
+from jaxspec.weight import Columns, Dense, DenseExperts, Float4Groups, Int4Groups
+
+
+def gptq_of(group, **named):
+    return Format(lambda w: gptq(w, group=group, **named), gptq_config(group_size=group))
+
+
+IN_4_BITS = {
+    "w4a16": Format(lambda w: w4a16(w, group=64), integers(group_size=64)),
+    "w4a16 zeros": Format(
+        lambda w: w4a16(w, group=128, symmetric=False), integers(group_size=128, symmetric=False)
+    ),
+    "w4a16 rows": FORMATS["w4a16 rows"],
+    "awq": Format(lambda w: awq(w, 32), {**FORMATS["awq"].config, "group_size": 32}),
+    "gptq": gptq_of(128),
+    "modelopt nvfp4": FORMATS["modelopt nvfp4"],
+    "ct nvfp4": FORMATS["ct nvfp4"],
+}
+DEQUANTISED = {
+    "groups of 16": FORMATS["w4a16"],
+    "8 bits": Format(lambda w: w4a16(w, 8, 128), integers(8, group_size=128)),
+    "act-order": Format(
+        lambda w: gptq(w, order=scattered(w.shape[1], 32)), gptq_config(group_size=32)
+    ),
+    "mxfp4": FORMATS["ct mxfp4"],
+}
+
+
+def is_packable(name, shape):
+    return is_linear(name, shape) and shape[0] % 8 == 0
+
+
+def pair_of(folder, form, others=None):
+    return write_pair(FIXTURES / WIDE, folder, form, others, is_packable)
+
+
+@pytest.mark.parametrize("name", IN_4_BITS)
+def test_matrices_in_4_bits_are_the_dequantised_ones(name, tmp_path, holds):
+    pair = pair_of(tmp_path, IN_4_BITS[name])
+    model, plain = (load_model(folder, FLOAT32) for folder in pair)
+    kinds = collections.Counter()
+    for matrix, other in zip(matrices_of(model), matrices_of(plain), strict=True):
+        weight = weight_of(matrix)
+        parts = weight.parts if isinstance(weight, Columns) else [weight]
+        kinds.update(map(type, parts))
+        assert_equal(matrix, other, rtol=1e-6)
+    kind = Float4Groups if "nvfp4" in name else Int4Groups
+    assert set(kinds) == {kind, Dense, DenseExperts}  # a, b and routers are in 16 bits
+    layer = model.trunk.layers[-1]
+    held = layer.mixer.out.weight.operand
+    assert held.nbytes < 0.7 * held.inner * held.outer
+    if kind is Int4Groups:
+        assert (held.zero is None) == (name in ("w4a16", "w4a16 rows"))
+
+
+@pytest.mark.few(8)
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("name", IN_4_BITS)
+def test_tokens_are_those_of_dequantised_4_bits(name, drafts, tmp_path, holds):
+    pair = pair_of(tmp_path, IN_4_BITS[name])
+    assert ids(pair.quantised, drafts) == ids(pair.plain, drafts)
+
+
+@pytest.mark.parametrize("name", DEQUANTISED)
+def test_other_numbers_are_dequantised(name, tmp_path, holds):
+    pair = pair_of(tmp_path, DEQUANTISED[name])
+    model, plain = (load_model(folder, FLOAT32) for folder in pair)
+    assert not any(matrix.form for matrix in matrices_of(model))
+    for matrix, other in zip(matrices_of(model), matrices_of(plain), strict=True):
+        assert_equal(matrix, other, rtol=0)
+
+
+def test_a_matrix_of_parts_with_different_groups_is_dequantised(tmp_path, holds):
+    config = integers(group_size=128)
+    other = integers(group_size=64)["config_groups"]["group_0"] | {"targets": ["re:.*k_proj"]}
+    config["config_groups"]["group_1"] = other
+    form = Format(lambda w: w4a16(w, group=128), config)
+    pair = pair_of(tmp_path, form, {"k_proj": lambda w: w4a16(w, group=64)})
+    mixer = load_model(pair.quantised, FLOAT32).trunk.layers[-1].mixer
+    assert mixer.qkv.weight.form is None
+    assert mixer.out.weight.form == Form(Grain.int4(128, has_zeros=False))
+
+
+def test_a_scale_that_is_not_finite_is_refused(tmp_path, holds):
+    def write(weight):
+        stored = w4a16(weight, group=128)
+        stored.tensors["weight_scale"][-1, -1] = np.inf
+        return stored
+
+    form = Format(write, integers(group_size=128))
+    with pytest.raises(ValueError, match=r"weight_scale must be finite, got inf"):
+        load_model(pair_of(tmp_path, form).quantised, FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("name", "grain"),
+    [
+        ("awq", Grain.int4(32, has_zeros=True)),
+        ("w4a16", Grain.int4(64, has_zeros=False)),
+        ("w4a16 rows", Grain.int4(128, has_zeros=False)),
+        ("gptq", Grain.int4(128, has_zeros=True)),
+        ("modelopt nvfp4", Grain.FLOAT4),
+    ],
+)
+def test_folders_in_4_bits_draw_their_grain(name, grain, tmp_path, holds):
+    pair = pair_of(tmp_path, IN_4_BITS[name])
+    with unread(pair.quantised, FLOAT32, load_format="dummy") as found:
+        held = [each for each in matrices_of(found.read()) if each.form is not None]
+    assert {matrix.form for matrix in held} == {Form(grain)}
+    for matrix in held:
+        numbers = np.asarray(matrix.published_operand.dense().array)
+        assert 0.01 < numbers.std() < 0.04 and abs(numbers.mean()) < 0.005
+
+
+@pytest.mark.parametrize("name", ["awq", "ct nvfp4"])
+def test_an_inspection_counts_bytes_in_4_bits(name, tmp_path, holds):
+    pair = pair_of(tmp_path, IN_4_BITS[name])
+    sizes = collections.Counter()
+    for leaf in ModelSpec.weights_of(load_model(pair.quantised, FLOAT32)):
+        sizes[leaf.dtype.name] += leaf.nbytes
+    found = inspect(pair.quantised, dtype="float32")
+    assert found.weight_bytes == sizes and sizes["uint8"] > 0
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("name", ["awq", "gptq", "w4a16", "ct nvfp4"])
+def test_devices_share_matrices_in_4_bits(name, tmp_path, holds):
+    pair = pair_of(tmp_path, IN_4_BITS[name])
+    alone, group = load_model(pair.quantised, FLOAT32), Group.of(2)
+    shared = load_model(pair.quantised, FLOAT32, group=group)
+    assert shared.trunk.layers[-1].mixer.out.weight.form is not None
+    digests = {
+        fingerprint(ModelSpec.of(model, FLOAT32), ModelSpec.weights_of(model), devices)
+        for model, devices in ((alone, Group.of(1)), (shared, group))
+    }
+    assert len(digests) == 1
+    assert ids(pair.quantised, 3, tensor_parallel_size=2) == ids(pair.plain, 3)
