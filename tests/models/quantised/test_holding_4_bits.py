@@ -28,6 +28,8 @@ from jaxspec.models.layers.weight_matrix import matrices_of
 from jaxspec.parallel import Group
 from jaxspec.weight import Columns, Dense, DenseExperts, Float4Groups, Int4Groups
 
+ROWS = "ct fp8 rows"
+
 
 def gptq_of(group, **named):
     return Format(lambda w: gptq(w, group=group, **named), gptq_config(group_size=group))
@@ -148,6 +150,37 @@ def test_an_inspection_counts_bytes_in_4_bits(name, tmp_path, holds):
         sizes[leaf.dtype.name] += leaf.nbytes
     found = inspect(pair.quantised, dtype="float32")
     assert found.weight_bytes == sizes and sizes["uint8"] > 0
+
+
+def test_a_folder_may_hold_matrices_in_8_and_4_bits(tmp_path, holds):
+    config = integers(group_size=128)
+    rows = FORMATS[ROWS].config["config_groups"]["group_0"] | {"targets": ["re:.*self_attn.*"]}
+    config["config_groups"]["group_1"] = rows
+    form = Format(lambda w: w4a16(w, group=128), config)
+    pair = pair_of(tmp_path, form, {"self_attn": FORMATS[ROWS].write})
+    plain = load_model(pair.plain, FLOAT32)
+    for rounded in (None, "float8_e4m3fn"):
+        model = load_model(pair.quantised, FLOAT32, activation_dtype=rounded)
+        for matrix, other in zip(matrices_of(model), matrices_of(plain), strict=True):
+            assert_equal(matrix, other, rtol=1e-6)
+        terms = 2 if rounded is None else 1
+        forms = {matrix.form for matrix in matrices_of(model)} - {None}
+        assert forms == {Form(Grain.ROWS, terms), Form(Grain.int4(128, has_zeros=False))}
+        found = inspect(pair.quantised, dtype="float32", activation_dtype=rounded).quantised
+        held, others = sum(found.held.values()), found.dequantised.values()
+        assert found.held.keys() == {8, 4}
+        assert held + sum(each.parameters for each in others) == sum(
+            each.parameters for each in found.formats.values()
+        )
+
+
+@pytest.mark.parametrize("name", ["w4a16", "modelopt nvfp4"])
+def test_nothing_is_rounded_beside_4_bits(name, tmp_path, holds):
+    pair = pair_of(tmp_path, IN_4_BITS[name])
+    options = {"activation_dtype": "float8_e4m3fn"}
+    with pytest.raises(ValueError, match="activation_dtype") as error:
+        load_model(pair.quantised, FLOAT32, **options)
+    assert inspect(pair.quantised, **options).refused == (str(error.value),)
 
 
 @pytest.mark.devices
