@@ -21,7 +21,12 @@ from benchmarks.acceptance.models import (
     exact_options,
     folder_of,
 )
-from benchmarks.measure.weights import write_float8_weights, write_weights
+from benchmarks.measure.weights import (
+    write_float4_weights,
+    write_float8_weights,
+    write_int4_weights,
+    write_weights,
+)
 from jaxspec import LLM, RequestMetrics, SamplingParams
 from jaxspec.pallas import dispatch
 from jaxspec.requests.request import Request
@@ -71,30 +76,40 @@ def exact_on_two_devices(rows: Rows) -> None:
 
 
 def exact_in_float8(rows: Rows) -> None:
-    """Compare tokens of folders in FP8, in bfloat16, which kernels of FP8 need.
+    """Compare tokens of folders in FP8: by blocks, per row, and rounded by blocks at load."""
+    by_row = functools.partial(write_float8_weights, by_row=True)
+    _exact_as_published(rows, {"blocks": write_float8_weights, "per row": by_row})
+    with _written(rows, write_weights) as folder:
+        _held(rows, "rounded at load", folder, quantization="fp8")
 
-    Weights are held by blocks, per row, or rounded by blocks at load. Tokens with drafts are those
-    without, and those of weights held as published are those of dequantised ones.
-    """
-    folders: dict[str, Callable[[Path], object]] = {
-        "blocks": write_float8_weights,
-        "per row": functools.partial(write_float8_weights, by_row=True),
-        "rounded at load": write_weights,
-    }
+
+def exact_in_4_bits(rows: Rows) -> None:
+    """Compare tokens of folders in 4 bits: integers in groups, and NVFP4."""
+    _exact_as_published(rows, {"integers": write_int4_weights, "nvfp4": write_float4_weights})
+
+
+def _exact_as_published(rows: Rows, folders: dict[str, Callable[[Path], object]]) -> None:
+    """Compare tokens of weights that are held as published with those of dequantised ones."""
     for name, write in folders.items():
         with _written(rows, write) as folder:
-            options = {"quantization": "fp8"} if write is write_weights else {}
-            with _arm(rows, folder, dtype="bfloat16", **options) as engine:
-                rows.add(f"{name}: held", float8_gb=engine.float8_bytes / 1e9)
-                drafted, plain = engine.run(), engine.run(num_speculative_tokens=0)
-                both = functools.partial(compare, drafted, plain, engine.prefers)
-                rows.measure(f"{name}: drafts and none", both)
-            if options:
-                continue
+            plain = _held(rows, name, folder)
             with _arm(rows, folder, dtype="bfloat16", quantization="dequantise") as engine:
                 other = engine.run(num_speculative_tokens=0)
                 both = functools.partial(compare, plain, other, engine.prefers)
                 rows.measure(f"{name}: held and dequantised", both)
+
+
+def _held(rows: Rows, name: str, folder: Path, **options: Any) -> "Tokens":
+    """Compare tokens with drafts and without, in bfloat16, which the kernels need.
+
+    Return those without.
+    """
+    with _arm(rows, folder, dtype="bfloat16", **options) as engine:
+        rows.add(f"{name}: held", held_gb=engine.held_bytes / 1e9)
+        drafted, plain = engine.run(), engine.run(num_speculative_tokens=0)
+        both = functools.partial(compare, drafted, plain, engine.prefers)
+        rows.measure(f"{name}: drafts and none", both)
+    return plain
 
 
 def _two_arms(rows: Rows, name: str, write: Callable[[Path], object], *arms: Any) -> None:
@@ -133,7 +148,7 @@ class Tokens:
 
 
 class Arm:
-    """An engine in float32, or in bfloat16 for weights in FP8."""
+    """An engine in float32, or in bfloat16 for weights in 8 or 4 bits."""
 
     def __init__(self, folder: Path, rows: Rows, options: dict[str, Any]):
         """Compile the programs of its requests and no others."""
@@ -149,10 +164,11 @@ class Arm:
         self._llm.close()
 
     @property
-    def float8_bytes(self) -> int:
-        """Bytes of weights that are held in FP8."""
+    def held_bytes(self) -> int:
+        """Bytes of weights that are held as published, without scales in float32."""
+        dtypes = "float8_e4m3fn", "uint8"
         weights = self._llm._runner._weights
-        return sum(each.nbytes for each in weights if each.dtype.name == "float8_e4m3fn")
+        return sum(each.nbytes for each in weights if each.dtype.name in dtypes)
 
     def run(self, **others: Any) -> Tokens:
         """Complete all prompts; `others` are of `SamplingParams`."""

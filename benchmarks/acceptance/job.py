@@ -38,7 +38,8 @@ OPTIONS: dict[str, dict[str, Any]] = {  # parts that are an option of the engine
 }
 ON_TWO_DEVICES = "exact on two devices", "two devices"
 IN_FLOAT8 = "exact in float8", "features in float8", "serving in float8"
-NAMED = (*ON_TWO_DEVICES, *IN_FLOAT8)  # run only if they are named
+IN_4_BITS = ("exact in 4 bits",)
+NAMED = (*ON_TWO_DEVICES, *IN_FLOAT8, *IN_4_BITS)  # run only if they are named
 NAMED_OPTIONS: dict[str, dict[str, Any]] = {
     "two devices": {"tensor_parallel_size": 2},
     "features in float8": {"quantization": "fp8"},
@@ -147,6 +148,7 @@ def main(argument: str) -> None:
         "exact": exact.exact,
         "exact on two devices": exact.exact_on_two_devices,
         "exact in float8": exact.exact_in_float8,
+        "exact in 4 bits": exact.exact_in_4_bits,
         "two devices": speed.short_features,
         "features in float8": speed.short_features,
         "serving in float8": serving.serving,

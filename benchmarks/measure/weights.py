@@ -1,8 +1,10 @@
 """Random weights in a checkpoint's file, for engines that must hold the same ones."""
 
 import json
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,16 +13,40 @@ from jaxspec.models import load_model
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.weight_matrix import stored
 
-SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
-BLOCK = 128  # rows and columns that share a scale of FP8
-BY_BLOCK = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
-_ROW = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
-BY_ROW = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": _ROW}},
+SAFETENSORS = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "uint8": "U8",
+    "int32": "I32",
+    "int64": "I64",
 }
+BLOCK = 128  # rows and columns that share a scale of FP8
+FLOAT4_GROUP = 16  # columns that share a scale of NVFP4
+BY_BLOCK = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
 KEPT = ("in_proj_a", "in_proj_b", "in_proj_ba", "mlp.gate", "mixer.gate", "shared_expert_gate")
+_FLOAT8, _FLOAT4 = 448, 6  # the largest numbers
+_BETWEEN_FLOAT4 = np.asarray([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)
+
+Tensors = dict[str, np.ndarray]
+
+
+def _declared(form: str, weights: dict[str, Any]) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+
+
+def int4_of(group: int) -> dict[str, Any]:
+    """Return the `quantization_config` of integers of 4 bits with a scale per `group` columns."""
+    integers = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group}
+    return _declared("pack-quantized", integers)
+
+
+FLOAT4 = _declared(
+    "nvfp4-pack-quantized",
+    {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": FLOAT4_GROUP},
+)
+"""The `quantization_config` of NVFP4."""
 
 
 def write_weights(folder: Path, dtype: str = "bfloat16") -> None:
@@ -35,30 +61,99 @@ def write_float8_weights(folder: Path, *, by_row: bool = False) -> None:
         folder: The folder with config.json.
         by_row: Write a scale per row, as compressed-tensors does, instead of 128 x 128 blocks.
     """
-    tensors: dict[str, np.ndarray] = {}
-    suffix = "_scale" if by_row else "_scale_inv"
-    for name, values in _drawn(folder, "bfloat16", stacks=False).items():
-        if values.ndim == 2 and ".layers." in name and not name[: -len(".weight")].endswith(KEPT):
-            block = (1, values.shape[1]) if by_row else (BLOCK, BLOCK)
-            tensors[name], tensors[f"{name}{suffix}"] = _rounded(values, block)
+
+    def quantised(values: np.ndarray) -> Tensors:
+        block = (1, values.shape[1]) if by_row else (BLOCK, BLOCK)
+        scale = (_largest(values, block) / _FLOAT8).astype(jnp.bfloat16)
+        numbers = _divided(values, scale, block).clip(-_FLOAT8, _FLOAT8)
+        name = "weight_scale" if by_row else "weight_scale_inv"
+        return {"weight": numbers.astype(jnp.float8_e4m3fn), name: scale}
+
+    rows = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
+    declared = _declared("float-quantized", rows) if by_row else BY_BLOCK
+    _write_quantised(folder, _drawn(folder, "bfloat16", stacks=False), quantised, declared)
+
+
+def write_int4_weights(folder: Path) -> None:
+    """Write the same matrices in integers of 4 bits, with a scale per 128 columns.
+
+    If these do not divide all matrices, it is per 64, 32 and so on.
+    """
+    tensors = _drawn(folder, "bfloat16", stacks=False)
+    widths = [each.shape[1] for name, each in tensors.items() if _is_quantised(name, each)]
+    group = math.gcd(BLOCK, *widths)
+
+    def quantised(values: np.ndarray) -> Tensors:
+        scale = (_largest(values, (1, group)) / 7.5).astype(jnp.bfloat16)
+        numbers = np.rint(_divided(values, scale, (1, group))).clip(-8, 7) + 8
+        packed = _packed(numbers.astype(np.uint8)).view(np.int32)
+        shape = np.asarray(values.shape, np.int64)
+        return {"weight_packed": packed, "weight_scale": scale, "weight_shape": shape}
+
+    _write_quantised(folder, tensors, quantised, int4_of(group))
+
+
+def write_float4_weights(folder: Path) -> None:
+    """Write the same matrices in NVFP4."""
+
+    def quantised(values: np.ndarray) -> Tensors:
+        block = 1, FLOAT4_GROUP
+        largest = _largest(values, block)
+        factor = np.float32(_FLOAT4 * _FLOAT8) / largest.max()
+        scale = (largest / _FLOAT4 * factor).astype(jnp.float8_e4m3fn)
+        numbers = _divided(values * factor, scale, block)
+        sizes = np.searchsorted(_BETWEEN_FLOAT4, np.abs(numbers)) + 8 * (numbers < 0)
+        return {
+            "weight_packed": _packed(sizes.astype(np.uint8)),
+            "weight_scale": scale,
+            "weight_global_scale": factor[None],
+        }
+
+    tensors = _drawn(folder, "bfloat16", stacks=False)
+    _write_quantised(folder, tensors, quantised, FLOAT4)
+
+
+def _is_quantised(name: str, values: np.ndarray) -> bool:
+    is_kept = name[: -len(".weight")].endswith(KEPT)
+    return values.ndim == 2 and ".layers." in name and not is_kept
+
+
+def _write_quantised(
+    folder: Path,
+    tensors: Tensors,
+    quantised: Callable[[np.ndarray], Tensors],
+    declared: Mapping[str, Any],
+) -> None:
+    """Write the tensors, of which `quantised` returns those that a matrix becomes."""
+    written: Tensors = {}
+    for name, values in tensors.items():
+        if _is_quantised(name, values):
+            prefix, parts = name.removesuffix("weight"), quantised(values.astype(np.float32))
+            written |= {prefix + last: part for last, part in parts.items()}
         else:
-            tensors[name] = values
-    _write(folder, tensors)
+            written[name] = values
+    _write(folder, written)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = BY_ROW if by_row else BY_BLOCK
+    config["quantization_config"] = declared
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _rounded(values: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Round a matrix to FP8; return it and the scales of its blocks."""
-    exact = values.astype(np.float32)
+def _largest(values: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """Return the largest magnitude of each block, and at least 1e-12."""
     starts = [np.arange(0, *sizes) for sizes in zip(values.shape, block, strict=True)]
-    largest = np.maximum.reduceat(np.abs(exact), starts[0], axis=0)
-    largest = np.maximum.reduceat(largest, starts[1], axis=1)
-    scale = (np.maximum(largest, 1e-12) / 448).astype(jnp.bfloat16)
+    largest = np.maximum.reduceat(np.abs(values), starts[0], axis=0)
+    return np.maximum(np.maximum.reduceat(largest, starts[1], axis=1), 1e-12)
+
+
+def _divided(values: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """Divide each block by its scale."""
     places = [np.arange(size) // each for size, each in zip(values.shape, block, strict=True)]
-    each = scale.astype(np.float32)[np.ix_(*places)]
-    return np.clip(exact / each, -448, 448).astype(jnp.float8_e4m3fn), scale
+    return values / scale.astype(np.float32)[np.ix_(*places)]
+
+
+def _packed(numbers: np.ndarray) -> np.ndarray:
+    """Return bytes of two numbers of 4 bits, of which the first is low."""
+    return numbers[:, 0::2] | numbers[:, 1::2] << 4
 
 
 def _drawn(folder: Path, dtype: str, *, stacks: bool = True) -> dict[str, np.ndarray]:

@@ -87,15 +87,18 @@ def test_two_devices_have_the_tokens_of_one_and_all_features(monkeypatch, tmp_pa
 
 
 @pytest.mark.soak
-def test_folders_in_float8_have_the_tokens_of_their_weights(monkeypatch, tmp_path, capsys):
-    arguments = ["--only", "tiny", "--parts", "exact in float8", "--seconds", "1500"]
+@pytest.mark.parametrize(("part", "count"), [("exact in float8", 5), ("exact in 4 bits", 4)])
+def test_quantised_folders_have_the_tokens_of_their_weights(
+    part, count, monkeypatch, tmp_path, capsys
+):
+    arguments = ["--only", "tiny", "--parts", part, "--seconds", "1500"]
     found = accept(monkeypatch, tmp_path / "accepted.json", arguments)
     names = [name for _, name in found if name.endswith(("and none", "and dequantised"))]
-    assert len(names) == 5
+    assert len(names) == count
     for name in names:
-        row = found["exact in float8", name]
+        row = found[part, name]
         assert row["differing"] == 0 and row["identical"] + row["ties"] == row["generations"] > 0
-    assert {found["exact in float8", name]["float8_gb"] for _, name in found if "held" in name[-4:]}
+    assert {found[part, name]["held_gb"] for _, name in found if "held" in name[-4:]}
 
 
 @pytest.mark.soak

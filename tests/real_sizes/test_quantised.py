@@ -1,4 +1,4 @@
-"""Folders in FP8 with a published vocabulary, heads and experts: weights, tokens and the server."""
+"""Folders in 8 and 4 bits with published vocabularies, heads and experts: weights and tokens."""
 
 import functools
 import math
@@ -11,7 +11,13 @@ from quantised_folders import repeated
 from real_models import SIZES, make_llm, vocabulary, write_small, write_tokenizer
 from served import serving
 
-from benchmarks.measure.weights import BLOCK, write_float8_weights, write_weights
+from benchmarks.measure.weights import (
+    BLOCK,
+    write_float4_weights,
+    write_float8_weights,
+    write_int4_weights,
+    write_weights,
+)
 from jaxspec import LLM, SamplingParams
 from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.models import load_model
@@ -57,7 +63,8 @@ def ids(llm, drafts=None):
 
 
 def held_bytes(llm):
-    return sum(w.nbytes for w in llm._runner._weights if w.dtype == jnp.float8_e4m3fn)
+    dtypes = jnp.float8_e4m3fn, jnp.uint8
+    return sum(w.nbytes for w in llm._runner._weights if w.dtype in dtypes)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +76,9 @@ def held_bytes(llm):
         soak(EXPERTS, write_float8_weights, {}),
         soak(EXPERTS, BY_ROW, {}),
         soak(EXPERTS, write_weights, ROUNDED),
+        soak(DENSE, write_int4_weights, {}),
+        soak(DENSE, write_float4_weights, {}),
+        soak(EXPERTS, write_int4_weights, {}),
     ],
 )
 def test_drafts_and_the_form_change_no_token(name, write, options, tmp_path, holds, monkeypatch):
