@@ -108,9 +108,9 @@ def _drawn_grain(scheme: Scheme) -> Grain | None:
         layout = scheme.integers
         shifts = isinstance(layout, GPTQ) and layout.added is not None
         return Grain.int4(sizes[0], has_zeros=shifts or isinstance(layout, AWQ))
-    if scheme.input_bits == 4:
+    if scheme.has_float4:
         return Grain.FLOAT4
-    if not scheme.grains or scheme.input_bits not in (None, 8):
+    if not scheme.grains:
         return None
     has_rows = not scheme.grains.isdisjoint((PER_TENSOR, PER_ROW))
     return Grain.ROWS if has_rows else Grain.BLOCKS

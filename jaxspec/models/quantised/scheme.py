@@ -62,6 +62,7 @@ class Scheme:
     bits: frozenset[int] = frozenset()  # of integers
     groups: frozenset[int | None] = frozenset()  # columns that share a scale of integers
     integers: AWQ | GPTQ | None = None  # weights named `qweight`
+    has_float4: bool = False  # NVFP4; not if ModelOpt declares other formats beside it
     input_bits: int | None = None  # to which other engines round activations
     has_weights: bool = True  # False for scales of keys and values alone
     file: str = "config.json"  # that was read
@@ -180,15 +181,18 @@ def _modelopt(block: Block) -> Scheme:
     else:
         parts = [block]
     bits: int | None = None
+    has_float4 = bool(parts)
     for part in parts:
         algorithm = part.need("quant_algo", _any_case(_MODELOPT_BITS)).upper()
         if "NVFP4" in algorithm:
             part.find("group_size", one_of((16,)))
+        else:
+            has_float4 = False
         bits = max(bits or 0, _MODELOPT_BITS[algorithm] or 0) or None
     groups = _blocks(block, "config_groups", _MAX_RULES)
     if groups and not any(group.entries.get("input_activations") for group in groups):
         bits = None  # NVFP4 also names weights alone
-    return Scheme("modelopt", _MODELOPT_GRAINS, input_bits=bits)
+    return Scheme("modelopt", _MODELOPT_GRAINS, has_float4=has_float4, input_bits=bits)
 
 
 def _mxfp4(block: Block) -> Scheme:
@@ -298,8 +302,8 @@ def _with_group(scheme: Scheme, group: Block) -> Scheme:
         size = _group(weights) if strategy == "group" else None
         return dataclasses.replace(scheme, bits=scheme.bits | {bits}, groups=scheme.groups | {size})
     if bits == 4:
-        weights.need("group_size", one_of((16, 32)))
-        return scheme
+        has_float4 = weights.need("group_size", one_of((16, 32))) == 16
+        return dataclasses.replace(scheme, has_float4=scheme.has_float4 or has_float4)
     return dataclasses.replace(scheme, grains=scheme.grains | {_grain(weights)})
 
 

@@ -130,6 +130,7 @@ def test_a_scale_that_is_not_finite_is_refused(tmp_path, holds):
         ("w4a16 rows", Grain.int4(128, has_zeros=False)),
         ("gptq", Grain.int4(128, has_zeros=True)),
         ("modelopt nvfp4", Grain.FLOAT4),
+        ("ct nvfp4", Grain.FLOAT4),
     ],
 )
 def test_folders_in_4_bits_draw_their_grain(name, grain, tmp_path, holds):

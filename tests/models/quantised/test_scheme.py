@@ -106,6 +106,22 @@ def test_activations_that_nothing_rounds():
     assert Scheme.of(integers()).input_bits == 8
 
 
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        (modelopt("NVFP4"), True),
+        (modelopt("W4A16_NVFP4"), True),
+        (modelopt("FP8"), False),
+        (FORMATS["ct nvfp4"].config, True),
+        (FORMATS["ct mxfp4"].config, False),
+        (FORMATS["ct fp8 rows"].config, False),
+        (integers(), False),
+    ],
+)
+def test_float4_is_declared_whatever_activations_are(form, expected):
+    assert Scheme.of(form).has_float4 == expected
+
+
 INTEGERS = [FORMATS[name].config for name in ("gptq", "awq", "auto-round", "auto-round awq")]
 REFUSED = {
     "quant_method": [
