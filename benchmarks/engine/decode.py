@@ -183,7 +183,7 @@ def compare(case: Case, figures: Figures, copy: float) -> Figures:
         states=StateConfig(case.state_policy, case.state_dtype),
         dtype=case.dtype,
         kv_dtype=case.kv_dtype,
-        weight_dtype="float8_e4m3fn" if case.quantization else None,
+        weight_dtype=case.weight_dtype,
     )
     # The devices share bytes and operations; what they send each other is not in the floor.
     whole = floor.step_seconds(moved, config, case.rows * (1 + case.drafts), copy)

@@ -21,10 +21,13 @@ import numpy as np
 
 from benchmarks.measure import record
 from benchmarks.measure.model_shapes import SHAPES
+from benchmarks.measure.weights import BLOCK, FLOAT4, int4_of
 from jaxspec import LLM, RequestMetrics, SamplingParams
 
 RATES = (0.80, 0.60, 0.45)  # of the first draft, of the first two, of all three
 PAGE_SIZE = 16
+# Values of `Case.quantization` that config.json declares; "fp8" is an option of the engine.
+DECLARED = {"w4a16": int4_of(BLOCK), "nvfp4": FLOAT4}
 Prompts = list[dict[str, list[int]]]
 Figures = dict[str, Any]
 
@@ -43,8 +46,15 @@ class Case:
     max_in_flight: int
     steps_per_dispatch: int
     tensor_parallel_size: int = 1
-    quantization: str | None = None
+    quantization: str | None = None  # "fp8", or of `DECLARED`
     activation_dtype: str | None = None
+
+    @property
+    def weight_dtype(self) -> str | None:
+        """Dtype of the matrices of layers, as `floor.step_bytes` takes it."""
+        if self.quantization is None:
+            return None
+        return "int4" if self.quantization in DECLARED else "float8_e4m3fn"
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -56,7 +66,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
     options.add_argument("--state-policy", default="replay", choices=("snapshot", "replay"))
     options.add_argument("--state-dtype", default="float32")
     options.add_argument("--kv-dtype")
-    options.add_argument("--quantization", choices=("fp8",))
+    options.add_argument("--quantization", choices=("fp8", *DECLARED))
     options.add_argument("--activation-dtype", choices=("float8_e4m3fn",))
     options.add_argument("--max-in-flight", type=int, default=2)
     options.add_argument("--steps-per-dispatch", type=int, default=1)
@@ -75,8 +85,9 @@ def fields_given(kind: type[Case], args: argparse.Namespace) -> Figures:
 def make_llm(case: Case, folder: Path, **sizes: Any) -> LLM:
     """Create an engine for the model in `folder`; `sizes`: other options."""
     same = "dtype", "state_policy", "state_dtype", "kv_dtype", "max_in_flight"
-    more = "steps_per_dispatch", "tensor_parallel_size", "quantization", "activation_dtype"
+    more = "steps_per_dispatch", "tensor_parallel_size", "activation_dtype"
     given = {name: getattr(case, name) for name in (*same, *more)}
+    given["quantization"] = None if case.quantization in DECLARED else case.quantization
     options = options_of(case.drafts, draft_vocab=case.draft_vocab, page_size=PAGE_SIZE)
     return LLM(folder, **options, **given, **sizes)
 
@@ -121,11 +132,14 @@ def num_pages(lengths: Iterable[int]) -> int:
 
 
 @contextlib.contextmanager
-def model_folder(shape: str) -> Iterator[Path]:
-    """Yield a folder with the config.json of a shape."""
+def model_folder(shape: str, quantization: str | None = None) -> Iterator[Path]:
+    """Yield a folder with the config.json of a shape; see `Case.quantization`."""
+    fields = SHAPES[shape].config()
+    if quantization in DECLARED:
+        fields["quantization_config"] = DECLARED[quantization]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(SHAPES[shape].config()))
+        (folder / "config.json").write_text(json.dumps(fields))
         yield folder
 
 
@@ -191,7 +205,7 @@ def run(
 ) -> list[Figures]:
     """Measure each case, print and write its result; a case that does not fit has an `error`."""
     results = []
-    with model_folder(args.shape) as folder:
+    with model_folder(args.shape, args.quantization) as folder:
         for case in cases:
             try:
                 figures = measure(case, folder, args)

@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=3)
     args = parser.parse_args()
     results = []
-    with dummy_llm.model_folder(args.shape) as model:
+    with dummy_llm.model_folder(args.shape, args.quantization) as model:
         for rows in args.rows:
             case = Case(**dummy_llm.fields_given(Case, args) | {"rows": rows})
             figures = measured(case, model, args.repeats)

@@ -90,7 +90,8 @@ def new_process(arguments: list[str]) -> str:
 def first_token(case: Case, args: argparse.Namespace) -> Figures:
     """Time a start in this process, which began at `args.begun` (`time.monotonic`)."""
     parts = {"import": time.monotonic() - args.begun}
-    with jax_says() as said, dummy_llm.model_folder(case.shape) as folder:
+    model_folder = dummy_llm.model_folder(case.shape, case.quantization)
+    with jax_says() as said, model_folder as folder:
         _, parts["device"] = timed(jax.devices)
         llm, parts["load"] = timed(lambda: make_llm(case, folder, args))
         _, parts["compile"] = timed(lambda: llm.warm_up(case.variants))

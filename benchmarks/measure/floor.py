@@ -33,7 +33,7 @@ from jaxspec.pallas.recurrent.replay import default_window
 from jaxspec.plan.step_shapes import StateConfig
 
 MATMUL_FLOPS = 790e12  # a second: what large bfloat16 products reach on an H200
-ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int4": 0.5}
 EVERY = math.inf  # tokens, of which each expert gets some
 
 

@@ -22,8 +22,9 @@ import pytest
 from harness import FIXTURES
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxspec.models import load_model, parse_config
+from jaxspec.models import load_model, parse_config, unread
 from jaxspec.models.layers.moe import MoEConfig
+from jaxspec.models.layers.weight_matrix import forms_of
 from jaxspec.plan.step_shapes import StateConfig
 from jaxspec.requests.request import Finish
 
@@ -165,6 +166,17 @@ def test_prefill_asks_for_prompts_whole_and_in_chunks(prefill, monkeypatch):
     sizes = [(case.prompts, case.prompt, case.chunk, case.rows) for case in asked]
     alone = [(1, 512, 512, 0), (1, 8192, 8192, 0), (1, 8192, 2048, 0), (8, 8192, 8192, 0)]
     assert sizes == [*alone, (8, 8192, 2048, 64)]
+
+
+@pytest.mark.parametrize("word", ["w4a16", "nvfp4"])
+def test_a_folder_declares_weights_in_4_bits_that_are_drawn(word, holds):
+    dummy_llm = importlib.import_module("benchmarks.engine.dummy_llm")
+    with (
+        dummy_llm.model_folder("qwen3.5-0.8b", word) as folder,
+        unread(folder, jnp.dtype("bfloat16"), load_format="dummy") as found,
+    ):
+        (form,) = set(forms_of(found.model)) - {None}
+    assert form.grain.bits == 4
 
 
 @pytest.fixture
