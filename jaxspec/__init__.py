@@ -2,6 +2,7 @@
 
 from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.api.beam_search import BeamSearchParams
+from jaxspec.api.differentiable import Differentiable, differentiable
 from jaxspec.api.engine_args import AsyncEngineArgs, EngineArgs
 from jaxspec.api.follow import follow
 from jaxspec.api.llm import LLM, generate
@@ -36,6 +37,7 @@ __all__ = [
     "AsyncStream",
     "BeamSearchParams",
     "CompletionOutput",
+    "Differentiable",
     "DrainingError",
     "EngineArgs",
     "EngineDeadError",
@@ -59,6 +61,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "__version__",
+    "differentiable",
     "follow",
     "generate",
     "inspect",

@@ -6,11 +6,15 @@ the kernel, and would not report which of them ran.
 """
 
 import contextlib
+import contextvars
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
 
 from jaxspec import device
 
@@ -18,13 +22,15 @@ _log = logging.getLogger(__name__)
 _MEASURED = 0, 11  # JAX version on which the kernels were measured
 _chosen: dict[str, list[str]] = {}  # implementations by op, in the order of their first choice
 _heard: list[tuple[str, str, int]] | None = None  # choices inside `choices()`, else None
+_is_reference = contextvars.ContextVar("is_reference", default=False)
+_Carry = TypeVar("_Carry")
 
 
 def runs_kernel(op: str, why_not: str | None, *, rows: int, by_choice: bool = False) -> bool:
     """Return whether `op` runs its kernel; record the choice for `implementations` and log it.
 
     Without rows the result is False and nothing is recorded: a launch needs at least one block,
-    and XLA removes the reference, whose arrays are empty.
+    and XLA removes the reference, whose arrays are empty. The same holds inside `reference()`.
 
     Args:
         op: Name of the op.
@@ -32,7 +38,7 @@ def runs_kernel(op: str, why_not: str | None, *, rows: int, by_choice: bool = Fa
         rows: Number of rows or tokens of the operands, padding included.
         by_choice: If True, `why_not` means that the reference is preferred: log no warning.
     """
-    if not rows:
+    if not rows or _is_reference.get():
         return False
     is_hopper, missing = kernels_here()
     why = missing or why_not
@@ -66,6 +72,38 @@ def choices() -> Iterator[list[tuple[str, str, int]]]:
         yield heard
     finally:
         _heard = None
+
+
+@contextlib.contextmanager
+def reference() -> Iterator[None]:
+    """Make ops that are traced inside the context run references that JAX can differentiate."""
+    token = _is_reference.set(True)
+    try:
+        yield
+    finally:
+        _is_reference.reset(token)
+
+
+def loop(
+    count: Int[Array, ""], most: int, body: Callable[[Array, _Carry], _Carry], start: _Carry
+) -> _Carry:
+    """Return `carry` after `carry = body(i, carry)` for i in 0 to `count` - 1, at most `most`.
+
+    References run their loops with it. JAX cannot differentiate a loop whose number of iterations
+    is traced, so inside `reference()` it is `most`, and those from `count` on do nothing. There the
+    backward pass computes the values inside `body` again instead of storing them.
+    """
+    if not _is_reference.get():
+        return lax.fori_loop(0, count, body, start)
+
+    @jax.checkpoint
+    def one(carry, i):
+        return lax.cond(i < count, body, lambda _, unchanged: unchanged, i, carry)
+
+    def step(carry, i):
+        return one(carry, i), None
+
+    return lax.scan(step, start, jnp.arange(most, dtype=count.dtype))[0]
 
 
 def layer_index(pool: jax.Array, layer: int) -> jax.Array:

@@ -86,6 +86,11 @@ class ModelRunner:
         """Devices that run the programs."""
         return self._config.group
 
+    def model(self) -> Model:
+        """Return a model with the current weights, whose arrays it shares."""
+        weights = jax.tree.unflatten(self._config.weights, self._weights)
+        return nnx.merge(self._config.model, weights)
+
     @property
     def processors(self) -> tuple[LogitsProcessor, ...]:
         """Logits processors that programs are compiled for."""

@@ -4,6 +4,8 @@ import logging
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxspec.pallas import dispatch
@@ -76,3 +78,35 @@ def test_the_default_device_decides(monkeypatch):
     on(monkeypatch)
     with jax.default_device(jax.devices("cpu")[0]):
         assert not dispatch.runs_kernel("op", None, rows=1)
+
+
+def test_a_reference_runs_where_it_is_asked_for_and_is_no_choice(monkeypatch):
+    on(monkeypatch)
+    with dispatch.reference():
+        assert not dispatch.runs_kernel("op", None, rows=1)
+        with dispatch.reference():
+            pass
+        assert not dispatch.runs_kernel("op", None, rows=1)
+    assert dispatch.implementations() == {}
+    assert dispatch.runs_kernel("op", None, rows=1)
+
+
+def powers(x, count, most=5):
+    """x, 2 x, 4 x ..., in an array with room for `most`; the last one is a carry too."""
+
+    def body(i, carry):
+        x, found = carry
+        return 2 * x * jnp.exp(0 * x), found.at[i].set(x)
+
+    return dispatch.loop(jnp.int32(count), most, body, (x, jnp.zeros(most)))
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 5])
+def test_a_loop_is_the_same_under_a_gradient(count):
+    plain = jax.jit(powers)(jnp.float32(3), count)
+    with dispatch.reference():
+        bounded = jax.jit(powers)(jnp.float32(3), count)
+        slope = jax.jit(jax.grad(lambda x, n: powers(x, n)[1].sum()))(jnp.float32(3), count)
+    jax.tree.map(np.testing.assert_array_equal, plain, bounded)
+    np.testing.assert_array_equal(plain[1], 3.0 * 2.0 ** np.arange(5) * (np.arange(5) < count))
+    assert slope == 2**count - 1

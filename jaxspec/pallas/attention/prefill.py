@@ -62,7 +62,8 @@ def prefill_attention_reference(queries, kv, layer, page_tables, chunks, scales=
         new = jnp.where(real[:, None, None], new, old)
         return jax.lax.dynamic_update_slice_in_dim(out, new, start, 0)
 
-    out = jax.lax.fori_loop(0, tiles_end[-1], attend_tile, jnp.zeros_like(padded))
+    most = (num_tokens + (_TILE - 1) * num_seqs) // _TILE
+    out = dispatch.loop(tiles_end[-1], most, attend_tile, jnp.zeros_like(padded))
     return out[:num_tokens]
 
 

@@ -182,12 +182,14 @@ def moe_experts_reference(x, experts, choices):
         rows = x[jnp.maximum(at, 0) // parts]
         hidden = experts.activation(_product(rows, experts.up, expert).astype(x.dtype))
         y = _product(hidden, experts.down, expert) * weights[at][:, None]
-        return out.at[jnp.where(at < 0, tokens * parts, at)].set(y, mode="drop")
+        # With unique indices, the gradient needs no array of the size of `out`.
+        target = jnp.where(at < 0, tokens * parts + jnp.arange(_REFERENCE_ROWS), at)
+        return out.at[target].set(y, mode="drop", unique_indices=True)
 
     out = jnp.zeros((tokens * parts, x.shape[1]), jnp.float32)
     # Tiles of padding come after those of experts.
     count = jnp.sum(work.expert < experts.number, dtype=jnp.int32)
-    out = lax.fori_loop(0, count, one_tile, out)
+    out = dispatch.loop(count, len(at_place), one_tile, out)
     return jnp.swapaxes(out.reshape(tokens, parts, x.shape[1]), 0, 1)
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxspec.pallas import dispatch
 from jaxspec.pallas.recurrent.state_select import state_select, why_not_states
 from jaxspec.regions import PrefillRegion
 
@@ -64,7 +65,8 @@ def chunk_by_chunk(
 
     out = jnp.zeros((num_tokens + CHUNK, *initial.shape[1:3]), jnp.float32)
     carry = (jnp.zeros_like(initial[0]), out, initial)
-    _, out, final = jax.lax.fori_loop(0, chunks_end[-1], take_chunk, carry)
+    most = (num_tokens + (CHUNK - 1) * seqs) // CHUNK
+    _, out, final = dispatch.loop(chunks_end[-1], most, take_chunk, carry)
     target = jnp.where(length > 0, chunks.slots, num_slots)
     states = states.at[layer, target, 0].set(final.astype(states.dtype), mode="drop")
     return out[:num_tokens], states

@@ -1,0 +1,168 @@
+"""`differentiable`: a model's log-probabilities as a function that JAX can differentiate."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.api.llm_engine import LLMEngine
+from jaxspec.api.replicated_engine import ReplicatedEngine
+from jaxspec.checks import real, shown
+from jaxspec.models.base import Model
+from jaxspec.models.layers.weight_matrix import forms_of
+from jaxspec.models.sequence import draft_logprobs, text_logprobs
+
+_Texts = Int[Array, "texts length"]
+_Lengths = Int[Array, " texts"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Differentiable:
+    """A model as a pure function of its parameters.
+
+    Both methods can be transformed by `jax.grad`, `jax.jit` and the like. They run the layers of
+    the engine by references of their ops, on GPUs too. The backward pass computes each layer again,
+    so memory grows with the tokens of a call times the hidden size, plus what one layer needs.
+
+    Attributes:
+        graph: The model without values: `nnx.merge(graph, params)` is the model.
+        params: The parameters, in the layers' own names and shapes. An engine's are its arrays, not
+            copies. They may have another dtype than the engine's, such as float32; activations then
+            have it too.
+    """
+
+    graph: nnx.GraphDef
+    params: nnx.State
+
+    def logprobs(
+        self, params: nnx.State, tokens: _Texts, lengths: _Lengths, temperature: Any = 1.0
+    ) -> Float[Array, "texts predicted"]:
+        """Return the log-probability of each token of texts, given those before it.
+
+        Args:
+            params: Parameters as in `params`.
+            tokens: Token ids of the texts, padded at the end to one length. Ids of padding are
+                arbitrary.
+            lengths: Number of tokens of each text.
+            temperature: Divides the logits, as in `SamplingParams`; 1 gives those of `LLM.score`.
+
+        Returns:
+            float32 `[texts, length - 1]`: the value at `[i, j]` is that of `tokens[i, j + 1]`. It
+            is 0 for padding, and NaN for an id that is not in the vocabulary.
+
+        Raises:
+            ValueError: an array has another shape or dtype, or `temperature` is not above 0.
+        """
+        arrays = _checked(tokens, lengths, temperature)
+        return text_logprobs(nnx.merge(self.graph, params), *arrays)
+
+    def draft_logprobs(
+        self, params: nnx.State, tokens: _Texts, lengths: _Lengths, temperature: Any = 1.0
+    ) -> Float[Array, "texts predicted"]:
+        """Return the log-probability that the draft head gives each token as a first draft.
+
+        The gradient is zero for all parameters but those of the head (`params["draft_head"]`), so
+        training with it changes how many drafts are accepted, and no output.
+
+        Args:
+            params: As in `logprobs`.
+            tokens: As in `logprobs`.
+            lengths: As in `logprobs`.
+            temperature: As in `logprobs`.
+
+        Returns:
+            float32 `[texts, length - 2]`: the value at `[i, j]` is that of `tokens[i, j + 2]`, else
+            as in `logprobs`.
+
+        Raises:
+            ValueError: the model has no draft head, or as in `logprobs`.
+        """
+        model = nnx.merge(self.graph, params)
+        if model.draft_head is None:
+            raise ValueError(
+                "draft_logprobs needs a model with a draft head (MTP), and this one has none. Use "
+                "logprobs, or load a checkpoint that has the head's tensors."
+            )
+        return draft_logprobs(model, *_checked(tokens, lengths, temperature))
+
+
+def differentiable(model: LLMEngine | AsyncLLM | Model) -> Differentiable:
+    """Return a model's log-probabilities as a function of its parameters, to train it.
+
+    Args:
+        model: An `LLM`, an `AsyncLLM`, or a model of `jaxspec.models.load_model`.
+
+    Returns:
+        The function, and the model's current parameters.
+
+    Raises:
+        TypeError: `model` is none of these.
+        ValueError: its weights are in FP8, or several devices or processes hold it.
+        RuntimeError: the engine is closed.
+    """
+    if isinstance(model, AsyncLLM):
+        model = model._engine
+    if isinstance(model, LLMEngine):
+        model = _model_of(model)
+    if not isinstance(model, Model):
+        raise TypeError(
+            f"differentiable takes an LLM, an AsyncLLM or a model, got {shown(model)}. Load one "
+            "with jaxspec.LLM or jaxspec.models.load_model."
+        )
+    if (count := model.config.devices) > 1:
+        raise ValueError(
+            f"A differentiable model must be whole on one device, and {count} share this one. Load "
+            "it with tensor_parallel_size=1."
+        )
+    forms = forms_of(model)
+    if held := len(forms) - forms.count(None):
+        raise ValueError(
+            f"A differentiable model must have weights in 32 or 16 bits, and {held} of "
+            f"{len(forms)} matrices of this one are in FP8. Load it with quantization='dequantise'."
+        )
+    return Differentiable(*nnx.split(model))
+
+
+def _model_of(engine: LLMEngine) -> Model:
+    if isinstance(engine, ReplicatedEngine):
+        raise ValueError(
+            "A differentiable model must be in this process, and with data_parallel_size above 1 "
+            "each replica is in its own. Load it with data_parallel_size=1."
+        )
+    engine.session.require_usable()
+    return engine._runner.model()
+
+
+def _checked(
+    tokens: Any, lengths: Any, temperature: Any
+) -> tuple[_Texts, _Lengths, Float[Array, ""]]:
+    """Return the arguments as the model takes them; values of traced arrays are not checked."""
+    tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
+    are_integers = all(jnp.issubdtype(x.dtype, jnp.integer) for x in (tokens, lengths))
+    has_texts = tokens.ndim == 2 and min(tokens.shape) > 0
+    if not are_integers or not has_texts or lengths.shape != tokens.shape[:1]:
+        raise ValueError(
+            "tokens and lengths must be integers of the shapes [texts, length] and [texts], with "
+            f"at least one token, got {_kind(tokens)} and {_kind(lengths)}. Pad texts at their "
+            "ends to one length."
+        )
+    if not isinstance(temperature, jax.Array) and not 0 < real(temperature) < float("inf"):
+        raise ValueError(
+            f"temperature must be a number above 0, got {shown(temperature)}. Greedy choices have "
+            "no gradient; 1 is the model's own distribution."
+        )
+    as_float = jnp.asarray(temperature, jnp.float32)
+    if as_float.ndim:
+        raise ValueError(
+            f"temperature must be one number for all texts, got {_kind(as_float)}. Call logprobs "
+            "once for each temperature."
+        )
+    return tokens.astype(jnp.int32), lengths.astype(jnp.int32), as_float
+
+
+def _kind(array: Array) -> str:
+    return f"{array.dtype.name}{list(array.shape)}"
