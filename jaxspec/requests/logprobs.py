@@ -57,9 +57,7 @@ def readable(
     num_real = int(np.count_nonzero(bits[0, _TOP_IDS] >= 0))  # fewer in a small vocabulary
     num_top = min(num_top, num_real)
     top_logits = reals[:, _TOP_LOGITS][:, :num_top]
-    values = np.concatenate([reals[:, _LOGIT], top_logits], axis=1)
-    with np.errstate(invalid="ignore"):  # an infinite logit has no log-probability
-        values = values - reals[:, _TOP_LOGITS.start, None] - reals[:, _LOG_TOTAL]
+    values = _normalised(np.concatenate([reals[:, _LOGIT], top_logits], axis=1), reals)
     ranks = np.empty(values.shape, np.int64)
     ranks[:, 0] = bits[:, _RANK.start]
     ranks[:, 1:] = places = np.arange(1, num_top + 1)
@@ -79,6 +77,20 @@ def readable(
     return [dict(islice(pairs, num_top + 1)) for _ in rows]
 
 
+def token_logprobs(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the log-probability of each token itself (float32), for rows as in `readable`."""
+    if not len(rows):
+        return np.zeros(0, np.float32)
+    reals = np.stack(rows).view(np.float32)
+    return _normalised(reals[:, _LOGIT], reals)[:, 0]
+
+
+def _normalised(logits: np.ndarray, reals: np.ndarray) -> np.ndarray:
+    """Return the log-probabilities of `logits`, a row per row of reports."""
+    with np.errstate(invalid="ignore"):  # an infinite logit has no log-probability
+        return logits - reals[:, _TOP_LOGITS.start, None] - reals[:, _LOG_TOTAL]
+
+
 _LOGIT, _RANK, _LOG_TOTAL, _TOP_IDS, _TOP_LOGITS = (
     LAYOUT.slices[name] for name in ("logit", "rank", "log_total", "top_ids", "top_logits")
 )
@@ -96,6 +108,7 @@ class Deferred(NamedTuple):
     """Logprobs that are built on first access."""
 
     make: Callable[[], Any]
+    rows: Sequence[np.ndarray]  # the reports that they are built from
 
 
 def none() -> None:
@@ -114,6 +127,19 @@ class DeferredLogprobs:
         fields = self.__dict__
         if type(fields["logprobs"]) is Deferred:
             fields["_deferred"] = fields.pop("logprobs")
+
+    @property
+    def token_logprobs(self) -> np.ndarray | None:
+        """Log-probability of each token itself (float32), without building `logprobs`.
+
+        None if `logprobs` is None.
+        """
+        deferred = self.__dict__.get("_deferred")
+        if deferred is not None:
+            return token_logprobs(deferred.rows)
+        if self.logprobs is None:
+            return None
+        return np.array([next(iter(x.values())).logprob for x in self.logprobs], np.float32)
 
     def __getattr__(self, name: str) -> Any:
         """Build `logprobs` and store it."""

@@ -45,10 +45,8 @@ class CompletionOutput(DeferredLogprobs):
     @property
     def cumulative_logprob(self) -> float | None:
         """Sum of the log-probabilities of all `token_ids`; None without `logprobs`."""
-        if self.logprobs is None:
-            return None
-        places = zip(self.token_ids, self.logprobs, strict=True)
-        return sum((entry[token].logprob for token, entry in places), start=0.0)
+        found = self.token_logprobs
+        return None if found is None else sum(found.tolist(), start=0.0)
 
     def finished(self) -> bool:
         """Return whether the sample has finished."""
@@ -360,7 +358,8 @@ class Sample:
         if num_top is None:
             return None
         rows = self.request.logprobs[first : first + len(tokens)]
-        return Deferred(functools.partial(readable, rows, list(tokens), num_top, self._text_of))
+        make = functools.partial(readable, rows, list(tokens), num_top, self._text_of)
+        return Deferred(make, rows)
 
     @property
     def _text_of(self) -> Callable[[int], str] | None:

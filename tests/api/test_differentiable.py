@@ -56,9 +56,7 @@ def test_they_are_the_logprobs_of_generated_tokens(llm, made):
     texts = [[*each.prompt_token_ids, *each.outputs[0].token_ids] for each in outputs]
     found = np.asarray(made.logprobs(made.params, *padded(texts)))
     for own, text, each in zip(found, texts, outputs, strict=True):
-        sample = each.outputs[0]
-        places = zip(sample.token_ids, sample.logprobs, strict=True)
-        want = [place[token].logprob for token, place in places]
+        want = each.outputs[0].token_logprobs
         start = len(text) - len(want)
         np.testing.assert_allclose(own[start - 1 : len(text) - 1], want, rtol=0, atol=1e-5)
 

@@ -25,7 +25,7 @@ UNTIED = ["qwen3_5", "qwen3_moe", "nemotron_h_latent"]
 NOT_TRAINED = ["correction"]  # of experts' scores: it only chooses
 LENGTHS = np.array([80, 9])  # the first text spans two chunks of 64
 PADDED = 83
-STEP = 3e-4  # of central differences, in standard deviations of each parameter
+STEPS = [3e-4, 1e-4, 4e-5]  # of central differences, in standard deviations of each parameter
 
 
 @dataclasses.dataclass
@@ -168,23 +168,22 @@ def test_the_gradient_is_the_slope_in_every_direction(run):
     """Along a line on which no token changes its experts: there the loss would jump."""
     here, leaves = run.loss(run.params), jax.tree.leaves(run()[1])
     for owner, indices in groups_of(run.params).items():
-        for seed in range(12):
-            ends = [moved(run.params, indices, seed, sign * STEP) for sign in (-1, 1)]
+        for seed, step in enumerate(np.repeat(STEPS, 4)):
+            ends = [moved(run.params, indices, seed, sign * step) for sign in (-1, 1)]
             low, high = (run.loss(params) for params, _ in ends)
             direction = ends[0][1]
             slope = sum((np.asarray(leaves[i], np.float64) * d).sum() for i, d in direction.items())
-            bend = abs(high + low - 2 * here)
-            if bend < 2e-3 + 0.02 * abs(high - low):
+            if abs(high + low - 2 * here) < 1e-4 + 0.004 * abs(high - low):
                 break
         else:
             pytest.fail(f"{owner}: every direction changes experts")
-        assert abs((high - low) / (2 * STEP) - slope) <= 0.25 + 0.005 * abs(slope), owner
+        assert abs((high - low) / (2 * step) - slope) <= 0.3 + 0.005 * abs(slope), owner
 
 
 def test_a_gradient_that_lacks_a_chunk_is_seen(monkeypatch):
-    """A loop with fewer iterations than tiles: their bound follows from shapes."""
+    """A loop that runs its first tile alone, as its bound does not follow from the shapes."""
     loop = dispatch.loop
-    monkeypatch.setattr(dispatch, "loop", lambda count, most, *rest: loop(count, most // 2, *rest))
+    monkeypatch.setattr(dispatch, "loop", lambda count, most, *rest: loop(count, 1, *rest))
     run = run_of.__wrapped__("lfm2")
     with pytest.raises(AssertionError):
         test_values_are_those_of_another_implementation(run)

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.requests.logprobs import LAYOUT, Deferred, DeferredLogprobs, Logprob, none, readable
+from jaxspec.requests.logprobs import (
+    LAYOUT,
+    Deferred,
+    DeferredLogprobs,
+    Logprob,
+    none,
+    readable,
+    token_logprobs,
+)
 from jaxspec.requests.sampling_params import MAX_LOGPROBS
 
 
@@ -76,6 +84,17 @@ def test_no_tokens_have_no_logprobs():
     assert Logprob(-1.0) == (-1.0, None, None)
 
 
+def test_an_array_has_the_tokens_own_logprobs_alone():
+    tokens = [0, 3, 2, 4]
+    rows = [reported(LOGITS, token) for token in tokens]
+    found, shown = token_logprobs(rows), readable(rows, tokens, 2, None)
+    assert found.dtype == np.float32
+    own = [entry[token].logprob for token, entry in zip(tokens, shown, strict=True)]
+    assert found.tolist() == own
+    np.testing.assert_allclose(found, EXACT[tokens], atol=1e-6)
+    assert token_logprobs([]).shape == (0,)
+
+
 @dataclasses.dataclass(frozen=True)
 class Output(DeferredLogprobs):
     number: int
@@ -87,7 +106,7 @@ def deferred(calls):
         calls.append(1)
         return [{5: Logprob(-1.0, 1)}]
 
-    return Output(3, Deferred(make))
+    return Output(3, Deferred(make, [reported(LOGITS, 2)]))
 
 
 def test_logprobs_are_made_once_when_they_are_first_read():
@@ -98,6 +117,15 @@ def test_logprobs_are_made_once_when_they_are_first_read():
     assert len(calls) == 1
     with pytest.raises(AttributeError, match="no attribute 'other'"):
         _ = output.other
+
+
+def test_the_array_is_there_before_the_logprobs_and_after_them():
+    calls = []
+    output = deferred(calls)
+    np.testing.assert_allclose(output.token_logprobs, EXACT[[2]], atol=1e-6)
+    assert not calls
+    assert output.logprobs and output.token_logprobs.tolist() == [-1.0]
+    assert Output(3).token_logprobs is None and Output(3, []).token_logprobs.shape == (0,)
 
 
 def test_a_deferred_output_is_equal_to_one_that_was_not_and_copies_and_pickles_like_it():
@@ -141,6 +169,7 @@ def test_samples_that_share_a_prompt_show_its_logprobs_once(llm):
     for sample in output.outputs:
         own = [entry[token] for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
         assert sample.cumulative_logprob == sum(found.logprob for found in own) < 0
+        assert sample.token_logprobs.tolist() == [found.logprob for found in own]
         assert [found.decoded_token for found in own] == [
             llm.tokenizer.decode([token]) for token in sample.token_ids
         ]
