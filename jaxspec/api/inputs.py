@@ -30,7 +30,7 @@ from jaxspec.requests.prompts import (
     read_ids,
 )
 from jaxspec.requests.request import Request
-from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.requests.sampling_params import RAW, SamplingParams
 from jaxspec.requests.stop_strings import StopStrings
 from jaxspec.text.conversations import TemplateOptions, check_options, conversations_of
 from jaxspec.text.tokenizer import Tokenizer
@@ -158,6 +158,7 @@ class InputProcessor:
         default_params: SamplingParams | None = None,
         finds_boundaries: bool = False,
         reasoning_parser: str | None = None,
+        logprobs_mode: str = RAW,
         processor_params: ProcessorParams = ProcessorParams(),  # noqa: B008  immutable
     ):
         """Create a processor for one model.
@@ -173,6 +174,7 @@ class InputProcessor:
             finds_boundaries: Find the prefix lengths of chats at which later turns will diverge.
             reasoning_parser: A name of `REASONING_PARSERS`, for a model that reasons although its
                 chat template has no `</think>`; None means that the template decides.
+            logprobs_mode: That of parameters without one.
             processor_params: Parameters of the engine's logits processors.
         """
         self.tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -180,7 +182,7 @@ class InputProcessor:
         self.eos_ids = end_ids(eos_ids, tokenizer, vocab_size)
         self._seed, self.default_params = seed, default_params or SamplingParams()
         self._finds_boundaries, self._reasoning_parser = finds_boundaries, reasoning_parser
-        self._processor_params = processor_params
+        self._logprobs_mode, self._processor_params = logprobs_mode, processor_params
         self._num_prompts = 0  # numbers the prompts, so that each without a seed has other noise
         self._lock = threading.Lock()
 
@@ -215,6 +217,7 @@ class InputProcessor:
         priorities = priorities_of(priority, len(prompts))
         stop_ids = [self._stop_ids(param) for param in params]
         for param in params:
+            param.logprobs_mode = param.logprobs_mode or self._logprobs_mode
             self._processor_params.read(param.extra_args)  # before any request is made
         bad_words = [self._bad_words(*each) for each in zip(params, stop_ids, strict=True)]
         tokenized, grammars, held = list[TokenizedPrompt](), list[Grammar | None](), 0
@@ -299,6 +302,7 @@ class InputProcessor:
             default_params=self.default_params,
             finds_boundaries=self._finds_boundaries,
             reasoning_parser=self._reasoning_parser,
+            logprobs_mode=self._logprobs_mode,
             processor_params=self._processor_params,
         )
 

@@ -11,7 +11,7 @@ from jaxspec.api import beam_search, progress_bar
 from jaxspec.api.beam_search import BeamSearchOutput, BeamSearchParams
 from jaxspec.api.replicated_engine import ReplicatedEngine
 from jaxspec.api.request_transfer import TransferEngine
-from jaxspec.api.score import TextScore
+from jaxspec.api.score import TextScore, scoring_params
 from jaxspec.checks import integer
 from jaxspec.engine.admission import Admission
 from jaxspec.options.engine_options import SIGNATURE, EngineConfig, listing
@@ -19,7 +19,7 @@ from jaxspec.options.vllm_options import check_call, without_neutral
 from jaxspec.process import check_process, first_process
 from jaxspec.requests.outputs import CompletionOutput, RequestOutput, Stream
 from jaxspec.requests.prompts import Prompt, TokenizedPrompt, is_one_prompt, params_of, prompts_of
-from jaxspec.requests.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxspec.requests.sampling_params import MAX_LOGPROBS, PROCESSED, SamplingParams
 from jaxspec.text.conversations import Messages, TemplateOptions
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -284,7 +284,16 @@ class LLM(TransferEngine):
         prompt = self.inputs.chat(messages, template)
         return self.stream(prompt, sampling_params, priority=priority, request_id=request_id)
 
-    def score(self, prompts: Prompt | Sequence[Prompt], logprobs: int = 0) -> list[TextScore]:
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        logprobs: int = 0,
+        *,
+        temperature: float = 1.0,
+        top_k: int = -1,
+        top_p: float = 1.0,
+        logprobs_mode: str = PROCESSED,
+    ) -> list[TextScore]:
         """Return the log-probability of each token of texts.
 
         To compare continuations of a common beginning, pass token ids and sum from the position at
@@ -294,16 +303,21 @@ class LLM(TransferEngine):
         Args:
             prompts: A text or a list of texts, in the forms of `generate`.
             logprobs: Number of likeliest ids to report at each position besides the token itself.
+            temperature: Divisor of the logits, above 0. With `top_k` and `top_p` the scores are
+                those of tokens drawn with these parameters; -inf for a token that is cut off.
+            top_k: As in `SamplingParams`.
+            top_p: As in `SamplingParams`.
+            logprobs_mode: "raw_logprobs" ignores these three.
 
         Returns:
             The score of each text.
 
         Raises:
-            ValueError: `logprobs` is out of range, or as in `generate`.
+            ValueError: a parameter is out of range, or as in `generate`.
             RuntimeError: a text was aborted before its scores were computed, or as in `generate`.
         """
         count = integer("logprobs", logprobs, 0, MAX_LOGPROBS)
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=count)
+        params = scoring_params(count, temperature, top_k, top_p, logprobs_mode)
         outputs = self.generate(prompts, params)
         return [TextScore.of(number, output) for number, output in enumerate(outputs, 1)]
 

@@ -389,6 +389,7 @@ def _inputs_of(loaded: Loaded) -> InputProcessor:
         default_params=loaded.default_params,
         finds_boundaries=loaded.limits.prefix_caching == "all",
         reasoning_parser=loaded.config.reasoning_parser,
+        logprobs_mode=loaded.config.logprobs_mode,
         processor_params=loaded.processors.params,
     )
 

@@ -2,8 +2,10 @@
 
 import dataclasses
 
+from jaxspec.checks import shown
 from jaxspec.requests.logprobs import Logprob
 from jaxspec.requests.outputs import RequestOutput
+from jaxspec.requests.sampling_params import PROCESSED, RAW, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,3 +50,40 @@ class TextScore:
                 f"Text {number} was aborted before it was read, so it has no score. Call again."
             )
         return TextScore(output.prompt_token_ids, output.prompt_logprobs)
+
+
+def scoring_params(
+    count: int, temperature: float, top_k: int, top_p: float, mode: str
+) -> SamplingParams:
+    """Return the parameters of a request whose prompt logprobs are the scores of a text.
+
+    Args:
+        count: Number of likeliest ids to report.
+        temperature: As in `LLM.score`.
+        top_k: As in `LLM.score`.
+        top_p: As in `LLM.score`.
+        mode: `logprobs_mode` of `LLM.score`.
+
+    Raises:
+        ValueError: as in `SamplingParams`, or `temperature` is greedy.
+    """
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        max_tokens=1,
+        prompt_logprobs=count,
+        logprobs_mode=mode,
+    )
+    if params.is_greedy:
+        raise ValueError(
+            f"temperature must be above 0 in score, got {shown(temperature)}: greedy decoding "
+            "draws nothing. 1 is the model's own distribution."
+        )
+    if mode == RAW or params == SamplingParams(
+        max_tokens=1, prompt_logprobs=count, logprobs_mode=PROCESSED
+    ):  # equal to raw ones, for which a greedy program suffices
+        return SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=count, logprobs_mode=RAW
+        )
+    return params

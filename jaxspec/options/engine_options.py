@@ -68,6 +68,12 @@ class EngineConfig:
         "generation_config.json, vllm for the defaults of SamplingParams, or a folder with a "
         "generation_config.json",
     )
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = option(
+        "raw_logprobs",
+        "logprobs of requests that choose none: raw_logprobs are the model's own, "
+        "processed_logprobs those of the distribution that tokens are drawn from "
+        "(docs/logprobs.md)",
+    )
     reasoning_parser: Literal["deepseek_r1", "mimo", "nemotron_v3", "qwen3"] | None = option(
         None,
         "format of the reasoning before a structured output, for models whose chat template has "

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxspec.layout import Field, PackedLayout
 from jaxspec.requests.request import INT32_MAX, ROW_STOP_IDS, Request
+from jaxspec.requests.sampling_params import PROCESSED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,11 @@ SAMPLING_FIELDS = (
         "grammar_state",
         "State of its automaton, 0 without, and its count (`automaton_plan`).",
         lambda r: r.grammar_state,
+    ),
+    RowField(
+        "reports_processed",
+        "1 if its logprobs are those of processed logits, else 0.",
+        lambda r: r.params.logprobs_mode == PROCESSED,
     ),
     _real("min_p", "Least probability kept, as a fraction of the largest."),
     _real("presence_penalty", "Subtracted from logits of ids in the output."),

@@ -129,6 +129,7 @@ MAX_STOP_LENGTH = 1024
 MAX_TEMPERATURE = 1e6  # float32 scores could overflow beyond
 MAX_LOGPROBS = 20
 """Number of likeliest ids whose logits a program reports, even for requests with fewer."""
+LOGPROBS_MODES = RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 GREEDY_BELOW = 1e-5
 """Float32 temperatures below this are greedy: scores divided by them would overflow to ties."""
 
@@ -188,6 +189,10 @@ class SamplingParams:
         logprobs: Number of likeliest ids, from 0 to 20, whose log-probabilities are returned at
             each output position, besides that of the token itself. None returns none.
         prompt_logprobs: The same for the prompt.
+        logprobs_mode: "raw_logprobs" are those of the model's own logits. "processed_logprobs" are
+            those of the distribution that the token is drawn from, after all processors; of a
+            greedy request, after those that apply to it. Of a prompt, temperature, min-p, top-k and
+            top-p apply. None means the engine's option.
         structured_outputs: Form of the text, as parameters or as a dict of their fields; after the
             reasoning of a model that thinks. None means free text.
         thinking_token_budget: Most tokens of the model's reasoning, after which only those of
@@ -225,6 +230,7 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprobs_mode: str | None = None
     structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
     thinking_token_budget: int | None = None
     extra_args: dict[str, Any] | None = None
@@ -268,6 +274,7 @@ class SamplingParams:
             num_speculative_tokens=_most_drafts(self.num_speculative_tokens),
             logprobs=_num_logprobs("logprobs", self.logprobs),
             prompt_logprobs=_num_logprobs("prompt_logprobs", self.prompt_logprobs),
+            logprobs_mode=_logprobs_mode(self.logprobs_mode),
         )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
@@ -413,6 +420,15 @@ def _num_logprobs(name: str, value: Any) -> int | None:
         )
     hint = "; 0 reports the token's own alone, and None nothing"
     return integer(name, value, 0, MAX_LOGPROBS, hint=hint)
+
+
+def _logprobs_mode(value: Any) -> str | None:
+    if value is not None and value not in LOGPROBS_MODES:
+        raise ValueError(
+            f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)} or None, the engine's, got "
+            f"{shown(value)}. Logits are not reported."
+        )
+    return value
 
 
 def _stops(value: Any) -> list[str]:

@@ -5,12 +5,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.base import Model
-from jaxspec.requests.sampling_features import LOGPROBS, PROMPT_LOGPROBS, SamplingFeatures
+from jaxspec.requests.request import INT32_MAX
+from jaxspec.requests.sampling_features import (
+    LOGPROBS,
+    MIN_P,
+    PROMPT_LOGPROBS,
+    SMALL_TOP_K,
+    TEMPERATURE,
+    TOP_K_TOP_P,
+    SamplingFeatures,
+)
 from jaxspec.runner.draft_inputs import next_tokens
 from jaxspec.runner.prepare import StepInputs
-from jaxspec.sampling import Acceptance
-from jaxspec.sampling.logprobs import pack_logprobs
+from jaxspec.runner.verify import sampling_inputs
+from jaxspec.sampling import Acceptance, SamplingInputs
+from jaxspec.sampling.logprobs import pack_logprobs, reported_logits
 
+# Processors of logits that depend on no other token.
+_OF_PROMPTS = TEMPERATURE, MIN_P, SMALL_TOP_K, TOP_K_TOP_P
 _PIECE = 256  # prompt tokens scored at once, as many as 64 rows with 3 drafts verify
 
 
@@ -22,7 +34,7 @@ def emitted_logprobs(
 ) -> Int[Array, "active width fields"] | None:
     """Return the packed logprobs of each emitted token, at its place in `acceptance.tokens`.
 
-    `logits` (float32) are the target's at `inputs.logits_indices`. Logits at place j of a row
+    `logits` (float32) are those of `verify`, at `inputs.logits_indices`. Logits at place j of a row
     predict its j-th emitted token. Fields after the last emitted token are arbitrary. Returns None
     if `features` do not report logprobs.
     """
@@ -45,10 +57,11 @@ def prompt_logprobs(
 ) -> Int[Array, "prompt_tokens fields"] | None:
     """Return the packed logprobs of the token after each prompt token that the step computes.
 
-    `hidden` is the trunk's output for all tokens of the step. The token after a chunk is in the
-    plan, so none is missing between chunks. Tokens are scored in parts, because the logits of 2,048
-    tokens and 248,320 ids would take 2 GB. Returns None if `features` do not report them, or the
-    program has no prompt tokens.
+    `hidden` is the trunk's output for all tokens of the step. The logprobs are those of raw logits,
+    or of logits after temperature, min-p, top-k and top-p, as each row wants them. The token after
+    a chunk is in the plan, so none is missing between chunks. Tokens are scored in parts, because
+    the logits of 2,048 tokens and 248,320 ids would take 2 GB. Returns None if `features` do not
+    report them, or the program has no prompt tokens.
     """
     if PROMPT_LOGPROBS not in features or inputs.model.prefill is None:
         return None
@@ -58,9 +71,30 @@ def prompt_logprobs(
     size = min(_PIECE, max(count, 1))
     num_pieces = -(-count // size)
     missing = num_pieces * size - count
-    blocks = (
-        jnp.pad(hidden, ((0, missing), (0, 0))).reshape(num_pieces, size, hidden.shape[1]),
-        jnp.pad(tokens, (0, missing)).reshape(num_pieces, size),
-    )
-    fields = jax.lax.map(lambda block: pack_logprobs(model.logits(block[0]), block[1]), blocks)
+
+    def in_pieces(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, missing),) + ((0, 0),) * (x.ndim - 1))
+        return padded.reshape(num_pieces, size, *x.shape[1:])
+
+    cuts = SamplingFeatures.of(*(name for name in _OF_PROMPTS if name in features))
+
+    def packed(piece: tuple[Array, Array, dict[str, Array]]) -> Array:
+        hidden, tokens, columns = piece
+        logits = model.logits(hidden)
+        if cuts.processors:
+            rows, positions = SamplingInputs(columns), jnp.full(size, INT32_MAX, jnp.int32)
+            logits = reported_logits(logits, rows, positions, features=cuts)
+        return pack_logprobs(logits, tokens)
+
+    columns = _columns_of_tokens(inputs, count) if cuts.processors else {}
+    fields = jax.lax.map(packed, jax.tree.map(in_pieces, (hidden, tokens, columns)))
     return fields.reshape(num_pieces * size, fields.shape[2])[:count]
+
+
+def _columns_of_tokens(inputs: StepInputs, count: int) -> dict[str, Array]:
+    """Return the sampling parameters of each prompt token's row; those of padding are arbitrary."""
+    _, rows = inputs.places.split_rows(sampling_inputs(inputs.active).columns)
+    assert inputs.model.prefill is not None
+    ends = inputs.model.prefill.query_start[1:]
+    chunk = jnp.searchsorted(ends, jnp.arange(count, dtype=jnp.int32), side="right")
+    return jax.tree.map(lambda column: column[jnp.minimum(chunk, len(ends) - 1)], rows)

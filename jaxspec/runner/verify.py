@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.models.base import Model
 from jaxspec.plan.row import SAMPLING_FIELDS
-from jaxspec.requests.sampling_features import SamplingFeatures
+from jaxspec.requests.sampling_features import LOGPROBS, SamplingFeatures
 from jaxspec.runner.batch_state import BatchState
 from jaxspec.runner.prepare import Places, StepInputs
 from jaxspec.runner.tables import grammar_states, step_tokens
@@ -19,6 +19,7 @@ from jaxspec.sampling import (
     draw,
     forbidden_ids,
 )
+from jaxspec.sampling.logprobs import reported_logits
 from jaxspec.sampling.tables import SamplingTables
 
 
@@ -73,8 +74,8 @@ def verify(
         tables: Sampling tables that include the step's chunks (`with_chunks`).
 
     Returns:
-        The acceptance, and the target's unprocessed logits (float32) at each scored token, or None
-        if `features` need no logits.
+        The acceptance, and the target's logits (float32) at each scored token, from which its
+        logprobs are reported (`reported_logits`), or None if `features` report none.
     """
     places = inputs.places
     decode, ends = _with_tables(inputs, tables)
@@ -82,15 +83,11 @@ def verify(
     offset = jnp.arange(places.width)[None, :]
     positions = first[:, None] + offset
     logits = model.logits(hidden) if features.makes_logits else None
-    tokens, end_tokens = _target_tokens(
-        model,
-        hidden,
-        logits,
-        places,
+    scored = (
         _Scored(decode.repeat(places.width), positions.reshape(-1)),
         _Scored(ends, end_positions),
-        features,
     )
+    tokens, end_tokens = _target_tokens(model, hidden, logits, places, *scored, features)
     # Mask the entries after each row's last draft, so that they are never accepted.
     num_drafts, _ = places.split_rows(inputs.num_draft_tokens)
     slots, _ = places.split_rows(inputs.active.slot)
@@ -109,7 +106,7 @@ def verify(
         tokens=jnp.concatenate([accepted.tokens, emitted_at_ends]),
         num_accepted=jnp.pad(accepted.num_accepted, (0, len(end_tokens))),
     )
-    return acceptance, logits
+    return acceptance, _reported(logits, places, scored, features)
 
 
 class _Scored(NamedTuple):
@@ -136,3 +133,16 @@ def _target_tokens(
     # Drawn separately: rejection sampling does not read the rectangle's, so XLA removes that draw.
     tokens = draw(verified, *decode, features=features)
     return tokens, draw(end_logits, *ends, features=features)
+
+
+def _reported(
+    logits: Float[Array, "scored vocab"] | None,
+    places: Places,
+    scored: tuple[_Scored, _Scored],
+    features: SamplingFeatures,
+) -> Float[Array, "scored vocab"] | None:
+    if logits is None or LOGPROBS not in features:
+        return None
+    parts = zip(places.split_tokens(logits), scored, strict=True)
+    reported = [reported_logits(part, *each, features=features) for part, each in parts]
+    return jnp.concatenate(reported)

@@ -1,12 +1,40 @@
 """Log-probabilities and ranks of tokens, and the likeliest ids at their positions."""
 
+import dataclasses
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.requests.logprobs import LAYOUT
+from jaxspec.requests.sampling_features import SamplingFeatures
 from jaxspec.requests.sampling_params import MAX_LOGPROBS
 from jaxspec.sampling.candidates import largest
-from jaxspec.sampling.params import NO_TOKEN
+from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
+from jaxspec.sampling.processors import process_logits
+
+
+def reported_logits(
+    logits: Float[Array, "n vocab"],
+    inputs: SamplingInputs,
+    positions: Int[Array, " n"],
+    *,
+    features: SamplingFeatures,
+) -> Float[Array, "n vocab"]:
+    """Return the logits (float32) of the distribution whose logprobs each row reports.
+
+    These are the raw ones, bitwise, or with `reports_processed` those of `process_logits`, of which
+    a greedy row has no temperature, min-p, top-k or top-p. Arguments are as in `process_logits`.
+    """
+    if not len(logits):
+        return logits
+    is_processed = inputs.reports_processed > 0
+    # Others search nothing for their top-k and top-p.
+    is_cut = is_processed & ~inputs.is_greedy
+    off = {"min_p": 0.0, "top_k": 0, "top_p": 1.0}
+    cut = {name: jnp.where(is_cut, getattr(inputs, name), value) for name, value in off.items()}
+    own = dataclasses.replace(inputs, columns=inputs.columns | cut)
+    processed = process_logits(logits, own, positions, features=features)
+    return jnp.where(is_processed[:, None], processed, logits)
 
 
 def pack_logprobs(
