@@ -13,6 +13,7 @@ BAD = 60, 61, 62
 STOPS = tuple(range(100, 400, 3))  # ids, of which a random model draws one now and then
 ALLOWED = tuple(range(40, 72))
 SAMPLED = {"temperature": 0.8}
+AS_DRAWN = {"logprobs_mode": "processed_logprobs"}
 NESTED = 'start: " a" | " b" start " c"'  # no automaton has its language
 ENDS = {"ignore_eos": False}
 
@@ -53,6 +54,7 @@ FEATURES = (
     Feature("regex", SAMPLED | {"structured_outputs": {"regex": "( [a-e]{1,2}){4,8}"}} | ENDS),
     Feature("grammar", SAMPLED | {"structured_outputs": {"grammar": NESTED}} | ENDS),
     Feature("logprobs=5", {"temperature": 0.0, "logprobs": 5}),
+    Feature("processed logprobs", SAMPLED | {"top_k": 20, "logprobs": 1} | AS_DRAWN),
     Feature("prompt_logprobs=1", {"temperature": 0.0, "prompt_logprobs": 1}),
 )
 EVERYTHING = Feature(

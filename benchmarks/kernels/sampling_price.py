@@ -39,7 +39,7 @@ from jaxspec.requests.sampling_features import (
     SamplingFeatures,
 )
 from jaxspec.sampling import SamplingInputs, Use, draw, gumbel_noise
-from jaxspec.sampling.logprobs import pack_logprobs
+from jaxspec.sampling.logprobs import pack_logprobs, reported_logits
 from jaxspec.sampling.noise import row_keys
 from jaxspec.sampling.processors import process_logits
 from jaxspec.sampling.tables import SamplingTables
@@ -152,8 +152,12 @@ def greedy(logits, offset):
 def drawn(logits, offset, inputs, positions, *, features, places=PLACES):
     """Tokens, and logprobs where the features report them."""
     logits = made(logits, offset)
-    tokens = draw(logits, inputs.repeat(places), positions, features=features)
-    return (tokens, pack_logprobs(logits, tokens)) if LOGPROBS in features else tokens
+    rows = inputs.repeat(places)
+    tokens = draw(logits, rows, positions, features=features)
+    if LOGPROBS not in features:
+        return tokens
+    reported = reported_logits(logits, rows, positions, features=features)
+    return tokens, pack_logprobs(reported, tokens)
 
 
 def programs(found: Measurements, rows: int, vocab: int, kind: str) -> None:

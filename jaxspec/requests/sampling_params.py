@@ -423,7 +423,7 @@ def _num_logprobs(name: str, value: Any) -> int | None:
 
 
 def _logprobs_mode(value: Any) -> str | None:
-    if value is not None and value not in LOGPROBS_MODES:
+    if value is not None and not (isinstance(value, str) and value in LOGPROBS_MODES):
         raise ValueError(
             f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)} or None, the engine's, got "
             f"{shown(value)}. Logits are not reported."

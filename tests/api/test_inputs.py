@@ -235,6 +235,18 @@ def test_a_chat_is_the_prompt_of_its_template():
     assert prompt == dataclasses.replace(want, cache_boundaries=(len(b"<user\na>\n<"),))
 
 
+def test_the_engine_s_mode_of_logprobs_is_for_parameters_without_one():
+    modes = [None, "raw_logprobs", "processed_logprobs"]
+    params = [dataclasses.replace(SHORT, logprobs_mode=mode) for mode in modes]
+    made = processor(logprobs_mode="processed_logprobs")
+    for each in (made, made.twin()()):
+        samples = each.process(["a"] * 3, params)
+        found = [sample.request.params.logprobs_mode for (sample,) in samples]
+        assert found == ["processed_logprobs", *modes[1:]]
+    assert params[0].logprobs_mode is None
+    assert processor().process_one("a")[0].request.params.logprobs_mode == "raw_logprobs"
+
+
 def test_a_chat_s_ids_are_checked_once_by_whoever_made_them(monkeypatch):
     messages, short = [{"role": "user", "content": "abc"}], SamplingParams(truncate_prompt_tokens=2)
     with pytest.raises(ValueError, match="Token ids must be 0 to 9 .* the prompt has"):
@@ -255,9 +267,10 @@ def check_but_prompts(name, ids, vocab_size):
 
 def test_a_call_of_one_prompt_takes_a_list_of_one():
     made = processor(default_params=SHORT)
+    settled = dataclasses.replace(SHORT, logprobs_mode="raw_logprobs")
     for prompt in ([1, 2], {"prompt_token_ids": [1, 2]}, [[1, 2]]):
         (sample,) = made.process_one(prompt, request_id="a", priority=-1)
-        assert sample.request.prompt == (1, 2) and sample.request.params == SHORT
+        assert sample.request.prompt == (1, 2) and sample.request.params == settled
         assert (sample.request_id, sample.request.priority) == ("a", -1)
     for prompts in ([[1], [2]], []):
         with pytest.raises(ValueError, match="A prefill is of one prompt"):

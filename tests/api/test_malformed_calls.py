@@ -23,6 +23,7 @@ from jaxspec.options import METHODS
 from jaxspec.options.engine_options import EngineConfig
 from jaxspec.options.vllm_options import RENAMED, UNDERSTOOD
 from jaxspec.requests.prompts import params_of, prompts_of
+from jaxspec.requests.sampling_params import LOGPROBS_MODES
 from jaxspec.text import template_process
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -167,6 +168,10 @@ SAMPLING = {
     "min_tokens": ([0, 2], lambda v: is_integer(v, 0, 2**63 - 1)),
     "logprobs": ([None, 0, 20], lambda v: v is None or is_integer(v, 0, 20)),
     "prompt_logprobs": ([None, 3], lambda v: v is None or is_integer(v, 0, 20)),
+    "logprobs_mode": (
+        [None, *LOGPROBS_MODES],
+        lambda v: v is None or isinstance(v, str) and v in LOGPROBS_MODES,
+    ),
     "stop": (["a", ["a", "b"], (), None], lambda v: v is None or is_stop(v)),
     "stop_token_ids": ([[1, 2], (), None], lambda v: v is None or is_listed(v, is_integer)),
     "ignore_eos": ([True, False], is_flag),

@@ -1,5 +1,7 @@
 """Scores of given texts, against the one-request oracle."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from harness import FIXTURES, prompts
@@ -59,6 +61,58 @@ def test_the_likeliest_ending_of_a_text_has_the_best_score(llm):
 def test_bad_calls_are_refused(llm, prompt, logprobs, message):
     with pytest.raises(ValueError, match=message):
         llm.score([{"prompt_token_ids": prompt}], logprobs)
+
+
+def test_with_a_temperature_they_are_of_the_distribution_that_tokens_are_drawn_from(llm):
+    texts = prompts(3, seed=6, longest=40)
+    given = [{"prompt_token_ids": list(text)} for text in texts]
+    scores = llm.score(given, logprobs=3, temperature=0.7, top_k=30)
+    raw = llm.score(given, temperature=0.7, top_k=30, logprobs_mode="raw_logprobs")
+    plain = llm.score(given)
+    assert [each.token_logprobs for each in raw] == [each.token_logprobs for each in plain]
+    for text, scored in zip(texts, scores, strict=True):
+        want = exact(FIXTURE, text) / 0.7
+        want[want < -np.sort(-want, axis=1)[:, 29:30]] = -np.inf
+        want -= np.log(np.exp(want).sum(axis=1, keepdims=True))
+        own = want[np.arange(len(text)), text]
+        np.testing.assert_allclose(scored.token_logprobs[1:], own[1:], atol=2 * NEAR)
+
+
+def test_they_are_the_processed_logprobs_of_generated_tokens(llm):
+    params = SamplingParams(
+        temperature=0.8, top_p=0.9, seed=2, max_tokens=20, logprobs=0, ignore_eos=True
+    )
+    params.logprobs_mode = "processed_logprobs"
+    (output,) = llm.generate([{"prompt_token_ids": [5, 7, 9]}], params)
+    sample = output.outputs[0]
+    text = [*output.prompt_token_ids, *sample.token_ids]
+    (scored,) = llm.score([{"prompt_token_ids": text}], temperature=0.8, top_p=0.9)
+    found = scored.token_logprobs[3:]
+    np.testing.assert_allclose(found, sample.token_logprobs, atol=2e-5)
+    (raw,) = llm.score([{"prompt_token_ids": text}])
+    assert np.abs(np.subtract(raw.token_logprobs[3:], found)).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": 0.0}, {"temperature": -1.0}, {"top_p": 0.0}, {"logprobs_mode": "raw"}],
+    ids=str,
+)
+def test_scores_of_what_is_never_drawn_are_refused(llm, wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        llm.score([{"prompt_token_ids": [1, 2]}], **wrong)
+
+
+def test_an_engine_may_report_processed_logprobs_by_default():
+    options = {"max_num_seqs": 2, "decode_buckets": [2], "prefill_buckets": [16]}
+    options |= {"logprobs_mode": "processed_logprobs", "dtype": "float32", "max_model_len": 64}
+    params = SamplingParams(temperature=0.7, top_k=1, max_tokens=4, logprobs=0, seed=1)
+    raw = dataclasses.replace(params, logprobs_mode="raw_logprobs")
+    with LLM(FIXTURES / FIXTURE, **options) as llm:
+        found = llm.generate([{"prompt_token_ids": [3, 4]}] * 2, [params, raw])
+    assert params.logprobs_mode is None
+    assert not found[0].outputs[0].token_logprobs.any()
+    assert (found[1].outputs[0].token_logprobs < -0.01).all()
 
 
 def test_a_text_that_was_not_read_has_no_score():

@@ -41,6 +41,7 @@ def test_a_row_begins_as_its_request_says():
         "prompt_len": 3,
         "table_slot": 0,
         "grammar_state": 0,
+        "reports_processed": 0,
         "min_p": 0.125,
         "presence_penalty": -1.5,
         "frequency_penalty": 0.5,
@@ -63,6 +64,11 @@ def test_a_row_names_its_tables_where_a_request_has_some():
     assert fields["stop_ids"] == [*range(16)] and fields["table_slot"] == 4
     assert written(logit_bias={5: 1})["table_slot"] == 4
     assert written(stop_ids=tuple(range(16)))["table_slot"] == 0
+
+
+@pytest.mark.parametrize("mode", [None, "raw_logprobs", "processed_logprobs"])
+def test_a_row_says_which_logprobs_it_reports(mode):
+    assert written(logprobs_mode=mode)["reports_processed"] == (mode == "processed_logprobs")
 
 
 def test_a_sequence_longer_than_its_field_is_refused(monkeypatch):

@@ -28,7 +28,7 @@ from jaxspec.sampling import (
     uniform_noise,
 )
 from jaxspec.sampling.candidates import largest
-from jaxspec.sampling.logprobs import pack_logprobs
+from jaxspec.sampling.logprobs import pack_logprobs, reported_logits
 from jaxspec.sampling.processors import PROCESSORS
 from jaxspec.sampling.search import Bound, bound_of_mass, bound_of_top_k, last_id, mass_within
 from jaxspec.sampling.tables import SamplingTables
@@ -123,6 +123,7 @@ FUNCTIONS = {
     "uniform_noise": of_arrays(functools.partial(uniform_noise, use=Use.ACCEPT), numbers, numbers),
     "gumbel_noise": noise,
     "forbidden_ids": of_arrays(forbidden_ids, sampling_inputs, numbers),
+    "reported_logits": of_logits(reported_logits, features=EVERYTHING),
     "pack_logprobs": of_arrays(pack_logprobs, logits, numbers),
     "largest 1": of_arrays(lambda x: largest(x, 1), logits),
     "largest 20": of_arrays(lambda x: largest(x, 20), logits),

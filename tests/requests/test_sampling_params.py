@@ -48,6 +48,8 @@ from jaxspec.requests.structured_outputs import StructuredOutputsParams
         ({"logprobs": 2.0}, "logprobs must be an integer of at least 0, got 2.0"),
         ({"prompt_logprobs": -1}, "prompt_logprobs must be 0 to 20, got -1"),
         ({"prompt_logprobs": 10**9}, "prompt_logprobs must be at most 20, got 1000000000"),
+        ({"logprobs_mode": "raw_logits"}, "logprobs_mode must be .* got 'raw_logits'"),
+        ({"logprobs_mode": np.zeros(2)}, "logprobs_mode must be .* got array"),
         ({"prompt_logprobs": "all"}, "prompt_logprobs must be an integer .* got 'all'"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens must not exceed max_tokens, got 9 > 8"),
         ({"stop": ""}, r"stop strings must be non-empty strings, got \[''\]"),

@@ -1,5 +1,6 @@
 """moe_experts and its kernels against NumPy, one row with a NaN, and padding among the rows."""
 
+import dataclasses
 import functools
 
 import jax
@@ -36,6 +37,33 @@ def test_the_op_is_what_the_experts_put_out(tokens, dtype, activation):
     *operands, choices = drawn(tokens, 3, 5, 32, 24, dtype, activation)
     for each in (choices, with_gaps(choices, 5)):
         check(jax.jit(moe_experts)(*operands, each), *operands, each)
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_the_reference_has_the_gradient_of_the_formula(tokens, activation):
+    """With respect to tokens, weights of choices and matrices; padding adds nothing to any."""
+    x, experts, choices = drawn(tokens, 3, 5, 32, 24, jnp.float32, activation)
+    x = jnp.nan_to_num(x)
+    is_real = (choices.experts < 5)[:, :, None]
+
+    def loop(x, up, down, weights):
+        held = Experts(DenseExperts(up), DenseExperts(down), activation)
+        with dispatch.reference():
+            out = moe_experts(x, held, dataclasses.replace(choices, weights=weights))
+        return jnp.sum(jnp.sin(out))
+
+    def formula(x, up, down, weights):
+        chosen = jnp.minimum(choices.experts, 4)
+        hidden = activation(jnp.einsum("tf,tpof->tpo", x, up[chosen]))
+        out = jnp.einsum("tpi,tpoi->tpo", hidden, down[chosen]) * weights[:, :, None]
+        return jnp.sum(jnp.sin(jnp.where(is_real, out, 0.0)))
+
+    given = x, experts.up.array, experts.down.array, choices.weights
+    found, want = (jax.jit(jax.grad(f, argnums=(0, 1, 2, 3)))(*given) for f in (loop, formula))
+    for one, other in zip(found, want, strict=True):
+        assert np.isfinite(one).all()
+        np.testing.assert_allclose(one, other, atol=2e-4)
 
 
 @pytest.mark.parametrize("kind", [block_experts, row_experts])
