@@ -1,6 +1,7 @@
 """Requests as users send them, a line each, and whether an output has what its request asks for."""
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -54,7 +55,7 @@ FEATURES = (
     Feature("regex", SAMPLED | {"structured_outputs": {"regex": "( [a-e]{1,2}){4,8}"}} | ENDS),
     Feature("grammar", SAMPLED | {"structured_outputs": {"grammar": NESTED}} | ENDS),
     Feature("logprobs=5", {"temperature": 0.0, "logprobs": 5}),
-    Feature("processed logprobs", SAMPLED | {"top_k": 20, "logprobs": 1} | AS_DRAWN),
+    Feature("processed logprobs", SAMPLED | {"top_k": 20, "logprobs": 20} | AS_DRAWN),
     Feature("prompt_logprobs=1", {"temperature": 0.0, "prompt_logprobs": 1}),
 )
 EVERYTHING = Feature(
@@ -142,8 +143,18 @@ def _broken(params: SamplingParams, sample: CompletionOutput, vocab: int) -> str
         "text after a stop string": not any(stop in sample.text for stop in params.stop or ()),
         "logprobs are missing": params.logprobs is None
         or [len(entry) >= params.logprobs for entry in sample.logprobs or ()] == [True] * len(ids),
+        "processed logprobs of another mass than 1": _has_mass(params, sample),
     }
     return next((why for why, is_kept in promises.items() if not is_kept), None)
+
+
+def _has_mass(params: SamplingParams, sample: CompletionOutput) -> bool:
+    """Return whether processed logprobs of all ids that may be drawn are those of a distribution."""
+    is_processed = params.logprobs_mode == AS_DRAWN["logprobs_mode"]
+    if not is_processed or not 0 < params.top_k <= (params.logprobs or 0):
+        return True
+    masses = [sum(math.exp(x.logprob) for x in each.values()) for each in sample.logprobs or ()]
+    return all(abs(mass - 1) < 1e-3 for mass in masses)
 
 
 def _has_form(params: SamplingParams, text: str) -> bool:

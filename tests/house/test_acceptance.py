@@ -182,6 +182,11 @@ BROKEN = {
     "after a stop id": ({"stop_token_ids": [5]}, [5, 6], {}),
     "after a stop string": ({"stop": ["ci"]}, [5, 6], {"text": "f ci"}),
     "logprobs are missing": ({"logprobs": 1}, [5, 6], {}),
+    "another mass than 1": (
+        {"logprobs": 1, "top_k": 1, "logprobs_mode": "processed_logprobs"},
+        [5, 6],
+        {"logprobs": [{5: Logprob(0.0, 1)}, {6: Logprob(-0.1, 1)}]},
+    ),
     "of its logits processor": ({"extra_args": {"step": 1}}, [4, 6], {}),
     "prompt_logprobs are missing": ({"prompt_logprobs": 1}, [5, 6], {}),
 }
