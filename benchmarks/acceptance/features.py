@@ -149,7 +149,7 @@ def _broken(params: SamplingParams, sample: CompletionOutput, vocab: int) -> str
 
 
 def _has_mass(params: SamplingParams, sample: CompletionOutput) -> bool:
-    """Return whether processed logprobs of all ids that may be drawn are those of a distribution."""
+    """Return whether processed logprobs of all ids that may be drawn have a mass of 1."""
     is_processed = params.logprobs_mode == AS_DRAWN["logprobs_mode"]
     if not is_processed or not 0 < params.top_k <= (params.logprobs or 0):
         return True
