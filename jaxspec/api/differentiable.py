@@ -101,7 +101,7 @@ def differentiable(model: LLMEngine | AsyncLLM | Model) -> Differentiable:
 
     Raises:
         TypeError: `model` is none of these.
-        ValueError: its weights are in FP8, or several devices or processes hold it.
+        ValueError: its weights are in 8 or 4 bits, or several devices or processes hold it.
         RuntimeError: the engine is closed.
     """
     if isinstance(model, AsyncLLM):
@@ -119,10 +119,12 @@ def differentiable(model: LLMEngine | AsyncLLM | Model) -> Differentiable:
             "it with tensor_parallel_size=1."
         )
     forms = forms_of(model)
-    if held := len(forms) - forms.count(None):
+    if held := [form.grain.bits for form in forms if form is not None]:
+        bits = " or ".join(map(str, sorted({*held}, reverse=True)))
         raise ValueError(
-            f"A differentiable model must have weights in 32 or 16 bits, and {held} of "
-            f"{len(forms)} matrices of this one are in FP8. Load it with quantization='dequantise'."
+            f"A differentiable model must have weights in 32 or 16 bits, and {len(held)} of "
+            f"{len(forms)} matrices of this one are in {bits} bits. Load it with "
+            "quantization='dequantise'."
         )
     return Differentiable(*nnx.split(model))
 

@@ -12,7 +12,8 @@ from harness import FIXTURES, HYBRID, folder_of, prompts
 import jaxspec
 from jaxspec import LLM, AsyncLLM, SamplingParams
 from jaxspec.models import load_model, unread
-from jaxspec.models.layers.weight_matrix import Form, Grain, matrices_of
+from jaxspec.models.layers.weight_form import Form, Grain
+from jaxspec.models.layers.weight_matrix import matrices_of
 from jaxspec.parallel import Group
 
 OPTIONS = {"dtype": "float32", "max_num_seqs": 2, "decode_buckets": [2], "prefill_buckets": [16]}
@@ -133,10 +134,11 @@ def test_a_closed_engine_is_refused():
         jaxspec.differentiable(llm)
 
 
-def test_weights_that_stay_in_8_bits_are_refused():
+@pytest.mark.parametrize(("grain", "bits"), [(Grain.ROWS, 8), (Grain.FLOAT4, 4)])
+def test_weights_that_stay_in_few_bits_are_refused(grain, bits):
     with unread(FIXTURES / "lfm2", jnp.dtype("bfloat16")) as found:
-        matrices_of(found.model)[0].hold(Form(Grain.ROWS))
-        with pytest.raises(ValueError, match="1 of .* in FP8"):
+        matrices_of(found.model)[0].hold(Form(grain))
+        with pytest.raises(ValueError, match=f"1 of .* in {bits} bits"):
             jaxspec.differentiable(found.model)
 
 
