@@ -124,6 +124,7 @@ class Sampling(Body):
     truncation_side: Literal["left", "right"] | None = None
     num_speculative_tokens: int | None = None
     prompt_logprobs: int | None = None
+    logprobs_mode: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None

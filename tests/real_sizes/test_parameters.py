@@ -75,6 +75,7 @@ FIELDS = {
         lambda o: is_greedy(o) and o.metrics.num_draft_tokens == 0,
     ),
     "logprobs": (3, False, lambda o: [len(place) for place in o.outputs[0].logprobs] == [3] * 4),
+    "logprobs_mode": ("processed_logprobs", False, is_greedy),
     "prompt_logprobs": (2, False, lambda o: len(o.prompt_logprobs) == len(PROMPT)),
 }
 TOGETHER = {

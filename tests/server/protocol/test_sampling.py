@@ -45,6 +45,7 @@ def test_every_field_of_the_parameters_can_be_asked_for_or_is_the_server_s():
     for name in names:
         default = getattr(SamplingParams(), name)
         given = {"stop": ["x"], "bad_words": ["x"], "allowed_token_ids": [1]}.get(name)
+        given = "processed_logprobs" if name == "logprobs_mode" else given
         given = given or ([7] if name == "stop_token_ids" else None)
         if given is None:
             is_flag, is_ratio = isinstance(default, bool), isinstance(default, float)
