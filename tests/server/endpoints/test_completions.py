@@ -108,6 +108,15 @@ def test_a_stop_string_ends_the_text_before_it(lenient, reference):
     assert "".join(pieces) == text[: text.index(stop)]
 
 
+def test_processed_logprobs_are_those_of_what_may_be_drawn(client):
+    """Of one id alone here, so each is drawn with certainty."""
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "logprobs": 0, "temperature": 0.7}
+    for mode, is_certain in (("processed_logprobs", True), ("raw_logprobs", False)):
+        body = {"top_k": 1, "logprobs_mode": mode}
+        (choice,) = client.completions.create(**asked, extra_body=body).choices
+        assert (choice.logprobs.token_logprobs == [0.0] * 4) == is_certain
+
+
 def test_logprobs_are_lists_beside_each_other(client, reference):
     found = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, logprobs=2)
     params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2)
