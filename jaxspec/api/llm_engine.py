@@ -97,15 +97,8 @@ class LLMEngine(WeightUpdates):
         self._processors = loaded.processors
         self._request_key = proposer.request_key if proposer else lambda prompt, seed: 0
         self.inputs = _inputs_of(loaded)
-        flight, on_failure = None, None
-        if config.flight_recorder != "off":
-            flight = FlightRecorder(
-                runner,
-                runner.shapes,
-                about(loaded.config, folder, self.vocab_size, weight_version if tree else None),
-                hashed=config.flight_recorder == "hashed",
-            )
-            on_failure = functools.partial(flight.save_failure, folder=config.flight_folder)
+        flight = _flight_of(loaded, config, weight_version if tree else None)
+        on_failure = flight and functools.partial(flight.save_failure, folder=config.flight_folder)
         self._histograms = RequestHistograms()
         observers = *loaded.observers, self._histograms
         parts = loaded.host_drafter, loaded.host_tier, observers
@@ -391,6 +384,17 @@ class LLMEngine(WeightUpdates):
                 "and their internals are vLLM's own. Call a method of the LLM."
             )
         return [getattr(self, method)(*args, **(kwargs or {}))]
+
+
+def _flight_of(
+    loaded: Loaded, config: EngineConfig, weight_version: str | None
+) -> FlightRecorder | None:
+    if config.flight_recorder == "off":
+        return None
+    runner, vocab_size = loaded.runner, loaded.model.vocab_size
+    told = about(loaded.config, loaded.folder, vocab_size, weight_version)
+    is_hashed = config.flight_recorder == "hashed"
+    return FlightRecorder(runner, runner.shapes, told, hashed=is_hashed)
 
 
 def _inputs_of(loaded: Loaded) -> InputProcessor:

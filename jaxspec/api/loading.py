@@ -323,18 +323,7 @@ def _loaded(
             head = found_drafter and found_drafter.model
             settled = settle(config, found.model, dtype, head, group)
             shapes = settled.fitting(budget)
-            blueprint = Blueprint.of(
-                found.model,
-                shapes,
-                settled.proposer,
-                dtype=dtype,
-                verifier=make_verifier(settled.speculation),
-                states=settled.states,
-                kv_dtype=settled.kv_dtype,
-                drafter=head,
-                group=group,
-                processors=settled.processors.device,
-            )
+            blueprint = _blueprint(found.model, shapes, settled, dtype, head, group)
             early = blueprint.trace_early(
                 first_programs(shapes, settled.limits) if config.background_compilation else ()
             )
@@ -359,6 +348,28 @@ def _loaded(
         config=_resolved(config, settled, runner.shapes, dtype),
         processors=settled.processors,
         layouts=Layouts(found.layout, found_drafter and found_drafter.layout),
+    )
+
+
+def _blueprint(
+    model: Model,
+    shapes: StepShapes,
+    settled: ResolvedOptions,
+    dtype: jnp.dtype,
+    drafter: CheckpointModule | None,
+    group: Group,
+) -> Blueprint:
+    return Blueprint.of(
+        model,
+        shapes,
+        settled.proposer,
+        dtype=dtype,
+        verifier=make_verifier(settled.speculation),
+        states=settled.states,
+        kv_dtype=settled.kv_dtype,
+        drafter=drafter,
+        group=group,
+        processors=settled.processors.device,
     )
 
 

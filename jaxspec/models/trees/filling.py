@@ -11,7 +11,7 @@ from jaxspec.models.checkpoint import Checkpoint, listed
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.transfer import to_device
 from jaxspec.models.trees.checkpoint import Tensor, TreeCheckpoint, check_there
-from jaxspec.models.trees.leaves import Leaf, Part, copied, is_finite
+from jaxspec.models.trees.leaves import Leaf, Part, after, copied, is_finite
 from jaxspec.models.weights import sources_of
 from jaxspec.parallel import Group
 
@@ -149,10 +149,8 @@ class Copied(NamedTuple):
         """See `Maker`."""
         if self.group.size == 1:
             return self._leaf.of([self.array], _device(self.group, before, 0))
-        value = copied(jax.device_put(self.array, self.group.sharding), self.dtype)
-        if isinstance(self.array, np.ndarray):
-            value.block_until_ready()
-        return value
+        there = jax.device_put(self.array, self.group.sharding)
+        return after([self.array], copied(there, self.dtype))
 
     @property
     def _leaf(self) -> Leaf:

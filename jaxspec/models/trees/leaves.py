@@ -72,10 +72,7 @@ class Leaf(NamedTuple):
             base: Value where no part is; None means zeros.
         """
         program = self.compiled(tensors, device, has_base=base is not None)
-        value = program(base, *(_near(each, device) for each in tensors))
-        if any(isinstance(each, np.ndarray) for each in tensors):
-            value.block_until_ready()
-        return value
+        return after(tensors, program(base, *(_near(each, device) for each in tensors)))
 
     def compiled(
         self, tensors: Sequence[Tensor], device: Any, *, has_base: bool
@@ -83,6 +80,13 @@ class Leaf(NamedTuple):
         """Return the program for tensors of these shapes and dtypes; it is compiled once."""
         kinds = tuple((tuple(each.shape), np.dtype(each.dtype)) for each in tensors)
         return _compiled(self, kinds, device, has_base=has_base)
+
+
+def after(tensors: Sequence[Tensor], value: jax.Array) -> jax.Array:
+    """Return a value of tensors once those on the host have been read: they may be written to."""
+    if any(isinstance(each, np.ndarray) for each in tensors):
+        value.block_until_ready()
+    return value
 
 
 def _near(tensor: Tensor, device: Any) -> Tensor:
