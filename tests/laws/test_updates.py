@@ -384,9 +384,11 @@ def test_updates_compile_nothing_and_leak_nothing(llm, old, new):
         llm.update_weights(tree)
     outputs(llm)
     compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, seconds, **_: compiled.append(name) if "backend_compile" in name else None
-    )
+
+    def listen(name, seconds, **_):
+        compiled.extend([name] if "backend_compile" in name else [])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     gc.collect()
     before = len(jax.live_arrays())
     for number in range(200):
@@ -394,6 +396,7 @@ def test_updates_compile_nothing_and_leak_nothing(llm, old, new):
         if number % 50 == 0:
             outputs(llm)
     llm.update_weights(iter(old.items()))
+    jax.monitoring.unregister_event_duration_listener(listen)
     gc.collect()
     assert len(jax.live_arrays()) <= before and compiled == []
 
