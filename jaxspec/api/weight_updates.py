@@ -171,7 +171,7 @@ class WeightUpdates(Diagnostics):
             Arrays in the dtypes of the parameters.
 
         Raises:
-            ValueError: matrices are held in FP8.
+            ValueError: matrices are held in 8 or 4 bits.
             RuntimeError: the engine is closed or has several nodes, or this is a forked child of
                 its process.
         """
@@ -181,7 +181,7 @@ class WeightUpdates(Diagnostics):
         if any(model.forms):
             raise ValueError(
                 "export_weights returns weights that are held in 16 or 32 bits, and matrices of "
-                "this engine are held in FP8. Create the LLM with quantization='dequantise', or "
+                "this engine are held in 8 or 4. Create the LLM with quantization='dequantise', or "
                 "save the weights of the trainer."
             )
         return exported(model, self.session.in_turn(lambda: self._runner.weights))

@@ -18,7 +18,7 @@ def exported(layout: WeightLayout, weights: Sequence[jax.Array]) -> dict[str, np
     """Return copies of the tensors on the host, by canonical name. Waits for the devices.
 
     Args:
-        layout: The module, of which no matrix is in FP8.
+        layout: The module, of which no matrix is in 8 or 4 bits.
         weights: Its leaves.
     """
     numbers = {id(leaf): n for n, leaf in enumerate(ModelSpec.weights_of(layout.local))}

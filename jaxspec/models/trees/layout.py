@@ -89,7 +89,7 @@ class WeightLayout:
 
     @property
     def forms(self) -> tuple[Form | None, ...]:
-        """The forms of matrices in FP8; None for those in 16 bits."""
+        """The forms of matrices in 8 or 4 bits; None for those in 16 bits."""
         return self.spec.forms
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -209,8 +209,8 @@ class WeightLayout:
         ]
         if torn:
             raise ValueError(
-                "Tensors that are stored together in FP8 must be updated together, and only a part "
-                f"of those of {listed(torn)} is there. Add the others, such as all of q, k and v."
+                "Tensors of one matrix in 8 or 4 bits must be updated together, and only a part of "
+                f"those of {listed(torn)} is there. Add the others, such as all of q, k and v."
             )
         return dict(sorted(changed.items()))
 
@@ -238,7 +238,7 @@ class WeightLayout:
         published: Mapping[str, list[str]],
         checkpoint: Checkpoint,
     ) -> None:
-        """Refuse tensors in another format than the matrices in FP8 that they fill."""
+        """Refuse tensors in another format than the matrices in 8 or 4 bits that they fill."""
         grain_of: Callable[[str], Any] = getattr(checkpoint, "grain_of", lambda name: None)
         wrong = dict.fromkeys(
             placement.name
@@ -248,11 +248,11 @@ class WeightLayout:
             and placement.param.form is not None
             and placement.param.may_hold(placement)
             and placement.name in published
-            and grain_of(published[placement.name][0]) is not placement.param.form.grain
+            and grain_of(published[placement.name][0]) != placement.param.form.grain
         )
         if wrong:
             raise ValueError(
-                "Matrices in FP8 must be updated with tensors in the format of the folder, and "
+                "Matrices in 8 or 4 bits must be updated with tensors in the folder's format, and "
                 f"{listed(list(wrong))} are in another. Add their scales, or create the LLM with "
                 "quantization='dequantise'."
             )
@@ -262,7 +262,8 @@ class WeightLayout:
         device = self.group.devices[self.group.own_ranks[0]]
         for number, of_ranks in plan.leaves.items():
             part = of_ranks[0]
-            if part.placements and jnp.issubdtype(part.leaf.dtype, jnp.integer):
+            is_integer = jnp.issubdtype(part.leaf.dtype, jnp.integer)
+            if part.placements and is_integer and not part.is_read:
                 tensors = [tree.arrays[name] for name in part.names]
                 leaves = list(ModelSpec.weights_of(self.local))
                 leaves[number] = part.leaf.of(tensors, device)

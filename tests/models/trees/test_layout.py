@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 from flax import nnx
 from harness import FIXTURES
+from quantised_folders import FORMATS, write_pair
 from shortened import copied_with
 from trees import changed, tensors_of
 
 from jaxspec.models import load_model, unread, unread_model_or_head
+from jaxspec.models.checkpoint import SafetensorsCheckpoint
+from jaxspec.models.safetensors_file import DTYPES, INTEGERS, QUANTISED
 from jaxspec.models.trees import layout as layout_module
 from jaxspec.models.trees import leaves
 from jaxspec.models.trees.export import exported
@@ -76,6 +79,38 @@ def test_leaves_are_those_of_a_folder_with_the_tree(fixture, dtype, devices):
 def test_matrices_that_were_rounded_are_rounded_again():
     got, _ = check_update("qwen3", BFLOAT16, **FP8)
     assert any(each.dtype == jnp.float8_e4m3fn for each in got)
+
+
+def stored_tensors(folder):
+    """The tensors of a folder as they are stored, in any format."""
+    found = {}
+    with SafetensorsCheckpoint(folder) as checkpoint:
+        for name in checkpoint.names:
+            stored = checkpoint.stored(name)
+            dtype = (DTYPES | INTEGERS | QUANTISED)[stored.dtype]
+            found[name] = np.empty(stored.shape, dtype)
+            checkpoint.read(name, 0, found[name].reshape(found[name].size))
+    return found
+
+
+@pytest.mark.parametrize(
+    "fixture, name",
+    [
+        ("qwen3_5_moe_wide", "fp8 blocks of 128"),
+        ("qwen3_next", "ct fp8 rows"),
+        ("qwen3", "fp8 tensor"),
+        ("qwen3", "w4a16"),
+    ],
+)
+def test_quantised_folders_take_tensors_in_their_format(fixture, name, tmp_path, holds):
+    old = write_pair(FIXTURES / fixture, tmp_path / "old", FORMATS[name]).quantised
+    with copied_with(FIXTURES / fixture, changed(tensors_of(FIXTURES / fixture))) as other:
+        pair = write_pair(other, tmp_path / "new", FORMATS[name])
+    got, layout = updated(old, stored_tensors(pair.quantised))
+    check_equal(got, leaves_of(load_model(pair.quantised, FLOAT32)))
+    if any(layout.forms):
+        with pytest.raises(ValueError, match="8 or 4 bits"):
+            updated(old, stored_tensors(pair.plain))
 
 
 def test_own_leaves_are_copied():
