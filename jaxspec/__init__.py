@@ -7,6 +7,7 @@ from jaxspec.api.engine_args import AsyncEngineArgs, EngineArgs
 from jaxspec.api.follow import follow
 from jaxspec.api.llm import LLM, generate
 from jaxspec.api.llm_engine import LLMEngine
+from jaxspec.api.weight_updates import WeightUpdate
 from jaxspec.engine.async_stream import AsyncStream
 from jaxspec.engine.errors import (
     DrainingError,
@@ -20,7 +21,13 @@ from jaxspec.inspection import Inspection, inspect
 from jaxspec.options import SpeculativeConfig
 from jaxspec.requests.logits_processors import HostLogitsProcessor, LogitsProcessor, Prefix
 from jaxspec.requests.logprobs import Logprob
-from jaxspec.requests.outputs import CompletionOutput, RequestOutput, Stream, TextDelta
+from jaxspec.requests.outputs import (
+    CompletionOutput,
+    RequestOutput,
+    Stream,
+    TextDelta,
+    WeightVersionSpan,
+)
 from jaxspec.requests.prompts import TextPrompt, TokensPrompt
 from jaxspec.requests.request import RequestMetrics
 from jaxspec.requests.sampling_params import RequestOutputKind, SamplingParams
@@ -60,6 +67,8 @@ __all__ = [
     "TextDelta",
     "TextPrompt",
     "TokensPrompt",
+    "WeightUpdate",
+    "WeightVersionSpan",
     "__version__",
     "differentiable",
     "follow",

@@ -9,7 +9,8 @@ one of them measures the others are stopped:
 * features: requests of each kind. The first one of a kind comes beside a greedy stream, and tells
   what it waits for (`first_ms`, then `again_ms`) and what the stream does (`largest_gap_ms`).
   Then a batch of all rows gives the milliseconds per token.
-* serving: kept prefixes, requests that move to a second engine, AsyncLLM, and HTTP.
+* serving: kept prefixes, requests that move to a second engine, updates of weights, AsyncLLM, and
+  HTTP.
 * exact: in float32, the tokens with drafts are those without, and those of kernels are XLA's. Where
   biases of 1e-3 change the token, either may come; such ties are counted.
 * two devices, exact on two devices (with `--parts`, on a machine that has them): the features of

@@ -1,4 +1,4 @@
-"""Kept prefixes, a request that moves to a second engine, AsyncLLM and HTTP with 64 clients."""
+"""Kept prefixes, a request that moves, updated weights, AsyncLLM and HTTP with 64 clients."""
 
 import asyncio
 import itertools
@@ -7,6 +7,9 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import jax
+import numpy as np
 
 from benchmarks.acceptance.features import MIXED, params_of
 from benchmarks.acceptance.job import Row, Rows, ready
@@ -42,6 +45,8 @@ def serving(rows: Rows) -> None:
         bench = Bench(llm, rows)
         rows.measure("kept prefix", lambda: kept_prefix(bench))
         rows.measure("export and import", lambda: moved(bench, folder, rows), needs=20.0)
+        if not any(leaf.dtype.itemsize == 1 for leaf in llm.weight_specs("own").values()):
+            rows.measure("update of weights", lambda: updated(bench), needs=20.0)
         llm.close()
         rows.measure("AsyncLLM", lambda: by_tasks(folder, rows), needs=30.0)
         rows.measure("HTTP", lambda: by_http(bench, folder, rows), needs=45.0)
@@ -95,6 +100,55 @@ def moved(bench: Bench, folder: Path, rows: Rows) -> Row:
         "same_tokens": ids == whole,
         "ready_seconds": figures["ready_seconds"],
         **milliseconds(rest=seconds),
+    }
+
+
+def updated(bench: Bench) -> Row:
+    """Update the weights in the middle of a stream, and back; from the device and from the host.
+
+    The other weights write other ids for the same tokens, so drafts of a stale head are all wrong.
+    """
+    llm, tokens = bench.llm, bench.sizes.tokens
+    (prompt,), params = bench.prompts(1), _greedy(tokens)
+    whole = llm.generate([prompt], params)[0].outputs[0].token_ids
+    old = llm.export_weights()
+    ends = ("embed_tokens.weight", "lm_head.weight")
+    host = {
+        name: np.roll(each, 7, axis=0) if name.endswith(ends) else each
+        for name, each in old.items()
+    }
+    there = {name: jax.device_put(each) for name, each in host.items()}
+    llm.update_weights(there)  # compiles
+    llm.update_weights(old)
+    with bench.alone():
+        by_host = llm.update_weights(host)
+        start = time.perf_counter()
+        llm.update_weights(there)
+        jax.block_until_ready(llm._runner.weights)
+        by_device = time.perf_counter() - start
+    llm.update_weights(old)
+    with llm.stream(prompt, params) as pieces:
+        ids = next(pieces).token_ids
+        update = llm.update_weights(there, mode="recompute")
+        rest = list(pieces)
+    before = len(ids) + sum(
+        span.end - span.start
+        for piece in rest
+        for span in piece.weight_versions
+        if span.version != update.version
+    )
+    ids += [id for piece in rest for id in piece.token_ids]
+    so_far = {"prompt_token_ids": [*prompt["prompt_token_ids"], *ids[:before]]}
+    again = llm.generate([so_far], _greedy(tokens - before))[0].outputs[0].token_ids
+    llm.update_weights(old)
+    back = llm.generate([prompt], params)[0].outputs[0].token_ids
+    if ids[:before] != whole[:before] or back != whole or not 0 < before < tokens:
+        raise ValueError(f"The first {before} tokens, or those after the update back, are others.")
+    return {
+        "tokens_before": before,
+        "same_tokens": ids[before:] == again,
+        "gigabytes": by_host.num_bytes / 1e9,
+        **milliseconds(from_host=by_host.seconds, from_device=by_device),
     }
 
 

@@ -9,10 +9,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import jax
+import numpy as np
+
 from jaxspec.api.async_calls import AsyncCalls, EngineCall, Prepare, WorkerSpec
 from jaxspec.api.engine_args import EngineArgs
 from jaxspec.api.llm_engine import LLMEngine
-from jaxspec.api.replicated_engine import ReplicatedEngine
+from jaxspec.api.replicated_engine import ReplicatedEngine, replicated
+from jaxspec.api.weight_updates import Mode, SpecKind, WeightUpdate
 from jaxspec.checks import integer, real, shown
 from jaxspec.engine.admission import Admission
 from jaxspec.engine.async_stream import AsyncStream, OutputQueue
@@ -21,7 +25,6 @@ from jaxspec.engine.engine_thread import EngineThread, MakeSampleStream, Settle
 from jaxspec.engine.errors import DrainingError, QueueTimeoutError
 from jaxspec.engine.metrics import EngineSnapshot, Metric
 from jaxspec.engine.sample_stream import Receiver
-from jaxspec.options.engine_options import EngineConfig
 from jaxspec.process import check_process
 from jaxspec.requests.outputs import Sample
 from jaxspec.requests.request import Request
@@ -50,7 +53,7 @@ class AsyncLLM(AsyncCalls):
             `QueueTimeoutError`; None means unlimited.
         stream_interval: Fewest tokens per delta of a stream. The first and the last delta may have
             fewer, and requests with stop strings ignore it.
-        **options: Options of `LLM`.
+        **options: Options of `LLM`, with `weights` and `weight_version`.
 
     Raises:
         ValueError: a limit is invalid, or as in `LLM`.
@@ -80,7 +83,7 @@ class AsyncLLM(AsyncCalls):
             engine = LLMEngine(model, **options)
             self._thread = EngineThread(engine.session, admission, interval)
         else:
-            engine = ReplicatedEngine(EngineConfig.of(model, options), admission, interval)
+            engine = ReplicatedEngine(replicated(model, options), admission, interval)
             self._thread = engine.group
         self._engine: LLMEngine = engine
         self._process = os.getpid()
@@ -286,6 +289,71 @@ class AsyncLLM(AsyncCalls):
     async def _control(self, call: EngineCall) -> Any:
         check_process(self._process)
         return await self._pool.run(getattr(self._engine, call))
+
+    # Weights
+
+    async def update_weights(
+        self,
+        weights: Any = None,
+        *,
+        version: str | None = None,
+        mode: Mode = "keep",
+        keep: Sequence[str] = (),
+        drafter: Any = None,
+        check_finite: bool = False,
+    ) -> WeightUpdate:
+        """Run `LLM.update_weights` in a thread; steps go on until the tensors are checked.
+
+        Args:
+            weights: As in `LLM.update_weights`.
+            version: As in `LLM.update_weights`.
+            mode: As in `LLM.update_weights`; streams that it aborts end with "abort".
+            keep: As in `LLM.update_weights`.
+            drafter: As in `LLM.update_weights`.
+            check_finite: As in `LLM.update_weights`.
+
+        Returns:
+            The version, and counts.
+
+        Raises:
+            ValueError, RuntimeError: as in `LLM.update_weights`.
+        """
+        check_process(self._process)
+        update = functools.partial(
+            self._engine.update_weights,
+            weights,
+            version=version,
+            mode=mode,
+            keep=keep,
+            drafter=drafter,
+            check_finite=check_finite,
+        )
+        try:
+            return await self._pool.run(update, is_long=True)
+        finally:
+            if isinstance(self._thread, EngineThread):
+                self._thread.note_ended()
+
+    async def export_weights(self) -> dict[str, np.ndarray]:
+        """Run `LLM.export_weights` in a thread; raises as it does."""
+        check_process(self._process)
+        return await self._pool.run(self._engine.export_weights, is_long=True)
+
+    def weight_specs(self, kind: SpecKind = "published") -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the result of `LLM.weight_specs`.
+
+        Args:
+            kind: As in `LLM.weight_specs`.
+
+        Raises:
+            ValueError: as in `LLM.weight_specs`.
+        """
+        return self._engine.weight_specs(kind)
+
+    @property
+    def weight_version(self) -> str:
+        """Version of the current weights."""
+        return self._engine.weight_version
 
     # Status and metrics
 

@@ -9,7 +9,7 @@ from typing import Any, Self, Unpack, cast
 
 from jaxspec.api import beam_search, progress_bar
 from jaxspec.api.beam_search import BeamSearchOutput, BeamSearchParams
-from jaxspec.api.replicated_engine import ReplicatedEngine
+from jaxspec.api.replicated_engine import ReplicatedEngine, replicated
 from jaxspec.api.request_transfer import TransferEngine
 from jaxspec.api.score import TextScore, scoring_params
 from jaxspec.checks import integer
@@ -32,6 +32,9 @@ class LLM(TransferEngine):
 
     With `data_parallel_size` above 1, each replica is a process (docs/serving.md#several-gpus). A
     replica that ends fails the calls with requests there with `ReplicaDiedError`, and is restarted.
+
+    `weights` are tensors in place of those of the model, by published names, as in
+    `update_weights`; `weight_version` (default: "0") is their version (docs/rollouts.md).
 
     Raises:
         FileNotFoundError: the model does not exist, or its folder has no configuration or weights.
@@ -365,7 +368,7 @@ class _ReplicatedLLM(ReplicatedEngine, LLM):
 
     def __init__(self, model: str | Path | None = None, **options: Any):
         """Start the processes; the options are those of `LLM`."""
-        super().__init__(EngineConfig.of(model, options), Admission(None, None))
+        super().__init__(replicated(model, options), Admission(None, None))
 
 
 LLM.__doc__ = f"{LLM.__doc__}\n    Args:\n{listing()}\n"

@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from jaxspec.api.diagnostics import Diagnostics
 from jaxspec.api.engine_args import EngineArgs
 from jaxspec.api.inputs import InputProcessor
 from jaxspec.api.loading import Loaded, load
+from jaxspec.api.weight_updates import WeightUpdates, check_version
 from jaxspec.checks import integer, shown
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request_histograms import RequestHistograms
 from jaxspec.engine.session import Session
 from jaxspec.flight.about import about
 from jaxspec.flight.recorder import FlightRecorder
+from jaxspec.models.trees.checkpoint import named_arrays
 from jaxspec.options.engine_options import EngineConfig
 from jaxspec.options.vllm_options import check_call
 from jaxspec.process import check_process, first_process
@@ -38,7 +39,7 @@ RPC_METHODS = (
 """Methods that `LLMEngine.collective_rpc` calls."""
 
 
-class LLMEngine(Diagnostics):
+class LLMEngine(WeightUpdates):
     """Loaded model with its session and tokenizer. Thread-safe.
 
     Compiles the programs that samples need. `LLM` and `AsyncLLM` step the session; `add_request`
@@ -61,11 +62,21 @@ class LLMEngine(Diagnostics):
         RuntimeError: this is a forked child of a process that made an LLM.
     """
 
-    def __init__(self, model: str | Path | None = None, **options: Any):
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        weights: Any = None,
+        weight_version: str = "0",
+        **options: Any,
+    ):
         """Load the model and allocate its state; programs are compiled when first needed.
 
         Args:
             model: A folder, a GGUF file or a hub id; None means the embedded model.
+            weights: Tensors in place of those of the model, as in `update_weights`, by published
+                names. Then only the configuration and the tokenizer of the model are read.
+            weight_version: Version of the weights.
             **options: The options of `LLM`.
         """
         config = EngineConfig.of(model, options)
@@ -75,8 +86,10 @@ class LLMEngine(Diagnostics):
                 f"serve, and not of {type(self).__name__}. Use LLM, which has the same calls."
             )
         check_process(first_process())
+        tree = None if weights is None else named_arrays("weights", weights)
+        check_version(weight_version)
         progress = sys.stderr.isatty() if config.show_progress is None else config.show_progress
-        loaded = load(config, progress=progress)
+        loaded = load(config, progress=progress, weights=tree)
         folder, model_config, proposer = loaded.folder, loaded.model, loaded.proposer
         self.tokenizer, self.vocab_size = loaded.tokenizer, model_config.vocab_size
         self._show_progress = progress
@@ -84,21 +97,15 @@ class LLMEngine(Diagnostics):
         self._processors = loaded.processors
         self._request_key = proposer.request_key if proposer else lambda prompt, seed: 0
         self.inputs = _inputs_of(loaded)
-        flight, on_failure = None, None
-        if config.flight_recorder != "off":
-            flight = FlightRecorder(
-                runner,
-                runner.shapes,
-                about(loaded.config, folder, self.vocab_size),
-                hashed=config.flight_recorder == "hashed",
-            )
-            on_failure = functools.partial(flight.save_failure, folder=config.flight_folder)
+        flight = _flight_of(loaded, config, weight_version if tree else None)
+        on_failure = flight and functools.partial(flight.save_failure, folder=config.flight_folder)
         self._histograms = RequestHistograms()
         observers = *loaded.observers, self._histograms
         parts = loaded.host_drafter, loaded.host_tier, observers
         scheduler = Scheduler(runner.shapes, loaded.limits, *parts)
         engine = Engine(scheduler, flight or runner, max_in_flight=config.max_in_flight)
-        self.session = Session(engine, on_failure)
+        self.session, self._layouts = Session(engine, on_failure), loaded.layouts
+        self._begin_versions(weight_version)
         runner.on_loss(self.session.report)
         self.shapes, self.limits = runner.shapes, loaded.limits
         self.model_name = str(model or folder.name)
@@ -377,6 +384,17 @@ class LLMEngine(Diagnostics):
                 "and their internals are vLLM's own. Call a method of the LLM."
             )
         return [getattr(self, method)(*args, **(kwargs or {}))]
+
+
+def _flight_of(
+    loaded: Loaded, config: EngineConfig, weight_version: str | None
+) -> FlightRecorder | None:
+    if config.flight_recorder == "off":
+        return None
+    runner, vocab_size = loaded.runner, loaded.model.vocab_size
+    told = about(loaded.config, loaded.folder, vocab_size, weight_version)
+    is_hashed = config.flight_recorder == "hashed"
+    return FlightRecorder(runner, runner.shapes, told, hashed=is_hashed)
 
 
 def _inputs_of(loaded: Loaded) -> InputProcessor:

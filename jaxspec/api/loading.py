@@ -9,7 +9,7 @@ Options and configuration are validated before a tensor is read.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,9 @@ from jaxspec.api.inputs import end_ids
 from jaxspec.api.logits_processors import LogitsProcessors
 from jaxspec.api.nodes import Node, join
 from jaxspec.api.settling import ResolvedOptions, settle
+from jaxspec.api.weight_updates import Layouts
 from jaxspec.files import writable_folder
+from jaxspec.gguf import is_gguf
 from jaxspec.grammar import Matchers
 from jaxspec.hidden_states.recorder import HiddenStateRecorder
 from jaxspec.hidden_states.state_file import prepare_folder
@@ -27,6 +29,7 @@ from jaxspec.models import AbstractModel, dtype_of, resolve_folder, unread, unre
 from jaxspec.models.base import CheckpointModule, Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.quantised.option import DrafterOptions
+from jaxspec.models.trees.checkpoint import Tensor
 from jaxspec.options import SpeculativeConfig
 from jaxspec.options.draft_methods import ExtractHiddenStatesOptions
 from jaxspec.options.engine_options import EngineConfig
@@ -98,6 +101,7 @@ class Loaded(NamedTuple):
         default_params: Parameters of calls without any.
         config: Options of the engine, with resolved "auto" and None.
         processors: Logits processors.
+        layouts: Places of other weights.
     """
 
     folder: Path
@@ -113,6 +117,7 @@ class Loaded(NamedTuple):
     default_params: SamplingParams
     config: EngineConfig
     processors: LogitsProcessors
+    layouts: Layouts
     observers: tuple[RequestObserver, ...] = ()
 
 
@@ -196,12 +201,15 @@ def unread_drafter(
         yield found
 
 
-def load(config: EngineConfig, *, progress: bool) -> Loaded:
+def load(
+    config: EngineConfig, *, progress: bool, weights: Mapping[str, Tensor] | None = None
+) -> Loaded:
     """Load the model of an engine and allocate its state, with the recorder of hidden states.
 
     Args:
         config: Options of the engine.
         progress: Show progress bars.
+        weights: Tensors in place of those of the checkpoint.
 
     Returns:
         The model, ready to run; no program is compiled yet.
@@ -217,14 +225,16 @@ def load(config: EngineConfig, *, progress: bool) -> Loaded:
         )
     options = getattr(config.speculative_config, "options", None)
     if not isinstance(options, ExtractHiddenStatesOptions):
-        return load_runner(config, progress=progress)
+        return load_runner(config, progress=progress, weights=weights)
     prepare_folder(str(options.folder))
-    loaded = load_runner(config, progress=progress)
+    loaded = load_runner(config, progress=progress, weights=weights)
     name = "the embedded model" if config.model is None else str(config.model)
     return loaded._replace(observers=(HiddenStateRecorder.of(options, loaded.runner, name),))
 
 
-def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
+def load_runner(
+    config: EngineConfig, *, progress: bool, weights: Mapping[str, Tensor] | None = None
+) -> Loaded:
     """Load the model and allocate its state, without a recorder of hidden states.
 
     A flight replay calls this directly: it has no requests and writes no files.
@@ -232,6 +242,7 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
     Args:
         config: Options of the engine.
         progress: Show progress bars.
+        weights: As in `load`.
 
     Returns:
         The model, ready to run; no program is compiled yet.
@@ -243,14 +254,35 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
         OSError: other nodes can't be reached (`join`).
     """
     enable_compilation_cache(config.compilation_cache)
-    folder = folder_of(config, progress=progress, weights=config.load_format != "dummy")
+    has_files = config.load_format != "dummy" and weights is None
+    folder = folder_of(config, progress=progress, weights=has_files)
+    if weights is not None:
+        _check_given(config, folder)
     node = join(config, folder, progress=progress)
     with node.loading():
-        return _loaded(config, folder, node, progress=progress)
+        return _loaded(config, folder, node, weights, progress=progress)
+
+
+def _check_given(config: EngineConfig, folder: Path) -> None:
+    """Refuse options that contradict weights from memory."""
+    wrong = {
+        "load_format='dummy' draws weights": config.load_format == "dummy",
+        f"{folder} is a GGUF file, and its tensors are converted": is_gguf(folder),
+        f"nnodes={config.nnodes} needs them in each process": config.nnodes > 1,
+    }
+    for reason in (reason for reason, holds in wrong.items() if holds):
+        raise ValueError(
+            f"weights from memory need the folder or hub id of a published model, in one process, "
+            f"and {reason}. Leave out one of the two."
+        )
 
 
 def _unread_model(
-    config: EngineConfig, folder: Path, dtype: jnp.dtype, group: Group
+    config: EngineConfig,
+    folder: Path,
+    dtype: jnp.dtype,
+    group: Group,
+    weights: Mapping[str, Tensor] | None,
 ) -> contextlib.AbstractContextManager[AbstractModel[Model]]:
     return unread(
         folder,
@@ -262,10 +294,18 @@ def _unread_model(
         group=group,
         whole_experts=config.enable_expert_parallel,
         scales_kv=config.scales_kv,
+        weights=weights,
     )
 
 
-def _loaded(config: EngineConfig, folder: Path, node: Node, *, progress: bool) -> Loaded:
+def _loaded(
+    config: EngineConfig,
+    folder: Path,
+    node: Node,
+    weights: Mapping[str, Tensor] | None,
+    *,
+    progress: bool,
+) -> Loaded:
     tokenizer = _tokenizer(config, folder, progress=progress)
     defaults = default_params(config.generation_config, folder)
     dtype = dtype_of(config.dtype)
@@ -274,7 +314,7 @@ def _loaded(config: EngineConfig, folder: Path, node: Node, *, progress: bool) -
     budget = node.agreed(MemoryBudget.of(config.gpu_memory_utilization, config.num_pages, group))
     with contextlib.ExitStack() as failed:
         with (
-            _unread_model(config, folder, dtype, group) as found,
+            _unread_model(config, folder, dtype, group, weights) as found,
             unread_drafter(
                 config, dtype, group, found.of_drafter, progress=progress
             ) as found_drafter,
@@ -283,18 +323,7 @@ def _loaded(config: EngineConfig, folder: Path, node: Node, *, progress: bool) -
             head = found_drafter and found_drafter.model
             settled = settle(config, found.model, dtype, head, group)
             shapes = settled.fitting(budget)
-            blueprint = Blueprint.of(
-                found.model,
-                shapes,
-                settled.proposer,
-                dtype=dtype,
-                verifier=make_verifier(settled.speculation),
-                states=settled.states,
-                kv_dtype=settled.kv_dtype,
-                drafter=head,
-                group=group,
-                processors=settled.processors.device,
-            )
+            blueprint = _blueprint(found.model, shapes, settled, dtype, head, group)
             early = blueprint.trace_early(
                 first_programs(shapes, settled.limits) if config.background_compilation else ()
             )
@@ -318,6 +347,29 @@ def _loaded(config: EngineConfig, folder: Path, node: Node, *, progress: bool) -
         default_params=defaults,
         config=_resolved(config, settled, runner.shapes, dtype),
         processors=settled.processors,
+        layouts=Layouts(found.layout, found_drafter and found_drafter.layout),
+    )
+
+
+def _blueprint(
+    model: Model,
+    shapes: StepShapes,
+    settled: ResolvedOptions,
+    dtype: jnp.dtype,
+    drafter: CheckpointModule | None,
+    group: Group,
+) -> Blueprint:
+    return Blueprint.of(
+        model,
+        shapes,
+        settled.proposer,
+        dtype=dtype,
+        verifier=make_verifier(settled.speculation),
+        states=settled.states,
+        kv_dtype=settled.kv_dtype,
+        drafter=drafter,
+        group=group,
+        processors=settled.processors.device,
     )
 
 

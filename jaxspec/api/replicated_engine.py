@@ -2,14 +2,18 @@
 
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from jaxspec.api.llm_engine import Kind, LLMEngine
 from jaxspec.api.processes.replica_group import ReplicaGroup
 from jaxspec.api.processes.replica_session import ReplicaSession
+from jaxspec.api.weight_updates import SpecKind, WeightUpdate
 from jaxspec.engine.admission import Admission
 from jaxspec.engine.engine import StepTimes
 from jaxspec.engine.metrics import EngineSnapshot, Metric
@@ -20,6 +24,20 @@ from jaxspec.requests.prompts import Prompt
 from jaxspec.requests.sampling_features import features_named
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.transfer import RequestState
+
+
+def replicated(model: str | Path | None, options: Mapping[str, Any]) -> EngineConfig:
+    """Return the configuration of engines in processes of their own.
+
+    Raises:
+        TypeError, ValueError: as `EngineConfig.of`, or there are weights from memory.
+    """
+    if given := {"weights", "weight_version"} & options.keys():
+        raise ValueError(
+            f"{' and '.join(sorted(given))} must be left out with data_parallel_size above 1: the "
+            "engines are other processes. Start one LLM per GPU."
+        )
+    return EngineConfig.of(model, options)
 
 
 class ReplicatedEngine(LLMEngine):
@@ -194,6 +212,23 @@ class ReplicatedEngine(LLMEngine):
     def trace(self) -> AbstractContextManager[list[StepTimes]]:
         """Raise ValueError: each replica has its own steps."""
         raise self._refusal("trace", "Trace one engine, or call start_profile")
+
+    @property
+    def weight_version(self) -> str:
+        """The version of the weights, which no call replaces."""
+        return "0"
+
+    def weight_specs(self, kind: SpecKind = "published") -> dict[str, jax.ShapeDtypeStruct]:
+        """Raise ValueError: replicas keep the weights of their checkpoint."""
+        raise self._refusal("weight_specs", "Start one LLM per GPU to update weights")
+
+    def update_weights(self, weights: Any = None, **options: Any) -> WeightUpdate:
+        """Raise ValueError: replicas keep the weights of their checkpoint."""
+        raise self._refusal("update_weights", "Start one LLM per GPU to update weights")
+
+    def export_weights(self) -> dict[str, np.ndarray]:
+        """Raise ValueError: replicas keep the weights of their checkpoint."""
+        raise self._refusal("export_weights", "Start one LLM per GPU to update weights")
 
     def export_request(self, request_id: str) -> RequestState:
         """Raise ValueError: requests migrate between single engines."""

@@ -52,13 +52,14 @@ class TransferEngine(LLMEngine):
                 "its own (n=1) with another id."
             )
         self._compile_copies()
+        version = self.weight_version
         copied = self.session.withdraw(samples[0])
         if copied is None:
             raise ValueError(
                 f"export_request takes the id of a request that runs or waits, and {shown(name)} "
                 "has just ended. Its output is whole."
             )
-        return self._state_of(samples[0], copied)
+        return self._state_of(samples[0], copied, version)
 
     def prefill(
         self,
@@ -101,13 +102,14 @@ class TransferEngine(LLMEngine):
         self._check_prefill(request)
         self.admit([sample])
         if len(request.prompt) == 1:  # only the last token, so there is nothing to compute
-            return self._state_of(sample, Copied(0))
+            return self._state_of(sample, Copied(0), self.weight_version)
         request.is_prefill_only = True
         self._compile_copies()
         try:
             session.add([sample])
             while not request.finish:
                 session.step()
+            version = self.weight_version
             copied = session.withdraw(sample)
         finally:
             session.abort([sample])
@@ -116,7 +118,7 @@ class TransferEngine(LLMEngine):
                 f"Request {shown(sample.request_id)} ended with {request.finish.reason!r} before "
                 "its prompt was computed. Call prefill again."
             )
-        return self._state_of(sample, copied)
+        return self._state_of(sample, copied, version)
 
     def import_request(self, state: RequestState) -> Stream:
         """Continue a request exported by another engine.
@@ -144,7 +146,7 @@ class TransferEngine(LLMEngine):
                 f"import_request takes a RequestState, got {shown(state)}. Read one by "
                 "RequestState.from_bytes, load or transfer.receive."
             )
-        own = self._runner.fingerprint
+        version, own = self.weight_version, self._runner.fingerprint
         if state.fingerprint != own:
             raise ValueError(
                 "A request must go on with the model that it began with: its fingerprint is "
@@ -157,7 +159,7 @@ class TransferEngine(LLMEngine):
         copied = self._brought(state, sample.request)
         if copied is not None:
             self._compile_copies()
-        return Stream(_stream(self.session, sample, copied), state.request_id)
+        return Stream(_stream(self.session, sample, copied, version), state.request_id)
 
     # Export
 
@@ -181,9 +183,13 @@ class TransferEngine(LLMEngine):
                 "prefill would have no effect. Send the prompt to the other engine."
             )
 
-    def _state_of(self, sample: Sample, copied: Copied) -> RequestState:
+    def _state_of(self, sample: Sample, copied: Copied, weight_version: str) -> RequestState:
+        """Return the state; its arrays are dropped if weights were of another version before."""
         arrays = self._runner.portable.to_arrays(copied)
-        return RequestState.of(sample.request, self._runner.fingerprint, copied.num_tokens, arrays)
+        fingerprint = self._runner.fingerprint
+        if weight_version != self.weight_version:  # updated meanwhile: the copy is of either
+            arrays, copied = {}, Copied(0)
+        return RequestState.of(sample.request, fingerprint, copied.num_tokens, arrays)
 
     def _compile_copies(self) -> None:
         """Compile the programs that copy blocks between the pools and the host, unless compiled."""
@@ -223,6 +229,7 @@ class TransferEngine(LLMEngine):
             )
         request.tokens.extend(output)
         request.draft_positions.extend(state.draft_positions)
+        request.weight_starts.extend(state.weight_starts)
         if state.logprobs is not None:
             request.logprobs.extend(state.logprobs)
         sample.resume()
@@ -237,8 +244,8 @@ class TransferEngine(LLMEngine):
 
 
 def _stream(
-    session: Session, sample: Sample, copied: Copied | None
+    session: Session, sample: Sample, copied: Copied | None, weight_version: str
 ) -> Generator[TextDelta, None, None]:
     if copied is not None:
-        session.bring(sample, copied)
+        session.bring(sample, copied, weight_version)
     yield from session.stream(sample)

@@ -13,7 +13,14 @@ from jaxspec import device
 from jaxspec.api.loading import load_runner
 from jaxspec.checks import shown
 from jaxspec.flight import Flight, Step
-from jaxspec.flight.about import OWN, check_processors, check_speculation, digest_of, is_here
+from jaxspec.flight.about import (
+    OWN,
+    check_processors,
+    check_speculation,
+    check_weights,
+    digest_of,
+    is_here,
+)
 from jaxspec.flight.blocks import ReplayedBlocks
 from jaxspec.flight.file import read
 from jaxspec.options.engine_options import EngineConfig
@@ -129,6 +136,7 @@ def _runner(flight: Flight, model: str | Path | None, revision: str | None) -> M
     named = options.pop("model")
     check_speculation(options.get("speculative_config"))
     check_processors(options.pop("logits_processors", None))
+    check_weights(flight.about.get("weight_version"))
     if model is not None:
         options["revision"] = revision  # ignore the flight's revision: the file is untrusted
     if model is None and named is not None and not is_here(named):

@@ -112,6 +112,10 @@ class EngineThread:
         """Abort all requests with this id submitted so far."""
         self._mail.put(functools.partial(self._end_by_id, request_id))
 
+    def note_ended(self) -> None:
+        """Pass on the ends of requests that the session has ended, such as all at an update."""
+        self._mail.put(self._end_finished)
+
     # Called in the engine thread, except `_note_settled` and `_at_exit`.
 
     def _run(self) -> None:
@@ -155,6 +159,11 @@ class EngineThread:
                 sample_stream.end()
             elif sample_stream.has_stops:
                 self._session.settle(sample_stream)  # its reader will not report the end
+
+    def _end_finished(self) -> None:
+        for sample_stream in list(self._live):
+            if sample_stream.request.finish:
+                sample_stream.end()
 
     def _end_by_id(self, request_id: str) -> None:
         self._end(

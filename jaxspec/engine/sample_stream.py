@@ -28,6 +28,7 @@ class TokenDelta(NamedTuple):
     metrics: RequestMetrics | None = None  # set if this may be the last delta
     logprobs: Sequence[Any] = ()
     prompt_logprobs: list[Any] | None = None  # set in the first delta, if requested
+    weight_starts: Sequence[tuple[str, int]] = ()  # `Request.weight_starts`, the whole list
 
 
 class SampleStream(Sample):
@@ -66,6 +67,7 @@ class SampleStream(Sample):
         reader.request = own = copy.copy(self.request)
         own.tokens, own.parent = list(own.prompt), None
         own.draft_positions, own.logprobs, own.pages = [], [], PageTable()
+        own.weight_starts = []
         own.prompt_logprobs = [None] * len(own.prompt_logprobs)
         own.metrics = copy.copy(own.metrics)
 
@@ -109,6 +111,7 @@ class SampleStream(Sample):
             copy.copy(request.metrics) if finish or self.has_stops else None,
             () if asked.logprobs is None else request.logprobs[first:count],
             None if first or asked.prompt_logprobs is None else list(request.prompt_logprobs),
+            tuple(request.weight_starts),
         )
         self._hand_on(self, token_delta)
 
@@ -118,6 +121,7 @@ def receive(request: Request, token_delta: TokenDelta) -> None:
     request.tokens += token_delta.tokens
     request.draft_positions += token_delta.draft_positions
     request.logprobs += token_delta.logprobs
+    request.weight_starts = list(token_delta.weight_starts)
     request.num_cached_tokens, request.finish = token_delta.num_cached_tokens, token_delta.finish
     if token_delta.metrics is not None:
         request.metrics = token_delta.metrics

@@ -99,6 +99,7 @@ class Session:
         self.listener: Callable[[Exception], None] | None = None
         self._is_whole = True  # False during a step and until recovery from a failed one
         self._process = os.getpid()
+        self._fault: str | None = None  # why no step may run, although the session is open
 
     @property
     def has_work(self) -> bool:
@@ -106,6 +107,17 @@ class Session:
 
     def require_usable(self) -> None:
         """Raise unless the session can serve calls.
+
+        Raises:
+            RuntimeError: the session is closed or broken off, or this is a forked child of its
+                process.
+        """
+        self.require_open()
+        if self._fault is not None:
+            raise RuntimeError(self._fault)
+
+    def require_open(self) -> None:
+        """Raise unless the session is open, even if it is broken off.
 
         Raises:
             RuntimeError: the session is closed, or this is a forked child of its process.
@@ -201,9 +213,12 @@ class Session:
         """
         return self.in_turn(lambda: self.guarded(lambda: self._withdraw(sample)))
 
-    def bring(self, sample: Sample, copied: Copied) -> None:
-        """Import a prefix computed by another engine. Raises as `add` and `in_turn`."""
-        self.in_turn(lambda: self._bring(sample.request, copied))
+    def bring(self, sample: Sample, copied: Copied, weight_version: str) -> None:
+        """Import a prefix computed by another engine, unless weights have another version by now.
+
+        Raises as `add` and `in_turn`.
+        """
+        self.in_turn(lambda: self._bring(sample.request, copied, weight_version))
 
     def of_request(self, request_id: str) -> tuple[Sample, ...]:
         """Return the unfinished samples of a request, added ones included."""
@@ -228,6 +243,26 @@ class Session:
             return self._turns.hold(lambda: self._after_notes(act))
         finally:
             self._do_notes()
+
+    # Called within a turn
+
+    @property
+    def is_broken(self) -> bool:
+        """True between `break_off` and `mend`."""
+        return self._fault is not None
+
+    def break_off(self, fault: str) -> None:
+        """Abort all samples, and refuse others with the error text `fault` until `mend`."""
+        self._fault = fault
+        self.guarded(self.end_all)
+
+    def mend(self) -> None:
+        """Take samples again."""
+        self._fault = None
+
+    def end_all(self) -> None:
+        """Abort all samples."""
+        self._end_each(None)
 
     def report(self, error: Exception) -> None:
         """Report an error outside a step to the `listener`, in any thread."""
@@ -265,8 +300,8 @@ class Session:
 
     def _step_once(self) -> list[Sample]:
         self._let_in()
-        if self.is_closed:
-            self._end_each(None)  # samples added while the session was closed
+        if self.is_closed or self.is_broken:
+            self._end_each(None)  # samples added meanwhile
             return []
         progress = self.engine.step()  # of several steps, if the last one runs in halves
         return [self._read(request) for request in dict.fromkeys(each.request for each in progress)]
@@ -283,9 +318,10 @@ class Session:
         self._end_each([sample])
         return copied
 
-    def _bring(self, request: Request, copied: Copied) -> None:
+    def _bring(self, request: Request, copied: Copied, weight_version: str) -> None:
         self.require_usable()  # another thread may have closed the session
-        self.guarded(lambda: self.engine.copy_in(request, copied))
+        if weight_version == self.scheduler.weight_version:
+            self.guarded(lambda: self.engine.copy_in(request, copied))
 
     def _next_deltas(self, samples: Sequence[Sample]) -> list[TextDelta]:
         deltas = taken(samples)  # from another caller's step

@@ -25,10 +25,16 @@ OWN = (
 """Options that no step depends on: they are neither recorded nor replayed."""
 
 
-def about(config: EngineConfig, folder: Path, vocab_size: int) -> dict[str, Any]:
+def about(
+    config: EngineConfig, folder: Path, vocab_size: int, weight_version: str | None = None
+) -> dict[str, Any]:
     """Return what a replay needs in addition to plans, in JSON's types.
 
-    `config` has every option resolved that the device decides; `folder` is that of the checkpoint.
+    Args:
+        config: Options, with every one resolved that the device decides.
+        folder: Folder or file of the checkpoint.
+        vocab_size: Number of token ids.
+        weight_version: Version of weights that are not those of the checkpoint; None if they are.
     """
     options = options_of_steps(config)
     if config.model is not None:
@@ -38,6 +44,7 @@ def about(config: EngineConfig, folder: Path, vocab_size: int) -> dict[str, Any]
         "options": options,
         "vocab_size": vocab_size,
         "checkpoint": digest_of(folder),
+        "weight_version": weight_version,
         "device": here.device_kind,
         "versions": versions(),
     }
@@ -103,6 +110,20 @@ def check_speculation(recorded: Any) -> None:
         raise ValueError(
             "A flight must be replayed with a drafter's checkpoint that lies here, and it was "
             f"recorded with {shown(drafter)}. Put its folder or file there."
+        )
+
+
+def check_weights(recorded: Any) -> None:
+    """Refuse to replay steps of weights that are in no checkpoint.
+
+    Raises:
+        ValueError: the weights were given as arrays or updated.
+    """
+    if recorded is not None:
+        raise ValueError(
+            "A flight must be replayed with the weights of a checkpoint, and this one was recorded "
+            f"with weights of version {shown(recorded)} from the memory of its process. Save them "
+            "with export_weights, and record an engine of the saved folder."
         )
 
 

@@ -78,6 +78,12 @@ class FlightRecorder:
             )
         self._begin("copy", state)
 
+    def renew_weights(self, version: str) -> None:
+        """Drop the recorded steps; begin at a plan without rows of earlier plans."""
+        self._about = {**self._about, "weight_version": version}
+        self._begin("idle")
+        self._is_full = True
+
     def save(self, path: Path, failure: str | None = None) -> None:
         """Write the recorded steps to `path`, readable by the user alone.
 
@@ -87,8 +93,9 @@ class FlightRecorder:
         """
         if self._is_full:
             raise ValueError(
-                f"{MAX_BYTES >> 20} MiB of steps came without a moment in which no request ran, so "
-                "they were dropped. Save earlier, or call restart_flight() first."
+                f"Since {MAX_BYTES >> 20} MiB of steps, or since other weights, no moment came in "
+                "which no request ran, so the steps were dropped. Save earlier, or call "
+                "restart_flight() first."
             )
         flight = Flight(
             about=self._about,

@@ -27,8 +27,17 @@ from jaxspec.models.quantised.option import (
     log_dequantised,
 )
 from jaxspec.models.quantised.rounded import ROUNDED, RoundedCheckpoint
+from jaxspec.models.quantised.scheme import Scheme
 from jaxspec.models.shards import of_devices
-from jaxspec.models.source import giving_sizes, naming, open_checkpoint, read_fields
+from jaxspec.models.source import (
+    dequantised,
+    giving_sizes,
+    naming,
+    open_checkpoint,
+    read_fields,
+)
+from jaxspec.models.trees.checkpoint import Tensor, TreeCheckpoint
+from jaxspec.models.trees.layout import WeightLayout, fill
 from jaxspec.models.weights import (
     Some,
     compared,
@@ -152,6 +161,7 @@ class AbstractModel(NamedTuple, Generic[Some]):
 
     model: Some
     fill: Callable[[bool], None]  # sets the parameters; takes `progress`
+    layout: WeightLayout  # places of other weights, once the parameters are set
     of_drafter: DrafterOptions = AS_PUBLISHED  # options of a drafter's weights
 
     def read(self, progress: bool = False) -> Some:
@@ -172,12 +182,14 @@ def unread(
     group: Group = ALONE,
     whole_experts: bool | None = None,
     scales_kv: bool = False,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Iterator[AbstractModel[Model]]:
     """Open the model in a checkpoint folder; its weights can be read until the block ends.
 
     `overrides` replaces entries of config.json, `quantization` and `activation_dtype` are options
     of `LLM`, and `whole_experts` is that of `MoEConfig`. With `scales_kv`, scales of keys and
-    values that the folder has are read.
+    values that the folder has are read. `weights` are tensors by published names, in place of those
+    of the folder.
 
     Tensor names, shapes and dtypes are checked against config.json. No tensor is read and no device
     memory is allocated before `AbstractModel.read`. The devices of `group` share the model.
@@ -189,7 +201,7 @@ def unread(
             or the group can't share the model.
     """
     quantised = QuantisedOptions(quantization, activation_dtype)
-    asked = _Asked(load_format, overrides, quantised, whole_experts, scales_kv)
+    asked = _Asked(load_format, overrides, quantised, whole_experts, scales_kv, weights)
     with _unread(folder, dtype, asked, family_of, group) as found:
         quantised.check_held(found.model, Path(folder))
         yield found
@@ -219,6 +231,7 @@ class _Asked(NamedTuple):
     quantised: QuantisedOptions | DrafterOptions = QuantisedOptions()
     whole_experts: bool | None = None
     scales_kv: bool = False
+    weights: Mapping[str, Tensor] | None = None
 
 
 @contextlib.contextmanager
@@ -246,11 +259,10 @@ def _unread(
         of_ranks = of_devices(whole.checkpoint(), model.checkpoint(), group.size)
         hold_drawn(of_ranks, ROUNDED if rounds else scheme, quantised)
         of_drafter = quantised.of_drafter(is_rounded=rounds)
-        yield AbstractModel(model, lambda progress: draw_weights(model, group), of_drafter)
+        layout = WeightLayout.of(model, dtype, group, scheme, rounds=rounds)
+        yield AbstractModel(model, lambda progress: draw_weights(model, group), layout, of_drafter)
         return
-    with open_checkpoint(
-        folder, scheme, family.uses(config), scales_kv=asked.scales_kv
-    ) as checkpoint:
+    with _opened(folder, scheme, family.uses(config), asked) as checkpoint:
         config = with_scales_of(checkpoint, config)
         with giving_sizes(fields, folder):
             whole = compared(family, config, dtype, checkpoint)
@@ -263,8 +275,23 @@ def _unread(
             held = hold_as_published(of_ranks, published, checkpoint, quantised)
             by_choice = quantised.dequantises
             log_dequantised(checkpoint, dtype, group.size, held=held.here, by_choice=by_choice)
-        fill = functools.partial(read_weights, model, of_ranks, published, checkpoint, group)
-        yield AbstractModel(model, fill, quantised.of_drafter(is_rounded=rounds))
+        layout = WeightLayout.of(
+            model, dtype, group, scheme, rounds=rounds, scales_kv=asked.scales_kv
+        )
+        if asked.weights is None:
+            read = functools.partial(read_weights, model, of_ranks, published, checkpoint, group)
+        else:
+            read = functools.partial(fill, model, layout, asked.weights)
+        yield AbstractModel(model, read, layout, quantised.of_drafter(is_rounded=rounds))
+
+
+def _opened(
+    folder: Path, scheme: Scheme | None, is_read: Callable[[str], bool], asked: _Asked
+) -> contextlib.AbstractContextManager[Checkpoint]:
+    if asked.weights is None:
+        return open_checkpoint(folder, scheme, is_read, scales_kv=asked.scales_kv)
+    tree = TreeCheckpoint(asked.weights)
+    return dequantised(tree, scheme, is_read, scales_kv=asked.scales_kv)
 
 
 def with_scales_of(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:

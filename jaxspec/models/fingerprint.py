@@ -1,7 +1,8 @@
 """Fingerprint of a model: its architecture, weights and dtype."""
 
+import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -43,11 +44,22 @@ def fingerprint(model_spec: ModelSpec, weights: Sequence[Array], group: Group = 
     digest.update(repr([(leaf.shape, leaf.dtype.name) for leaf in leaves]).encode())
     if any(form is not None and form.terms == 1 for form in model_spec.forms):
         digest.update(b"activations are rounded")
-    indices = _indices(whole, model_spec.model(), group.size)
-    sampled = jax.jit(group.on_each(_sampled, whole=1, equal=True))
+    indices = _indices_of(model_spec, group.size)
+    sampled = _sampler(group, group.devices)
     for each in zip(weights, indices, strict=True):  # a program per shape, and one sum at a time
         digest.update(np.asarray(sampled(*each)).tobytes())
     return digest.hexdigest()
+
+
+@functools.lru_cache(8)
+def _sampler(group: Group, devices: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return the program of a group with these devices; updated weights are sampled by it again."""
+    return jax.jit(group.on_each(_sampled, whole=1, equal=True))
+
+
+@functools.lru_cache(8)
+def _indices_of(model_spec: ModelSpec, devices: int) -> list[Any]:
+    return _indices(model_spec.whole.model(), model_spec.model(), devices)
 
 
 def _sampled(weight: Array, indices: Int[Array, "devices axes values"]) -> Int[Array, " values"]:

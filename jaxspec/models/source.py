@@ -61,14 +61,29 @@ def open_checkpoint(
     if not is_gguf(source):
         with contextlib.ExitStack() as opened:
             checkpoint = opened.enter_context(SafetensorsCheckpoint(source))
-            if scheme is not None:
-                checkpoint = QuantisedCheckpoint(checkpoint, scheme, is_read, scales_kv=scales_kv)
+            checkpoint = dequantised(checkpoint, scheme, is_read, scales_kv=scales_kv)
             found = MLXCheckpoint(checkpoint) if is_mlx(checkpoint) else checkpoint
             opened.pop_all()
         return found
     from jaxspec.models.gguf.checkpoint import GGUFCheckpoint
 
     return GGUFCheckpoint(source)
+
+
+def dequantised(
+    checkpoint: Checkpoint,
+    scheme: Scheme | None,
+    is_read: Callable[[str], bool],
+    *,
+    scales_kv: bool,
+) -> Checkpoint:
+    """Return the checkpoint, with the names of 16 bits if there is a scheme.
+
+    Arguments and errors are those of `open_checkpoint`.
+    """
+    if scheme is None:
+        return checkpoint
+    return QuantisedCheckpoint(checkpoint, scheme, is_read, scales_kv=scales_kv)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Match a checkpoint's tensors with a model's parameters, and load them; random weights."""
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
@@ -59,7 +59,7 @@ def read_weights(
     held: dict[int, tuple[nnx.Param, list[jax.Array]]] = {}
     for rank in group.own_ranks:
         with group.default(rank):
-            sources = _sources(of_ranks[rank], published, checkpoint)
+            sources = sources_of(of_ranks[rank], published, checkpoint)
             for source, value in zip(sources, _read(sources, checkpoint, progress), strict=True):
                 source.param.set_value(value)
                 held.setdefault(id(source.param), (source.param, []))[1].append(value)
@@ -143,16 +143,24 @@ def compared(
         ValueError: Tensors are missing, unexpected, duplicated, or have a wrong shape or dtype. One
             error lists them all.
     """
-    published: dict[str, list[str]] = {}
-    for name in sorted(checkpoint.names):
-        canonical = family.canonical_name(name, config)
-        if canonical is not None:
-            published.setdefault(canonical, []).append(name)
+    published = published_names(family, config, checkpoint.names)
     _check_layers(config, published, checkpoint)
     model = undefined(family, config, dtype, frozenset(published))
     placements = list(as_published(model.checkpoint(), published, checkpoint))
-    _check(placements, published, checkpoint)
+    check_tensors(placements, published, checkpoint)
     return Compared(model, placements, published)
+
+
+def published_names(
+    family: type[CheckpointModule], config: ModelConfig, names: Iterable[str]
+) -> dict[str, list[str]]:
+    """Return the names of tensors that a module uses, by canonical name."""
+    published: dict[str, list[str]] = {}
+    for name in sorted(names):
+        canonical = family.canonical_name(name, config)
+        if canonical is not None:
+            published.setdefault(canonical, []).append(name)
+    return published
 
 
 def undefined(
@@ -162,9 +170,10 @@ def undefined(
     return nnx.eval_shape(lambda: family(config, dtype, tensors))
 
 
-def _sources(
+def sources_of(
     placements: Iterable[Placement], published: Mapping[str, list[str]], checkpoint: Checkpoint
 ) -> list[Source]:
+    """Return the source of each parameter of the placements; arguments as in `read_weights`."""
     of_param: dict[int, list[Placement]] = {}
     for placement in stored(placements):
         of_param.setdefault(id(placement.param), []).append(placement)
@@ -188,14 +197,28 @@ def _check_layers(config: ModelConfig, published: Collection[str], checkpoint: C
         raise _misfit(checkpoint, f"It asks for {asked} layers, and the tensors are of {held}.")
 
 
-def _check(
-    placements: Sequence[Placement], published: Mapping[str, list[str]], checkpoint: Checkpoint
+def check_tensors(
+    placements: Sequence[Placement],
+    published: Mapping[str, list[str]],
+    checkpoint: Checkpoint,
+    may_lack: Callable[[str], bool] = lambda name: False,
 ) -> None:
+    """Compare the tensors of a checkpoint with the placements of a module.
+
+    Args:
+        placements: The placements, in the spelling of the checkpoint.
+        published: The checkpoint's names of each canonical name.
+        checkpoint: The open checkpoint.
+        may_lack: Returns whether a tensor may be missing, by its canonical name.
+
+    Raises:
+        ValueError: As in `compared`.
+    """
     wanted = {placement.name: placement for placement in placements}
     unexpected = published.keys() - wanted.keys()
     twice = dict(_in_both_spellings(placements, published, unexpected))
     problems = {
-        "Missing": sorted(wanted.keys() - published.keys()),
+        "Missing": sorted(name for name in wanted.keys() - published.keys() if not may_lack(name)),
         "Unexpected": sorted(
             name for canonical in unexpected - twice.keys() for name in published[canonical]
         ),

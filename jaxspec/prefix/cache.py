@@ -16,6 +16,7 @@ What the device evicts is copied to host memory if there is a `HostTier`; `Prefi
 back for waiting requests. `copy_out` and `copy_in` copy the prefix of a request between engines.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxspec.plan.block_plan import Block, Copied, Read
@@ -76,6 +77,12 @@ class PrefixCache:
         if self.tier is not None and self.tier.disk is not None:
             self.tier.disk.clear()
         self._forget()
+
+    def renew(self, fingerprint: Callable[[], str]) -> None:
+        """Drop all cached prefixes; later ones are of a model with another fingerprint."""
+        self.clear()
+        if self.tier is not None and self.tier.disk is not None:
+            self.tier.disk.rename(fingerprint())
 
     def _forget(self) -> None:
         self._at: dict[Request, Node] = {}  # last node of each running request

@@ -126,15 +126,22 @@ class DiskTier:
             arrays: Shapes and dtypes of a block of pages (False) and of a state (True).
         """
         self._folder, self.max_bytes, self._arrays = folder, max_bytes, arrays
-        own = repr((fingerprint, page_size, {kind: str(like) for kind, like in arrays.items()}))
-        self._own = hashlib.blake2b(own.encode(), digest_size=16).hexdigest()
+        self._page_size = page_size
+        self.rename(fingerprint)
         self._thread = ThreadPoolExecutor(1, "jaxspec-prefixes")
         self._jobs: list[tuple[Future[Any], Callable[[Any], None]]] = []  # in order
         self._has_warned = False
         self.num_written = self.num_read = self.num_skipped = self.num_failed = 0
         self.num_evicted_files = 0
         self._forget()
-        self._do(lambda: scan(folder, self._own, page_size), self._found)
+        own = self._own  # at the time of the scan
+        self._do(lambda: scan(folder, own, page_size), self._found)
+
+    def rename(self, fingerprint: str) -> None:
+        """Name files that are written from now on by another fingerprint; call it after `clear`."""
+        sizes = {kind: str(like) for kind, like in self._arrays.items()}
+        own = repr((fingerprint, self._page_size, sizes))
+        self._own = hashlib.blake2b(own.encode(), digest_size=16).hexdigest()
 
     def _forget(self) -> None:
         self.index = BlockIndex()
@@ -149,7 +156,8 @@ class DiskTier:
         self.want(())
         self._jobs = [(job, lambda _: None) for job, _ in self._jobs]
         self._forget()
-        self._do(lambda: delete_all(self._folder, self._own))
+        own = self._own
+        self._do(lambda: delete_all(self._folder, own))
 
     def close(self) -> None:
         """Wait until everything is written; no call may follow."""

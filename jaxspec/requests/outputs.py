@@ -14,6 +14,37 @@ from jaxspec.text.text_stream import TextStream
 
 
 @dataclasses.dataclass(frozen=True)
+class WeightVersionSpan:
+    """Consecutive tokens that weights of one version made.
+
+    Attributes:
+        version: The version.
+        start: Index of the first token.
+        end: Index after the last one.
+    """
+
+    version: str
+    start: int
+    end: int
+
+
+def spans(starts: Sequence[tuple[str, int]], first: int, end: int) -> list[WeightVersionSpan]:
+    """Return the spans of the output tokens from `first` to `end`, with indices from `first` on.
+
+    `starts` is `Request.weight_starts`.
+    """
+    if len(starts) == 1:  # nearly always
+        return [WeightVersionSpan(starts[0][0], 0, end - first)] if end > first else []
+    ends = [min(start, end) for _, start in starts[1:]] + [end]
+    each = [(version, max(start, first)) for version, start in starts]
+    return [
+        WeightVersionSpan(version, start - first, stop - first)
+        for (version, start), stop in zip(each, ends, strict=False)
+        if start < stop
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
 class CompletionOutput(DeferredLogprobs):
     """One sample of a prompt.
 
@@ -31,6 +62,8 @@ class CompletionOutput(DeferredLogprobs):
             an end-of-sequence id of the model, for other reasons, and while it runs.
         logprobs: For each of `token_ids` a dict by id: the token's `Logprob` first, then those of
             the likeliest ids at its position. None unless `SamplingParams.logprobs` is set.
+        weight_versions: Versions of the weights that made `token_ids`, as consecutive spans that
+            cover them (`LLM.update_weights`).
     """
 
     index: int
@@ -41,6 +74,7 @@ class CompletionOutput(DeferredLogprobs):
     draft_positions: list[int] = dataclasses.field(default_factory=list)
     stop_reason: str | int | None = None
     logprobs: list[dict[int, Logprob]] | None = dataclasses.field(default_factory=none)
+    weight_versions: list[WeightVersionSpan] = dataclasses.field(default_factory=list)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -123,6 +157,7 @@ class RequestOutput:
                     draft_positions=delta.draft_positions,
                     stop_reason=delta.stop_reason,
                     logprobs=delta.logprobs,
+                    weight_versions=delta.weight_versions,
                 )
                 for each in samples
                 if (delta := found.get(each.index)) is not None
@@ -165,6 +200,7 @@ class TextDelta(DeferredLogprobs):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     index: int = 0
     stop_reason: str | int | None = None
+    weight_versions: list[WeightVersionSpan] = dataclasses.field(default_factory=list)
 
 
 class Stream(Iterator[TextDelta]):
@@ -326,6 +362,7 @@ class Sample:
             index=self.index,
             stop_reason=self.stop_reason,
             logprobs=self._logprobs(first, tokens),
+            weight_versions=spans(request.weight_starts, first, request.num_output),
             prompt_logprobs=self.prompt_logprobs() if is_first else None,
         )
 
@@ -340,6 +377,7 @@ class Sample:
             draft_positions=self.request.draft_positions[: self.request.num_output],
             logprobs=self._logprobs(0, self.request.output),
             stop_reason=self.stop_reason,
+            weight_versions=spans(self.request.weight_starts, 0, self.request.num_output),
         )
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:

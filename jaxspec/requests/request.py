@@ -215,6 +215,8 @@ class Request:
     draft_positions: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[Any] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[Any] = dataclasses.field(default_factory=list)  # None until computed
+    # Versions of the weights that made the output, and the index of the first token of each.
+    weight_starts: list[tuple[str, int]] = dataclasses.field(default_factory=list)
     num_cached_tokens: int = 0  # number of prompt tokens in the cached prefix
     finish: Finish = Finish.RUNNING
     is_streamed: bool = False  # a caller reads the tokens while the request runs
@@ -267,6 +269,11 @@ class Request:
     def is_masked_by_host(self) -> bool:
         """True if the host computes the ids that may follow, at each position of a verify."""
         return self.matcher is not None or self.token_filter is not None
+
+    def made_by(self, version: str) -> None:
+        """Record that weights of this version make the tokens from the next one on."""
+        if not self.weight_starts or self.weight_starts[-1][0] != version:
+            self.weight_starts.append((version, self.num_output))
 
     def cut(self, num_tokens: int) -> None:
         """Remove all output after the first `num_tokens` output tokens."""

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +40,8 @@ from jaxspec.runner.programs.trace_processes import EarlyTraces, TraceProcesses
 from jaxspec.runner.step import jitted_step
 
 SomeProgram = TypeVar("SomeProgram", bound=AnyProgram)
+NewLeaves = Callable[[Callable[[int], jax.Array]], Iterable[tuple[int, jax.Array]]]
+"""Returns indices and values of leaves; its argument returns a leaf before, by index."""
 
 
 class ModelRunner:
@@ -70,8 +72,15 @@ class ModelRunner:
         if early is not None:
             weakref.finalize(self, early.close)
         self._weights = tuple(jax.tree.leaves(nnx.split(model)[1]))
-        self._drafter_tables = self._init_tables(proposer, model, drafter) if proposer else ()
-        self._tables = self._with_mailbox()
+        self._drafter, of_drafter = nnx.split(drafter)
+        leaves, self._drafter_tree = jax.tree.flatten(of_drafter)
+        self._of_drafter = tuple(leaves)
+        self._drafter_tables = self._init_tables(proposer) if proposer else ()
+        self._mailbox = self._new_mailbox()
+        # Shapes to lower programs with: weights and tables may change while other threads lower.
+        operands = self._weights, self._tables
+        self._operands = jax.tree.map(_like if self.group.size > 1 else _unplaced, operands)
+        self.num_replaced = 0  # leaves, by all updates
         self._places: dict[AnyProgram, Path | None] = {}  # files in the program cache
         self._state: EngineState | None = self._new_state()
         # Shapes to lower programs with: other threads lower while steps replace the arrays.
@@ -132,13 +141,43 @@ class ModelRunner:
     def state(self) -> EngineState:
         """The current state; read it before the next dispatch, which donates its arrays."""
         if self._state is None:  # after a failed step, whose exchanges may be incomplete
-            self._tables, self._state = self._with_mailbox(), self._new_state()
+            self._mailbox, self._state = self._new_mailbox(), self._new_state()
         return self._state
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """Fingerprint of the model and its weights; can't be computed after `close`."""
         return fingerprint(self._blueprint.model_spec, self._weights, self.group)
+
+    @property
+    def weights(self) -> tuple[jax.Array, ...]:
+        """The leaves of the model, in the order of `ModelSpec.weights_of`."""
+        return self._weights
+
+    @property
+    def drafter_weights(self) -> tuple[jax.Array, ...]:
+        """The leaves of the drafter's own checkpoint, likewise; empty without one."""
+        return self._of_drafter
+
+    def replace_weights(self, model: NewLeaves, drafter: NewLeaves) -> None:
+        """Replace leaves one by one, and then all that was computed from earlier ones.
+
+        Steps in flight keep the old leaves. An error leaves some new and some old ones.
+
+        Args:
+            model: Returns the indices and values of new leaves of the model, given its leaves.
+            drafter: The same for the drafter.
+        """
+        for index, value in model(lambda index: self._weights[index]):
+            self._weights = (*self._weights[:index], value, *self._weights[index + 1 :])
+            self.num_replaced += 1
+        for index, value in drafter(lambda index: self._of_drafter[index]):
+            self._of_drafter = (*self._of_drafter[:index], value, *self._of_drafter[index + 1 :])
+            self.num_replaced += 1
+        if self._config.proposer is not None:
+            self._drafter_tables = ()  # frees the memory of the old ones
+            self._drafter_tables = self._init_tables(self._config.proposer)
+        self.__dict__.pop("fingerprint", None)
 
     @functools.cached_property
     def portable(self) -> PortableBlocks:
@@ -176,7 +215,8 @@ class ModelRunner:
     def close(self) -> None:
         """Free the device memory; no plan may be dispatched after this."""
         self._state, self._weights = None, ()
-        self._tables = self._drafter_tables = ()
+        self._of_drafter = self._drafter_tables = ()
+        self._mailbox = None
         self._steps.clear()
         self._programs.clear()
         self.blocks.close()
@@ -267,7 +307,7 @@ class ModelRunner:
         return self._holdings.bytes(self.shapes)
 
     def _args(self, program: AnyProgram) -> tuple[Any, ...]:
-        return self._weights, self._tables, self._like.of(program), self._empty_plan(program)
+        return *self._operands, self._like.of(program), self._empty_plan(program)
 
     def _place(self, program: AnyProgram) -> Path | None:
         """Return the program's file in the program cache."""
@@ -295,10 +335,15 @@ class ModelRunner:
         self._state = state.replaced_by(given)
         return PendingOutput(output, output_layout(self.shapes.num_drafts), self._watcher)
 
-    def _with_mailbox(self) -> Any:
-        """Return the drafter tables, with a new mailbox if the devices exchange rows by one."""
-        mailbox, tables = self._config.mailbox, self._drafter_tables
-        return tables if mailbox is None else (tables, mailbox.allocate(self.group))
+    @property
+    def _tables(self) -> Any:
+        """The drafter tables, with the mailbox if the devices exchange rows by one."""
+        tables, mailbox = self._drafter_tables, self._mailbox
+        return tables if mailbox is None else (tables, mailbox)
+
+    def _new_mailbox(self) -> Any:
+        mailbox = self._config.mailbox
+        return None if mailbox is None else mailbox.allocate(self.group)
 
     def _new_state(self) -> EngineState:
         """Return an empty state committed to its device like a step's outputs, to lower equally."""
@@ -308,19 +353,21 @@ class ModelRunner:
         state = self._holdings.empty_state(self.shapes)
         return jax.device_put(state, state.page_tables.sharding)
 
-    def _init_tables(
-        self, proposer: Proposer, model: Model, drafter: CheckpointModule | None
-    ) -> Any:
-        group = self.group
-        if group.size == 1:
-            return proposer.init_tables(model, drafter)
-        graph, own = nnx.split(drafter)
+    def _init_tables(self, proposer: Proposer) -> Any:
+        if self.group.size > 1:
+            return self._tables_program(self._weights, self._of_drafter)
+        return self._tables_of(proposer, self._weights, self._of_drafter)
 
-        def tables(weights: Any, own: Any) -> Any:
-            whole = nnx.merge(self._config.model, jax.tree.unflatten(self._config.weights, weights))
-            return proposer.init_tables(whole, nnx.merge(graph, own))
+    @functools.cached_property
+    def _tables_program(self) -> Callable[..., Any]:
+        assert self._config.proposer is not None
+        tables = functools.partial(self._tables_of, self._config.proposer)
+        return jax.jit(self.group.on_each(tables))
 
-        return jax.jit(group.on_each(tables))(self._weights, own)
+    def _tables_of(self, proposer: Proposer, weights: Any, of_drafter: Any) -> Any:
+        whole = nnx.merge(self._config.model, jax.tree.unflatten(self._config.weights, weights))
+        own = jax.tree.unflatten(self._drafter_tree, of_drafter)
+        return proposer.init_tables(whole, nnx.merge(self._drafter, own))
 
     def _empty_plan(self, program: AnyProgram) -> np.ndarray:
         """Return a plan that keeps all rows in place and computes, moves and writes nothing."""
@@ -332,6 +379,10 @@ class ModelRunner:
         fields["prev_positions"][:] = np.arange(self.shapes.max_num_seqs)
         fields["new_row_index"][:] = -1
         return packed
+
+
+def _unplaced(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
 
 
 def _like(leaf: jax.Array) -> jax.ShapeDtypeStruct:

@@ -97,6 +97,7 @@ class ScheduledStep:
     prefills: tuple[Entry, ...]  # their output rows follow the program's decode rows
     num_prompt_tokens: int  # total of the prefills, at most the size of the program
     drafts: DraftChoice = DraftChoice()
+    weight_version: str = ""  # that runs it; "" if it only copies
 
     @property
     def rows(self) -> list[tuple[int, Entry]]:

@@ -8,7 +8,7 @@ positions, counts and slots itself.
 
 import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxspec.plan.plan import MOVES, SlotCopy, StepOutput
 from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
@@ -49,6 +49,7 @@ class Scheduler:
         self.packer = PlanPacker(shapes, drafter, self.prefixes, self.automata)
         self.step_seconds = StepSeconds(shapes, limits.max_step_ms)
         self.num_preemptions = 0
+        self.weight_version = ""  # of the steps that are planned
         self.programs = ReadyPrograms(shapes)
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # by urgency, then admission; the last is preempted first
@@ -183,6 +184,7 @@ class Scheduler:
                     f"{row} got neither: the device lost its request. This is a bug in jaxspec."
                 )
             # First, because an interrupt may leave more positions than tokens, but not fewer.
+            request.made_by(step.weight_version)
             request.draft_positions.extend(got.draft_positions)
             request.tokens.extend(got.tokens)
             if request.matcher is not None:
@@ -309,6 +311,25 @@ class Scheduler:
         self.automata.leave(request)
         request.slot, request.pages = 0, PageTable()
 
+    def renew_weights(self, version: str, fingerprint: Callable[[], str]) -> None:
+        """Plan later steps with other weights, and drop what earlier ones computed.
+
+        Rows keep their own pages and states, but no other request reads them.
+
+        Args:
+            version: Version of the weights.
+            fingerprint: Returns the fingerprint of the model with them.
+        """
+        self.weight_version = version
+        self.prefixes.renew(fingerprint)
+        for parent in self.running:
+            self._forked_samples.dismiss(parent)
+
+    def preempt_all(self) -> None:
+        """Move all running requests to the queue, in their order."""
+        for request in reversed(self.running.copy()):
+            self.preempt(request)
+
     def preempt(self, request: Request) -> None:
         """Move a request from the batch to the queue; its computed prefix is cached if possible."""
         self.prefixes.preempted(request)
@@ -357,7 +378,7 @@ class Scheduler:
         choice = self.adaptive_drafts.all_drafts()
         plan = self.packer.pack(program, step, self.running)
         decodes, _ = set_in_flight(step, program.num_drafts)
-        return ScheduledStep(plan, decodes, (), 0, choice)
+        return ScheduledStep(plan, decodes, (), 0, choice, self.weight_version)
 
     def _plan(self, step: StepBuilder) -> ScheduledStep:
         chunks = [request for request, _ in step.prefills]
@@ -369,4 +390,6 @@ class Scheduler:
         decodes, prefills = set_in_flight(step, program.num_drafts)
         for request in chunks:
             self.prefixes.computed(request)
-        return ScheduledStep(plan, decodes, prefills, num_prompt_tokens, choice)
+        return ScheduledStep(
+            plan, decodes, prefills, num_prompt_tokens, choice, self.weight_version
+        )

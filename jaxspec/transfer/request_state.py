@@ -43,6 +43,7 @@ class RequestState:
     cache_salt: str | None = None
     num_computed: int = 0
     logprobs: np.ndarray | None = None  # int32 [len(token_ids), LAYOUT.size]
+    weight_starts: tuple[tuple[str, int], ...] = ()  # `Request.weight_starts`
     arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     @staticmethod
@@ -74,6 +75,7 @@ class RequestState:
             cache_salt=request.cache_salt,
             num_computed=num_computed,
             logprobs=logprobs,
+            weight_starts=tuple(request.weight_starts),
             arrays=arrays,
         )
 
@@ -129,6 +131,7 @@ class RequestState:
             "priority": self.priority,
             "cache_salt": self.cache_salt,
             "num_computed": self.num_computed,
+            "weight_starts": [list(each) for each in self.weight_starts],
         }
         cache = {_CACHE + name: array for name, array in self.arrays.items()}
         return Container(KIND, about, arrays | cache)
@@ -196,6 +199,7 @@ def _read(container: Container) -> RequestState:
         cache_salt=None if salt is None else checks.text("cache_salt", salt),
         num_computed=_integer("num_computed", about, 0, max(0, total - 1)),
         logprobs=logprobs,
+        weight_starts=_starts(about.get("weight_starts"), count),
         arrays={name.removeprefix(_CACHE): array for name, array in arrays.items()},
         **ids,
     )
@@ -205,6 +209,18 @@ def _ids(name: str, array: np.ndarray | None) -> tuple[int, ...]:
     if array is None or array.dtype != _INT32 or array.ndim != 1 or np.any(array < 0):
         raise _refused(name, array, "an array of int32 numbers that are not negative")
     return tuple(array.tolist())
+
+
+def _starts(value: Any, count: int) -> tuple[tuple[str, int], ...]:
+    try:
+        starts = tuple((version, start) for version, start in value)
+    except (TypeError, ValueError):
+        starts = (("", -1),)
+    is_typed = all(isinstance(each, str) and type(start) is int for each, start in starts)
+    indices = [start for _, start in starts] if is_typed else [-1]
+    if indices != sorted(indices) or not all(0 <= each <= count for each in indices):
+        raise _refused("weight_starts", value, f"versions and ascending indices, 0 to {count}")
+    return starts
 
 
 def _params(values: Any) -> SamplingParams:

@@ -12,9 +12,11 @@ import time
 
 import numpy as np
 import pytest
+from harness import FIXTURES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizer_folders import BYTES, folder_with, with_bytes
+from trees import tensors_of
 
 from jaxspec import LLM, BeamSearchParams, RequestOutputKind, SamplingParams, SpeculativeConfig
 from jaxspec.api.inputs import InputProcessor
@@ -416,6 +418,38 @@ def test_an_unknown_option_is_a_type_error(options):
         EngineConfig.of(None, options)
     with pytest.raises(TypeError, match="LLM has no option"):
         LLM(data_parallel_size=2, stream_interval=4)
+
+
+# Updates of weights.
+
+TREE = {name: np.asarray(each) for name, each in tensors_of(FIXTURES / "qwen3").items()}
+NORM = "model.norm.weight"
+UPDATES = {
+    "weights": [TREE, Once(lambda: iter(TREE.items())), {NORM: TREE[NORM]}, TREE | {NORM: 1.0}],
+    "mode": ["keep", "recompute", "abort", "wait"],
+    "keep": [(), ["*"], ["mtp.*"]],
+    "check_finite": [True, False],
+    "drafter": [None, TREE],
+}
+
+
+@pytest.fixture(scope="module")
+def updatable():
+    sizes = {"max_model_len": LONGEST, "max_num_seqs": 2, "show_progress": False}
+    with LLM(FIXTURES / "qwen3", dtype="float32", **sizes) as llm:
+        yield llm
+
+
+@cases(100)
+@given(fields_of(UPDATES), mostly(st.sampled_from([None, "a", "0", "v" * 128]), TEXTS))
+def test_updates(updatable, fields, version):
+    fields = {name: made(value) for name, value in fields.items()} | {"version": made(version)}
+    before = updatable.weight_version, updatable._runner.weights
+    if refusal(lambda: updatable.update_weights(**fields)) is not None:
+        assert (updatable.weight_version, updatable._runner.weights) == before
+    else:
+        assert fields.get("mode", "keep") in ("keep", "recompute", "abort")
+        assert fields.get("drafter") is None and updatable.weight_version != before[0]
 
 
 # Prompts and chats, by a tokenizer of bytes.

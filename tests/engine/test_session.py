@@ -532,5 +532,5 @@ def test_a_closed_session_takes_nothing_of_another_engine_and_stays_whole():
     session = make_session()
     session.close()
     with pytest.raises(RuntimeError, match="closed"):
-        session.bring(make_sample(), Copied(0))
+        session.bring(make_sample(), Copied(0), session.scheduler.weight_version)
     assert session.engine.num_resets == 0

@@ -439,3 +439,32 @@ def test_a_file_that_can_t_be_deleted_hides_no_other(tmp_path):
     (tmp_path / f".{NAME}.part").mkdir()
     (tmp_path / f"{OWN}-{'2' * 32}.piece").mkdir()
     assert [name for name, *_ in disk_tier.scan(tmp_path, OWN, 4)] == [NAME]
+
+
+def renewed(tier):
+    """Files of earlier weights go; later ones have the names of others."""
+    put(tier, block_of(1, A))
+    before = {path.name for path in tier._folder.iterdir()}
+    tier.clear()
+    tier.rename("other weights")
+    settle(tier)
+    assert not list(tier._folder.iterdir()) and page(tier, A) is None
+    put(tier, block_of(2, A))
+    after = {path.name for path in tier._folder.iterdir()}
+    assert len(before) == len(after) == 1 and not before & after
+    tier.close()
+
+
+def test_files_are_those_of_the_weights(tmp_path):
+    renewed(tier_of(tmp_path))
+    assert page(tier_of(tmp_path), A) is None  # deleted, as those of any other model
+    assert page(tier_of(tmp_path, fingerprint="other weights"), A) is None
+
+
+@pytest.mark.parametrize("bug", ["clear", "rename"])
+def test_files_of_earlier_weights_are_seen(bug, tmp_path, monkeypatch):
+    monkeypatch.setattr(DiskTier, bug, lambda self, fingerprint=None: None, raising=True)
+    if bug == "rename":  # the constructor uses it, too
+        monkeypatch.setattr(DiskTier, "_own", "0" * 32, raising=False)
+    with pytest.raises(AssertionError):
+        renewed(tier_of(tmp_path))

@@ -1,11 +1,14 @@
 """Checkpoints with some of the layers of a larger one, for tests that need each kind only once."""
 
+import contextlib
 import json
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, for safetensors
+import numpy as np
 from safetensors.numpy import load_file, save_file
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
@@ -27,3 +30,14 @@ def write_shortened(source: Path, kept: tuple[int, ...], folder: Path) -> Path:
             weights[f"model.layers.{kept.index(int(layer[1]))}.{layer[2]}"] = values
     save_file(weights, folder / "model.safetensors")
     return folder
+
+
+@contextlib.contextmanager
+def copied_with(folder: Path, tensors):
+    """A copy of a checkpoint folder with other tensors, until the block ends."""
+    with tempfile.TemporaryDirectory() as name:
+        other = Path(name) / folder.name
+        shutil.copytree(folder, other, ignore=shutil.ignore_patterns("*.safetensors*"))
+        arrays = {key: np.asarray(each) for key, each in tensors.items()}
+        save_file(arrays, other / "model.safetensors")
+        yield other

@@ -1,0 +1,38 @@
+"""Trees of weights: those of a checkpoint folder, and others of the same shapes."""
+
+import functools
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import load_file
+
+
+@functools.cache
+def tensors_of(folder):
+    """The tensors of a folder, on the device."""
+    files = sorted(Path(folder).glob("model*.safetensors"))
+    return {name: jnp.asarray(each) for file in files for name, each in load_file(file).items()}
+
+
+def changed(tensors, seed=1, share=0.3):
+    """Floats become others, of about the same size; integers stay."""
+    random = np.random.default_rng(seed)
+
+    def one(tensor):
+        if not jnp.issubdtype(tensor.dtype, jnp.floating):
+            return tensor
+        factors = 1 + share * random.standard_normal(tensor.shape)
+        values = np.asarray(tensor).astype(np.float32) * factors.astype(np.float32)
+        return jnp.asarray(values).astype(tensor.dtype)
+
+    return {name: one(tensor) for name, tensor in tensors.items()}
+
+
+def rolled(tensors, places=7):
+    """The same model, but id i is written as id i + places: drafts of a stale head are wrong."""
+    ends = ("embed_tokens.weight", "lm_head.weight")
+    return {
+        name: jnp.roll(each, places, axis=0) if name.endswith(ends) else each
+        for name, each in tensors.items()
+    }
