@@ -145,7 +145,7 @@ def updated(bench: Bench) -> Row:
     if ids[:before] != whole[:before] or back != whole or not 0 < before < tokens:
         raise ValueError(f"The first {before} tokens, or those after the update back, are others.")
     return {
-        "tokens_before": before,
+        "tokens_of_old": before,
         "same_tokens": ids[before:] == again,
         "gigabytes": by_host.num_bytes / 1e9,
         **milliseconds(from_host=by_host.seconds, from_device=by_device),

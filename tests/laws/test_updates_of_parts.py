@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from harness import FIXTURES
+from pairwise import soak
 from shortened import copied_with
 from trees import changed, tensors_of
 
@@ -58,7 +59,7 @@ def test_drafters_have_trees_of_their_own(method, drafter):
                 check_equal(llm, fresh)
 
 
-@pytest.mark.parametrize("fixture", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("fixture", ["qwen3_5", soak("qwen3_5_moe")])
 def test_each_device_gets_its_part(fixture):
     """And a copy of its part of the head in 8 bits; the second update compiles nothing."""
     speculation = {"method": "mtp", "num_speculative_tokens": 2}
