@@ -47,7 +47,7 @@ def _of_rank(layout: WeightLayout, rank: int) -> Iterator[Placement]:
 def _part_on(device: Any, leaf: jax.Array) -> np.ndarray:
     shards = leaf.addressable_shards
     (found,) = (each.data for each in shards if len(shards) == 1 or each.device == device)
-    # Of the copy, not of the leaf, which would keep what it has on the host.
+    # NumPy reads a copy: the leaf itself would keep its values on the host.
     return np.asarray(jnp.array(found, copy=True))
 
 
