@@ -19,9 +19,11 @@ from jaxtyping import Array, Float, Int
 PUBLISHED_BLOCK = 128  # columns and features with one scale in published matrices
 SCALED_COLUMNS = 64  # columns with one scale in `Float8Blocks`
 PACKED = 64  # features between the two numbers of a byte in matrices of 4 bits
+PACKED_UNIT = 2 * PACKED  # features that are packed together
+INT4_GROUPS = 128, 64, 32  # features with one scale in `Int4Groups`, from the largest on
 FLOAT4_GROUP = 16  # features with one scale in `Float4Groups`
 INT4_ZERO = 8  # the zero point of `Int4Groups` without zero points
-_E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)  # values of FP4
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)  # values of FP4
 
 
 @flax.struct.dataclass
@@ -185,7 +187,10 @@ class _FourBits(_Scaled):
         return self.inner // self.scale.shape[0]
 
     def _some(self, start, count):
-        """Return stored numbers and float32 scales, both `[columns, inner]`, of some columns."""
+        """Return some columns' stored numbers and float32 scales, and the slice of these columns.
+
+        The numbers and the scales are `[columns, inner]`.
+        """
         columns = slice(start, self.outer if count is None else start + count)
         scale = self.scale[:, columns].astype(jnp.float32).T
         return _unpacked(self.array[columns]), jnp.repeat(scale, self.group, axis=1), columns
@@ -195,18 +200,13 @@ class _FourBits(_Scaled):
 class Int4Groups(_FourBits):
     """A published matrix of integers from 0 to 15, less a zero point, times a scale.
 
-    Each group of 128, 64 or 32 features of a column has a scale, and a zero point or that of all
+    Each group of features of a column (`INT4_GROUPS`) has a scale, and a zero point or that of all
     groups, 8.
     """
 
     array: Int[Array, "outer half"]  # uint8
     scale: Float[Array, "groups outer"]  # float32
     zero: Int[Array, "groups outer"] | None = None  # uint8
-
-    def columns(self, ids: Int[Array, " ids"]) -> "Int4Groups":
-        """Copy the columns `ids` (int32, all in range) to a new weight."""
-        zero = None if self.zero is None else self.zero[:, ids]
-        return Int4Groups(self.array[ids], self.scale[:, ids], zero)
 
     def dense(self, start: int = 0, count: int | None = None) -> Dense:
         """Return up to `count` columns from `start` in float32, by default all."""
@@ -229,14 +229,10 @@ class Float4Groups(_FourBits):
     scale: Float[Array, "groups outer"]  # float8_e4m3fn
     factor: Float[Array, " outer"]  # float32
 
-    def columns(self, ids: Int[Array, " ids"]) -> "Float4Groups":
-        """Copy the columns `ids` (int32, all in range) to a new weight."""
-        return Float4Groups(self.array[ids], self.scale[:, ids], self.factor[ids])
-
     def dense(self, start: int = 0, count: int | None = None) -> Dense:
         """Return up to `count` columns from `start` in float32, by default all."""
         numbers, scale, columns = self._some(start, count)
-        values = jnp.asarray(_E2M1, jnp.float32)[numbers]
+        values = jnp.asarray(E2M1, jnp.float32)[numbers]
         return Dense((values * scale * self.factor[columns, None]).T)
 
 
@@ -346,10 +342,10 @@ def to_float8(
 def pack(numbers: np.ndarray) -> np.ndarray:
     """Pack numbers from 0 to 15, uint8 `[outer, inner]`, as `Int4Groups` stores them.
 
-    `inner` is a multiple of 128.
+    `inner` is a multiple of `PACKED_UNIT`.
     """
     outer, inner = numbers.shape
-    halves = numbers.reshape(outer, inner // (2 * PACKED), 2, PACKED)
+    halves = numbers.reshape(outer, inner // PACKED_UNIT, 2, PACKED)
     return (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(outer, inner // 2)
 
 

@@ -121,8 +121,6 @@ def test_4_bits_are_those_of_the_columns(drawn):
     assert weight.array.nbytes == 384 * 100 / 2
     np.testing.assert_allclose(weight.dense().array, expected, rtol=1e-6)
     np.testing.assert_allclose(weight.dense(64, 128).array, expected[:, 64:], rtol=1e-6)
-    ids = jnp.asarray([3, 99, 3])
-    np.testing.assert_allclose(weight.columns(ids).dense().array, expected[:, ids], rtol=1e-6)
 
 
 def test_a_byte_has_features_that_are_64_apart():

@@ -13,6 +13,7 @@ from jaxspec.weight import (
     FLOAT4_GROUP,
     INT4_ZERO,
     PACKED,
+    PACKED_UNIT,
     PUBLISHED_BLOCK,
     SCALED_COLUMNS,
     Float4Groups,
@@ -28,14 +29,12 @@ from jaxspec.weight import (
 
 VALUES, SCALES, ZEROS, FACTORS = "values", "scales", "zeros", "factors"
 """Names of the parameters of a published matrix. A checkpoint has them after the tensor's name."""
-INT4_GROUPS = 128, 64, 32
-"""Rows with one scale in matrices of integers. Larger groups are cut into these."""
 
 _FLOAT8, _FLOAT32 = np.dtype(jnp.float8_e4m3fn), np.dtype(np.float32)
 _UINT8 = np.dtype(np.uint8)
-_PACKED_ROWS = 2 * PACKED
 _DRAWN_SCALE = 2.0**-12  # of random weights: 0.02 is stored as 80, and e4m3 ends at 448
-# Numbers of 4 bits are drawn with equal probabilities; the standard deviation then is 0.02.
+# Stored numbers of 4 bits are drawn from 1 to 15: integers less 8 then have the mean 0, and so have
+# numbers in FP4. The standard deviation is about 0.02.
 _DRAWN_INT4, _DRAWN_FLOAT4 = 2.0**-8, 2.0**-7
 
 
@@ -49,7 +48,7 @@ class Part(NamedTuple):
     field: str  # of the weight's type
     dtype: np.dtype
     unit: tuple[int, ...]  # columns, and rows, of the matrix that are stored together
-    drawn: float | None = None  # of random weights; None means random bytes, or those of `init`
+    drawn: float | None = None  # of random weights; None means random ones, or those of `init`
     elements: int = 1  # stored for the rows of a unit
     transpose: bool = False  # the parameter is `[rows, columns]`
     is_scaled: bool = False  # by the factor of a placement
@@ -117,7 +116,7 @@ def _float8(*unit: int) -> tuple[Part, ...]:
     )
 
 
-_PACKED = Part(VALUES, "array", _UINT8, (1, _PACKED_ROWS), elements=PACKED)
+_PACKED = Part(VALUES, "array", _UINT8, (1, PACKED_UNIT), elements=PACKED)
 Grain.BLOCKS = Grain(Float8Blocks, _float8(SCALED_COLUMNS, PUBLISHED_BLOCK), Float8BlockExperts)
 Grain.ROWS = Grain(Float8Rows, _float8(1), Float8RowExperts)
 Grain.FLOAT4 = Grain(
@@ -182,7 +181,7 @@ def drawn(part: Part, init: Init) -> Init:
     """
     if part.drawn is not None:
         return _Constant(part.drawn)
-    return _draw_bytes if part.dtype == _UINT8 else _DrawnValues(init)
+    return _draw_packed if part.dtype == _UINT8 else _DrawnValues(init)
 
 
 @dataclasses.dataclass(frozen=True)  # unlike a tuple, `jax.jit` takes it
@@ -207,5 +206,6 @@ class _DrawnValues:
         return (numbers / _DRAWN_SCALE).astype(dtype)
 
 
-def _draw_bytes(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    return jax.random.bits(key, shape, dtype)
+def _draw_packed(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    low, high = (jax.random.randint(each, shape, 1, 16, dtype) for each in jax.random.split(key))
+    return low | high << 4

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 
 from jaxspec.models.checkpoint import Checkpoint
 from jaxspec.models.layers.parameters import Placement
-from jaxspec.models.layers.weight_form import INT4_GROUPS, Form, Grain
+from jaxspec.models.layers.weight_form import Form, Grain
 from jaxspec.models.layers.weight_matrix import Holder, WeightStack
 from jaxspec.models.quantised.option import QuantisedOptions
 from jaxspec.models.quantised.rounded import RoundedCheckpoint
-from jaxspec.models.quantised.scheme import AWQ, GPTQ, PER_ROW, PER_TENSOR, Scheme
+from jaxspec.models.quantised.scheme import PER_ROW, PER_TENSOR, Scheme
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.matmul import published_ops
+from jaxspec.weight import INT4_GROUPS
 
 
 class HeldSource(Protocol):
@@ -99,21 +100,21 @@ def hold_drawn(
 
 
 def _drawn_grain(scheme: Scheme) -> Grain | None:
-    """Return a grain that the weights of a folder may have."""
+    """Return a grain that the weights of a folder may have: in FP8 if it declares that."""
+    if scheme.grains and not scheme.has_float4:
+        has_rows = not scheme.grains.isdisjoint((PER_TENSOR, PER_ROW))
+        return Grain.ROWS if has_rows else Grain.BLOCKS
     if scheme.bits:
-        declared = [group for group in scheme.groups if group is not None]
-        sizes = [size for size in INT4_GROUPS if not any(group % size for group in declared)]
-        if scheme.bits != {4} or not sizes:
-            return None
-        layout = scheme.integers
-        shifts = isinstance(layout, GPTQ) and layout.added is not None
-        return Grain.int4(sizes[0], has_zeros=shifts or isinstance(layout, AWQ))
-    if scheme.has_float4:
-        return Grain.FLOAT4
-    if not scheme.grains:
+        return _drawn_integers(scheme)
+    return Grain.FLOAT4 if scheme.has_float4 else None
+
+
+def _drawn_integers(scheme: Scheme) -> Grain | None:
+    declared = [group for group in scheme.groups if group is not None]
+    sizes = [size for size in INT4_GROUPS if not any(group % size for group in declared)]
+    if scheme.bits != {4} or not sizes or (scheme.has_order and declared):
         return None
-    has_rows = not scheme.grains.isdisjoint((PER_TENSOR, PER_ROW))
-    return Grain.ROWS if has_rows else Grain.BLOCKS
+    return Grain.int4(sizes[0], has_zeros=scheme.has_zeros)
 
 
 def _hold(

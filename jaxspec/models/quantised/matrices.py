@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxspec.checks import shown
-from jaxspec.models.layers.weight_form import FACTORS, INT4_GROUPS, SCALES, VALUES, Grain
+from jaxspec.models.layers.weight_form import FACTORS, SCALES, VALUES, Grain
 from jaxspec.models.quantised.tensors import (
     Matrix2D,
     PackedColumns,
@@ -21,12 +21,11 @@ from jaxspec.models.quantised.tensors import (
     unpacked,
 )
 from jaxspec.models.safetensors_file import QUANTISED
-from jaxspec.weight import FLOAT4_GROUP, INT4_ZERO, PACKED, pack
+from jaxspec.weight import E2M1, FLOAT4_GROUP, INT4_GROUPS, INT4_ZERO, PACKED_UNIT, pack
 
 _FLOAT32 = np.dtype(np.float32)
 _E4M3 = np.arange(256, dtype=np.uint8).view(QUANTISED["F8_E4M3"]).astype(np.float32)
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_E2M1 = np.concatenate([_E2M1, -_E2M1])
+_E2M1 = np.array(E2M1, np.float32)
 # A lookup of two numbers at once is one of 8 bytes.
 _E2M1_PAIRS = (
     np.stack([_E2M1[np.arange(256) & 15], _E2M1[np.arange(256) >> 4]], 1)
@@ -230,7 +229,7 @@ class Integers:
 
 def _are_packed(shape: tuple[int, ...]) -> bool:
     """Return whether whole bytes have the numbers of 4 bits of each row (`pack`)."""
-    return shape[-1] % (2 * PACKED) == 0
+    return shape[-1] % PACKED_UNIT == 0
 
 
 def _multiply(into: np.ndarray, scale: np.ndarray, group: int) -> None:

@@ -62,7 +62,9 @@ class Scheme:
     bits: frozenset[int] = frozenset()  # of integers
     groups: frozenset[int | None] = frozenset()  # columns that share a scale of integers
     integers: AWQ | GPTQ | None = None  # weights named `qweight`
-    has_float4: bool = False  # NVFP4; not if ModelOpt declares other formats beside it
+    has_zeros: bool = False  # zero points of integers, in some modules or all
+    has_order: bool = False  # act-order: columns with one scale are not adjacent
+    has_float4: bool = False  # NVFP4; not if FP8 is declared beside it
     input_bits: int | None = None  # to which other engines round activations
     has_weights: bool = True  # False for scales of keys and values alone
     file: str = "config.json"  # that was read
@@ -209,7 +211,7 @@ def _awq(block: Block) -> Scheme:
     if str(block.find("version", WORD) or "gemm").lower() != "gemm":
         block.need("version", one_of(("gemm",)))
     groups = frozenset([_group(block)])
-    return Scheme("awq", bits=frozenset((4,)), groups=groups, integers=AWQ())
+    return Scheme("awq", bits=frozenset((4,)), groups=groups, integers=AWQ(), has_zeros=True)
 
 
 def _gptq(block: Block) -> Scheme:
@@ -223,7 +225,15 @@ def _gptq(block: Block) -> Scheme:
         for rule in _blocks(block, name, _MAX_RULES):
             _read_rule(rule, bits, groups, is_symmetric)
     added = None if is_symmetric else 0 if version == "gptq_v2" else 1
-    return Scheme("gptq", bits=frozenset(bits), groups=frozenset(groups), integers=GPTQ(added))
+    has_order = bool(block.find("desc_act", FLAG)) and not block.find("static_groups", FLAG)
+    return Scheme(
+        "gptq",
+        bits=frozenset(bits),
+        groups=frozenset(groups),
+        integers=GPTQ(added),
+        has_zeros=added is not None,
+        has_order=has_order,
+    )
 
 
 def _read_rule(
@@ -265,6 +275,7 @@ _CT_FORMATS = (
     "mxfp4-pack-quantized",
     "mixed-precision",
 )
+_ORDERS = "group", "dynamic", "true"  # of act-order; "static" and "weight" order nothing stored
 
 
 def _compressed_tensors(block: Block) -> Scheme:
@@ -282,7 +293,7 @@ def _compressed_tensors(block: Block) -> Scheme:
             continue  # keys and values, or attention, alone
         _refuse(group, "output_activations")
         scheme = _with_group(scheme, group)
-    return scheme
+    return dataclasses.replace(scheme, has_float4=scheme.has_float4 and not scheme.grains)
 
 
 def _with_group(scheme: Scheme, group: Block) -> Scheme:
@@ -300,7 +311,14 @@ def _with_group(scheme: Scheme, group: Block) -> Scheme:
     if kind == "int":
         strategy = weights.need("strategy", one_of(("group", "channel")))
         size = _group(weights) if strategy == "group" else None
-        return dataclasses.replace(scheme, bits=scheme.bits | {bits}, groups=scheme.groups | {size})
+        order = str(weights.entries.get("actorder")).lower()
+        return dataclasses.replace(
+            scheme,
+            bits=scheme.bits | {bits},
+            groups=scheme.groups | {size},
+            has_zeros=scheme.has_zeros or weights.find("symmetric", FLAG) is False,
+            has_order=scheme.has_order or order in _ORDERS,
+        )
     if bits == 4:
         has_float4 = weights.need("group_size", one_of((16, 32))) == 16
         return dataclasses.replace(scheme, has_float4=scheme.has_float4 or has_float4)

@@ -1,6 +1,7 @@
 """Weights held in 4 bits as published: the model is that of the dequantised weights."""
 
 import collections
+import shutil
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from quantised_folders import (
     is_linear,
     scattered,
     w4a16,
+    write_config,
     write_pair,
 )
 
@@ -24,7 +26,7 @@ from jaxspec.models import load_model, unread
 from jaxspec.models.base import ModelSpec
 from jaxspec.models.fingerprint import fingerprint
 from jaxspec.models.layers.weight_form import Form, Grain
-from jaxspec.models.layers.weight_matrix import matrices_of
+from jaxspec.models.layers.weight_matrix import forms_of, matrices_of
 from jaxspec.parallel import Group
 from jaxspec.weight import Columns, Dense, DenseExperts, Float4Groups, Int4Groups
 
@@ -140,7 +142,44 @@ def test_folders_in_4_bits_draw_their_grain(name, grain, tmp_path, holds):
     assert {matrix.form for matrix in held} == {Form(grain)}
     for matrix in held:
         numbers = np.asarray(matrix.published_operand.dense().array)
-        assert 0.01 < numbers.std() < 0.04 and abs(numbers.mean()) < 0.005
+        assert 0.01 < numbers.std() < 0.04
+        assert abs(numbers.mean()) < 4 * numbers.std() / numbers.size**0.5
+
+
+def mixed(config):
+    """A folder's configuration with attention in FP8."""
+    rows = FORMATS[ROWS].config["config_groups"]["group_0"] | {"targets": ["re:.*self_attn.*"]}
+    return config | {"config_groups": config["config_groups"] | {"group_1": rows}}
+
+
+ORDERED = gptq_config(group_size=128, desc_act=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "grain"),
+    [
+        (integers(group_size=128, symmetric=False), Grain.int4(128, has_zeros=True)),
+        (integers(group_size=128, actorder="group"), None),
+        (integers(group_size=128, actorder="weight"), Grain.int4(128, has_zeros=False)),
+        (ORDERED, None),
+        (ORDERED | {"static_groups": True}, Grain.int4(128, has_zeros=True)),
+        (ORDERED | {"group_size": -1}, Grain.int4(128, has_zeros=True)),
+        (mixed(integers(group_size=128)), Grain.ROWS),
+        (mixed(FORMATS["ct nvfp4"].config), Grain.ROWS),
+    ],
+)
+def test_drawn_weights_have_a_grain_of_the_real_ones(config, grain, tmp_path, holds):
+    folder = shutil.copytree(FIXTURES / WIDE, tmp_path / "folder")
+    write_config(folder, Format(None, config))
+    expected = {None} if grain is None else {None, Form(grain)}
+    with unread(folder, FLOAT32, load_format="dummy") as found:
+        assert set(forms_of(found.model)) | {None} == expected
+    assert bool(inspect(folder, load_format="dummy").quantised.held) == (grain is not None)
+    if grain is Grain.ROWS:
+        rounded = {"activation_dtype": "float8_e4m3fn", "load_format": "dummy"}
+        assert inspect(folder, **rounded).refused == ()
+        with unread(folder, FLOAT32, **rounded) as found:
+            assert set(forms_of(found.model)) - {None} == {Form(grain, 1)}
 
 
 @pytest.mark.parametrize("name", ["awq", "ct nvfp4"])
@@ -154,10 +193,7 @@ def test_an_inspection_counts_bytes_in_4_bits(name, tmp_path, holds):
 
 
 def test_a_folder_may_hold_matrices_in_8_and_4_bits(tmp_path, holds):
-    config = integers(group_size=128)
-    rows = FORMATS[ROWS].config["config_groups"]["group_0"] | {"targets": ["re:.*self_attn.*"]}
-    config["config_groups"]["group_1"] = rows
-    form = Format(lambda w: w4a16(w, group=128), config)
+    form = Format(lambda w: w4a16(w, group=128), mixed(integers(group_size=128)))
     pair = pair_of(tmp_path, form, {"self_attn": FORMATS[ROWS].write})
     plain = load_model(pair.plain, FLOAT32)
     for rounded in (None, "float8_e4m3fn"):

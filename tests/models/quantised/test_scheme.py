@@ -51,6 +51,26 @@ def test_stored_zero_points_of_gptq_count_if_it_is_not_symmetric(config, added):
     assert Scheme.of(gptq_config(**config)).integers == GPTQ(added)
 
 
+@pytest.mark.parametrize(
+    ("config", "zeros", "order"),
+    [
+        (integers(), False, False),
+        (integers(symmetric=True, actorder=None), False, False),
+        (integers(symmetric=False, actorder="static"), True, False),
+        (integers(actorder="group"), False, True),
+        (integers(actorder=True), False, True),
+        (AWQ_CONFIG, True, False),
+        (gptq_config(), True, False),
+        (gptq_config(sym=True, desc_act=False), False, False),
+        (gptq_config(sym=True, desc_act=True), False, True),
+        (gptq_config(desc_act=True, static_groups=True), True, False),
+    ],
+)
+def test_integers_have_zero_points_and_an_order_as_declared(config, zeros, order):
+    scheme = Scheme.of(config)
+    assert (scheme.has_zeros, scheme.has_order) == (zeros, order)
+
+
 @pytest.mark.parametrize("name", ["modelopt", "modelopt_fp4", "modelopt_mixed"])
 def test_words_of_modelopt_are_read_in_any_case(name):
     for algorithm in ("fp8", "NvFp4", "mixed_precision"):
