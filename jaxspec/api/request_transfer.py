@@ -152,7 +152,7 @@ class TransferEngine(LLMEngine):
                 "A request must go on with the model that it began with: its fingerprint is "
                 f"{shown(state.fingerprint[:16])}..., and that of this engine's model and weights "
                 f"{own[:16]!r}.... Load the same checkpoint in the same dtype, and with "
-                "quantization='dequantise' if weights stay in FP8 on one engine alone."
+                "quantization='dequantise' if weights stay in 8 or 4 bits on one engine alone."
             )
         sample = self._resumed(state)
         self.admit([sample])

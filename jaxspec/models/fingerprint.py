@@ -28,8 +28,8 @@ def fingerprint(model_spec: ModelSpec, weights: Sequence[Array], group: Group = 
     They are the SHA-256 of the model's configuration, the shapes and dtypes of its weights, and a
     regular sample of values of each weight, all as on a single device, and of whether activations
     are rounded. Further training changes nearly all values, and with them the fingerprint. Weights
-    in FP8 have another one than the same weights dequantised. Engine sizes, the number of devices
-    and separately loaded drafters are not included.
+    in 8 or 4 bits have another one than the same weights dequantised. Engine sizes, the number of
+    devices and separately loaded drafters are not included.
 
     Waits for the devices.
 

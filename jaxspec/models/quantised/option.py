@@ -98,10 +98,10 @@ class QuantisedOptions(NamedTuple):
         if not any(form is not None and form.grain.has_terms for form in forms_of(model)):
             raise ValueError(
                 "activation_dtype must be None unless weights stay in FP8, got "
-                f"{self.activation_dtype!r} for {source}, of which no matrix can: columns are in "
-                "different formats, or layers or devices cut blocks (docs/quantised.md). Leave it "
-                "out, share the model among fewer devices, or load the 16-bit folder with "
-                "quantization='fp8'."
+                f"{self.activation_dtype!r} for {source}, of which no matrix can: weights are in 4 "
+                "bits, columns are in different formats, or layers or devices cut blocks "
+                "(docs/quantised.md). Leave it out, as beside weights in 4 bits, share the model "
+                "among fewer devices, or load the 16-bit folder with quantization='fp8'."
             )
 
     def _check_activations(self, scheme: Scheme | None, source: Path) -> None:
