@@ -6,7 +6,7 @@ Every matmul of a held matrix has its kernel.
 import pytest
 from blueprints import blueprint_of, operands_of
 from jax.sharding import SingleDeviceSharding
-from quantised_folders import integers
+from quantised_folders import FORMATS, integers
 from sm90 import nothing_kept_on_disk
 
 from jaxspec import device
@@ -17,6 +17,7 @@ from jaxspec.runner.step import new_step
 
 OPS = ("norm_matmul", "split_matmul", "gated", "matmul_silu", "squared_relu", "moe_experts")
 IN_4_BITS = {"quantization_config": integers(group_size=128)}  # as `w4a16`
+IN_NVFP4 = {"quantization_config": FORMATS["modelopt nvfp4"].config, "hidden_size": 2688}
 
 
 def assert_kernels(h200, blueprint, shape):
@@ -53,3 +54,12 @@ def test_steps_with_weights_in_4_bits_run_kernels(h200, monkeypatch, tmp_path, s
     monkeypatch.setattr(device, "default_device", lambda: h200)
     blueprint = blueprint_of(tmp_path, "qwen3.5-27b", drafts=2, config=IN_4_BITS)
     assert_kernels(h200, blueprint, shape)
+
+
+@pytest.mark.mosaic
+@pytest.mark.soak
+def test_a_step_with_an_odd_multiple_of_128_features_runs_kernels(h200, monkeypatch, tmp_path):
+    """As in Nemotron-3-Nano: rows of the weight are no whole number of 128 bytes."""
+    monkeypatch.setattr(device, "default_device", lambda: h200)
+    blueprint = blueprint_of(tmp_path, "qwen3.5-9b", drafts=2, config=IN_NVFP4)
+    assert_kernels(h200, blueprint, (1, 0, 2))

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+from sm90 import array
 
 from jaxspec.weight import Float4Groups, Int4Groups, pack
 
@@ -32,3 +33,14 @@ def float4_of(inner, outer, seed=0):
     values = np.concatenate([E2M1, -E2M1])[numbers].T.reshape(inner // 16, 16, outer)
     wide = (values * np.asarray(scale, np.float64)[:, None]).reshape(inner, outer)
     return Float4Groups(jnp.asarray(pack(numbers)), scale, jnp.asarray(factor)), wide * factor
+
+
+def abstract_4_bits(kind, inner, outer):
+    """A matrix without values; `kind` is "nvfp4", or a group, and whether it has zero points."""
+    numbers = array(outer, inner // 2, dtype=jnp.uint8)
+    if kind == "nvfp4":
+        scale = array(inner // 16, outer, dtype=jnp.float8_e4m3fn)
+        return Float4Groups(numbers, scale, array(outer))
+    group, has_zeros = kind
+    zero = array(inner // group, outer, dtype=jnp.uint8) if has_zeros else None
+    return Int4Groups(numbers, array(inner // group, outer), zero)

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 
 from jaxspec.pallas.gpu import device
 from jaxspec.pallas.matmul.products import BLOCK_N
-from jaxspec.weight import FLOAT4_GROUP, PACKED, Float4Groups, Published4Bit
+from jaxspec.weight import FLOAT4_GROUP, INT4_GROUPS, PACKED_UNIT, Float4Groups, Published4Bit
 
 FEATURES = 256  # of a stage: rows of 128 bytes of the weight
-_UNIT = 2 * PACKED  # features that are packed together
-_MAX_ROWS = {16: 128, 128: 128, 64: 64, 32: 32}  # per block, by features with one scale
+_MAX_ROWS = 128  # per block; of integers no more than the features with one scale
 _MAX_SPLIT_ROWS = 64  # per block of several parts; float32 sums take much shared memory
-_FEW_ROWS = 16  # per block; two blocks of one warpgroup that multiplies fit on a multiprocessor
+_MAX_NARROW_ROWS = 64  # per block of one warpgroup that multiplies, all of whose sums it holds
+FEW_ROWS = 16  # per block; two blocks of one warpgroup that multiplies fit on a multiprocessor
 _MAX_PARTS = 4  # split-K parts; each adds 4 bytes per output to write and to read
 
 
@@ -42,22 +42,24 @@ class FourBitsTiling(NamedTuple):
         8 rows, 12288 -> 4096, split: 64 x 4 blocks
         128 rows, 4096 -> 24576: 192 blocks of 128 x 128
         """
-        most = _MAX_ROWS[weight.group]
+        has_float4 = isinstance(weight, Float4Groups)
+        most = _MAX_ROWS if has_float4 else min(_MAX_ROWS, weight.group)
         tiling = FourBitsTiling._whole(tokens, weight.outer, most)
         if not is_split:
             return tiling
         if tiling.blocks(weight.outer) <= device.MULTIPROCESSORS // 2:
             tiling = FourBitsTiling._whole(tokens, weight.outer, min(most, _MAX_SPLIT_ROWS))
-        at_once = device.MULTIPROCESSORS * (2 if tiling.rows <= _FEW_ROWS else 1)
+        at_once = device.MULTIPROCESSORS * (2 if tiling.rows <= FEW_ROWS else 1)
         limit = min(_MAX_PARTS, ceil(weight.inner / FEATURES))
         return tiling._replace(parts=max(1, min(limit, at_once // tiling.blocks(weight.outer))))
 
     @staticmethod
     def _whole(tokens: int, outer: int, most: int) -> "FourBitsTiling":
         """Return a tiling of one part, with up to `most` rows per block."""
-        row_blocks = ceil(tokens / most)
+        may_be_wide = outer % (2 * BLOCK_N) == 0
+        row_blocks = ceil(tokens / (most if may_be_wide else min(most, _MAX_NARROW_ROWS)))
         rows = 8 * ceil(tokens / row_blocks / 8)
-        is_wide = rows > _FEW_ROWS and outer % (2 * BLOCK_N) == 0
+        is_wide = may_be_wide and rows > FEW_ROWS
         return FourBitsTiling(rows, row_blocks, 2 if is_wide else 1, 1)
 
     @property
@@ -73,9 +75,9 @@ def why_not_kernel(x: jax.Array | jax.ShapeDtypeStruct, weight: Published4Bit) -
     """Return why the kernel cannot multiply rows in the dtype of `x` by `weight`, or None."""
     if x.dtype != jnp.bfloat16:
         return f"{x.dtype} for 4 bits"
-    if weight.inner % _UNIT or weight.outer % BLOCK_N:
+    if weight.inner % PACKED_UNIT or weight.outer % BLOCK_N:
         return f"a weight of {weight.inner} x {weight.outer}"
-    is_float = isinstance(weight, Float4Groups)
-    if weight.group not in _MAX_ROWS or is_float != (weight.group == FLOAT4_GROUP):
+    groups = (FLOAT4_GROUP,) if isinstance(weight, Float4Groups) else INT4_GROUPS
+    if weight.group not in groups:
         return f"groups of {weight.group}"
     return None

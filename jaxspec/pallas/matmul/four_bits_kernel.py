@@ -18,9 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, tensor_cores
-from jaxspec.pallas.matmul.four_bits import FEATURES, FourBitsTiling
+from jaxspec.pallas.matmul.four_bits import FEATURES, FEW_ROWS, FourBitsTiling
 from jaxspec.pallas.matmul.products import BLOCK_N
-from jaxspec.weight import FLOAT4_GROUP, INT4_ZERO, PACKED, Int4Groups
+from jaxspec.weight import FLOAT4_GROUP, INT4_ZERO, PACKED, PACKED_UNIT, Int4Groups
 
 _TILE_ROWS = 8
 _MAX_STAGES = 16
@@ -114,10 +114,9 @@ class _Block:
         stage = _BYTES * width + 2 * FEATURES * tiling.rows + per_scale * groups * width
         held = width * tiling.rows * jnp.dtype(dtype).itemsize + _RESERVED
         all_stages = pl.cdiv(weight.inner, FEATURES)
-        stages = (device.room(tiling.blocks(weight.outer)) - held) // stage
-        if stages < 2:  # one block on a multiprocessor
-            stages = (device.room(1) - held) // stage
-        stages = min(stages, _MAX_STAGES)
+        # The registers of more rows are too many for two blocks on a multiprocessor.
+        blocks = tiling.blocks(weight.outer) if tiling.rows <= FEW_ROWS else 1
+        stages = min((device.room(blocks) - held) // stage, _MAX_STAGES)
         return _Block(
             tiling, is_integer, has_zeros, weight.group, all_stages, stages, dtype, is_interpreted
         )
@@ -130,11 +129,13 @@ class _Block:
     def scratch(self):
         width, rows, stages = self.tiling.width, self.tiling.rows, self.stages
         tiles = plgpu.TilingTransform((8, self.piece)), plgpu.SwizzleTransform(2 * self.piece)
+        # Mosaic requires whole tiles of an array, and 2688 features have an odd number of these.
+        packed = plgpu.TilingTransform((8, PACKED)), plgpu.SwizzleTransform(PACKED)
         scales = stages, FEATURES // self.group, width
         scale = jnp.float32 if self.is_integer else jnp.float8_e4m3fn
         spare = tensor_cores.tile(self.tiling.warpgroups, BLOCK_N, PACKED)
         return {
-            "weight": tensor_cores.tile(stages, width, _BYTES, dtype=jnp.uint8),
+            "weight": plgpu.SMEM((stages, width, _BYTES), jnp.uint8, transforms=packed),
             "x": plgpu.SMEM((stages, rows, FEATURES), jnp.bfloat16, transforms=tiles),
             "scale": plgpu.SMEM(scales, scale),
             "zero": plgpu.SMEM(scales, jnp.uint8) if self.has_zeros else None,
@@ -197,10 +198,13 @@ class _Block:
             stage, total = carry
             plgpu.barrier_wait(buffers.filled.at[stage])
             total = self._add_stage(total, warpgroup, mine, stage, buffers)
-            if self.tiling.warpgroups > 1:
-                plgpu.commit_smem()  # also a barrier: all warps are done
-            is_refilled = j + self.stages < count
-            pl.when(is_refilled)(lambda: plgpu.barrier_arrive(buffers.freed.at[stage]))
+
+            @pl.when(j + self.stages < count)
+            def _():
+                # Loads precede a copy to the same memory, of another proxy, only by such a fence.
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(buffers.freed.at[stage])
+
             return access.next_stage(stage, self.stages), total
 
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
@@ -245,7 +249,7 @@ class _Block:
 
     def _numbers(self, loaded, place, mine, stage, buffers):
         """Return the weight of the features of a piece that begins at `place`, in bfloat16."""
-        chunk, rest = divmod(place, 2 * PACKED)
+        chunk, rest = divmod(place, PACKED_UNIT)
         is_high, column = divmod(rest, PACKED)
         column += chunk * PACKED
         stored = loaded[:, column : column + self.piece].astype(jnp.int16)

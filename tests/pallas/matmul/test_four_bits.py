@@ -31,6 +31,7 @@ def float4(inner, outer, group=16):
         (2048, int4(12288, 4096), True, FourBitsTiling(128, 16, 2, 1)),
         (129, float4(4096, 24576), False, FourBitsTiling(72, 2, 2, 1)),
         (128, int4(4096, 4160, 32), True, FourBitsTiling(32, 4, 1, 1)),
+        (128, int4(4096, 4160), False, FourBitsTiling(64, 2, 1, 1)),
     ],
 )
 def test_tilings(tokens, weight, is_split, expected):

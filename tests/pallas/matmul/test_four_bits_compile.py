@@ -1,24 +1,16 @@
 """The matmuls of published weights in 4 bits compile to sm_90a machine code, without spills."""
 
+import functools
+
 import jax.numpy as jnp
 import pytest
+from published_4bit import abstract_4_bits
 from sm90 import array, assert_lean, compile_for
 
 from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE
 from jaxspec.pallas.matmul.four_bits_kernel import four_bits_kernel
-from jaxspec.weight import Float4Groups, Int4Groups
 
 OPTIMIZED = True  # as for a user
-
-
-def weight_of(kind, inner, outer):
-    numbers = array(outer, inner // 2, dtype=jnp.uint8)
-    if kind == "nvfp4":
-        scale = array(inner // 16, outer, dtype=jnp.float8_e4m3fn)
-        return Float4Groups(numbers, scale, array(outer))
-    group, has_zeros = kind
-    zero = array(inner // group, outer, dtype=jnp.uint8) if has_zeros else None
-    return Int4Groups(numbers, array(inner // group, outer), zero)
 
 
 @pytest.mark.few(10)
@@ -34,7 +26,28 @@ def test_matmuls_of_a_layer(h200, monkeypatch, capfd, model, tokens, kind):
 
     rows = [array(tokens, size, dtype=jnp.bfloat16) for size in (hidden, inner)]
     columns = shape.conv_dim + values
-    weights = weight_of(kind, hidden, columns), weight_of(kind, inner, hidden)
+    weights = abstract_4_bits(kind, hidden, columns), abstract_4_bits(kind, inner, hidden)
     compiled = compile_for(h200, monkeypatch, step, (*rows, *weights))
     between = 4 * tokens * (columns + 8 * hidden)
     assert_lean(compiled, capfd.readouterr().out, between=between)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inner", "outer", "kind", "is_split"),
+    [
+        (8, 2688, 4608, "nvfp4", False),  # Nemotron-3-Nano has 21 times 128 features
+        (48, 2688, 4608, "nvfp4", False),
+        (8, 2688, 10368, (128, True), False),
+        (8, 2176, 5120, (128, False), True),  # an eighth of the features of a 27B
+        (65, 2176, 5120, "nvfp4", True),
+        (128, 4096, 4160, (128, True), False),  # one warpgroup multiplies
+        (128, 4096, 4160, "nvfp4", True),
+    ],
+)
+def test_features_or_columns_in_odd_numbers(
+    h200, monkeypatch, capfd, tokens, inner, outer, kind, is_split
+):
+    operands = array(tokens, inner, dtype=jnp.bfloat16), abstract_4_bits(kind, inner, outer)
+    step = functools.partial(four_bits_kernel, is_split=is_split)
+    compiled = compile_for(h200, monkeypatch, step, operands)
+    assert_lean(compiled, capfd.readouterr().out, between=4 * tokens * 4 * outer)

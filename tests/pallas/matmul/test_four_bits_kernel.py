@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import pytest
-from published_4bit import float4_of, int4_of
+from published_4bit import abstract_4_bits, float4_of, int4_of
 from published_8bit import assert_is_product, rows_with_nan
 from races import assert_no_races
 
@@ -40,16 +40,34 @@ def test_the_kernel_equals_the_oracle_without_races(
     assert_no_races()
 
 
+@pytest.mark.parametrize("warpgroups", [1, 2])
 @pytest.mark.parametrize("kind", ["nvfp4", (128, True)])
-def test_the_ring_is_refilled(monkeypatch, interpreter, kind):
+def test_the_ring_is_refilled(monkeypatch, interpreter, kind, warpgroups):
+    """By ten and a half stages of features, as many as Nemotron-3-Nano has."""
     from jaxspec.pallas.matmul import four_bits_kernel
 
     monkeypatch.setattr(four_bits_kernel, "_MAX_STAGES", 2)
-    x, (weight, expected) = rows_with_nan(2, 2048), weight_of(kind, 2048, 128)
+    outer, tiling = 64 * warpgroups, FourBitsTiling(8, 1, warpgroups, 1)
+    x, (weight, expected) = rows_with_nan(2, 2688), weight_of(kind, 2688, outer)
     run = four_bits_kernel.four_bits_kernel.__wrapped__
-    y = run(x, weight, tiling=FourBitsTiling(8, 1, 2, 1), interpret=interpreter)
+    y = run(x, weight, tiling=tiling, interpret=interpreter)
     assert_is_product(y, x, expected)
     assert_no_races()
+
+
+@pytest.mark.mosaic
+@pytest.mark.parametrize("kind", ["nvfp4", (64, True)])
+def test_more_rows_have_all_shared_memory_however_many_blocks(kind):
+    """Their registers allow one block on a multiprocessor."""
+    from jaxspec.pallas.matmul.four_bits_kernel import _Block
+
+    def stages(tokens, outer):
+        weight = abstract_4_bits(kind, 4096, outer)
+        tiling = FourBitsTiling.of(tokens, weight)
+        return _Block.of(weight, tiling, jnp.dtype(jnp.bfloat16), is_interpreted=False).stages
+
+    assert stages(24, 24576) == stages(24, 2048)
+    assert 2 <= stages(16, 24576) < stages(16, 2048)
 
 
 def swapped_nibbles(weight):
