@@ -43,6 +43,19 @@ def text_logprobs(
         return texts.scores(model, _trunk(model, texts), 1, temperature)
 
 
+def text_logits(
+    model: Model, tokens: _Texts, lengths: Int[Array, " texts"]
+) -> Float[Array, "texts length vocabulary"]:
+    """Return the float32 logits of each token's successor, 0 for padding."""
+    with _as_in_an_engine(model):
+        texts = _FlatTexts.of(tokens, lengths)
+        flat = model.logits(_trunk(model, texts))
+        place = jnp.arange(texts.length, dtype=jnp.int32)[None, :]
+        start, end = texts.start[:-1, None], texts.start[1:, None]
+        is_real = start + place < end
+        return jnp.where(is_real[..., None], flat[jnp.where(is_real, start + place, 0)], 0.0)
+
+
 def draft_logprobs(
     model: Model, tokens: _Texts, lengths: Int[Array, " texts"], temperature: Float[Array, ""]
 ) -> _Scores:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.models import load_model
-from jaxspec.models.sequence import text_logprobs
+from jaxspec.models.sequence import text_logits, text_logprobs
 
 TEXTS = 4
 LENGTH = 70
@@ -54,3 +54,15 @@ def test_texts_of_one_token_predict_none(lfm2):
     ones, one = jnp.ones(3, jnp.int32), jnp.float32(1)
     found = jax.eval_shape(lambda: text_logprobs(lfm2, ones[:, None], ones, one))
     assert found.shape == (3, 0)
+
+
+def test_logits_of_all_texts_are_those_of_their_logprobs(lfm2, logprobs):
+    tokens = np.random.default_rng(1).integers(0, lfm2.vocab_size, (TEXTS, LENGTH), np.int32)
+    lengths = np.array([70, 0, 1, 30])
+    logits = jax.jit(lambda *arrays: text_logits(lfm2, *arrays))(tokens, lengths)
+    assert logits.shape == (TEXTS, LENGTH, lfm2.vocab_size) and logits.dtype == jnp.float32
+    is_padding = np.arange(LENGTH) >= lengths[:, None]
+    assert not np.asarray(logits)[is_padding].any() and np.asarray(logits)[~is_padding].any(1).all()
+    own = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], 2)[..., 0]
+    own = np.where(is_padding[:, 1:], 0, own)
+    np.testing.assert_allclose(own, logprobs(tokens, lengths, jnp.float32(1)), rtol=0, atol=1e-5)
