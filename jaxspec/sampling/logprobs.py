@@ -23,7 +23,8 @@ def reported_logits(
     """Return the logits (float32) of the distribution whose logprobs each row reports.
 
     These are the raw ones, bitwise, or with `reports_processed` those of `process_logits`, of which
-    a greedy row has no temperature, min-p, top-k or top-p. Arguments are as in `process_logits`.
+    a greedy row has no temperature, min-p, top-k or top-p. A forced id (+inf) has all of the mass,
+    the lowest one of several. Arguments are as in `process_logits`.
     """
     if not len(logits):
         return logits
@@ -34,7 +35,15 @@ def reported_logits(
     cut = {name: jnp.where(is_cut, getattr(inputs, name), value) for name, value in off.items()}
     own = dataclasses.replace(inputs, columns=inputs.columns | cut)
     processed = process_logits(logits, own, positions, features=features)
-    return jnp.where(is_processed[:, None], processed, logits)
+    return jnp.where(is_processed[:, None], _forced(processed), logits)
+
+
+def _forced(logits: Float[Array, "n vocab"]) -> Float[Array, "n vocab"]:
+    """Return finite logits of the same draws: 0 for a row's first +inf, and -inf for other ids."""
+    first = jnp.argmax(logits, axis=1, keepdims=True)
+    is_forced = jnp.isposinf(jnp.take_along_axis(logits, first, axis=1))
+    is_drawn = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :] == first
+    return jnp.where(is_forced, jnp.where(is_drawn, 0.0, -jnp.inf), logits)
 
 
 def pack_logprobs(
