@@ -1,7 +1,9 @@
 """Log-probabilities and ranks of tokens, and the likeliest ids at their positions."""
 
 import dataclasses
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -11,6 +13,18 @@ from jaxspec.requests.sampling_params import MAX_LOGPROBS
 from jaxspec.sampling.candidates import largest
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 from jaxspec.sampling.processors import process_logits
+
+
+def unless_raw(
+    reports_processed: Int[Array, " rows"],
+    reported: Callable[[], Float[Array, "n vocab"]],
+    logits: Float[Array, "n vocab"],
+) -> Float[Array, "n vocab"]:
+    """Return `reported()`, or `logits` without calling it if no row reports processed logprobs.
+
+    A GPU decides it inside the step's CUDA graph, without the host, and then only copies `logits`.
+    """
+    return jax.lax.cond(jnp.any(reports_processed > 0), reported, lambda: logits)
 
 
 def reported_logits(
