@@ -39,7 +39,7 @@ from jaxspec.requests.sampling_features import (
     SamplingFeatures,
 )
 from jaxspec.sampling import SamplingInputs, Use, draw, gumbel_noise
-from jaxspec.sampling.logprobs import pack_logprobs, reported_logits
+from jaxspec.sampling.logprobs import pack_logprobs, reported_logits, unless_raw
 from jaxspec.sampling.noise import row_keys
 from jaxspec.sampling.processors import process_logits
 from jaxspec.sampling.tables import SamplingTables
@@ -156,7 +156,8 @@ def drawn(logits, offset, inputs, positions, *, features, places=PLACES):
     tokens = draw(logits, rows, positions, features=features)
     if LOGPROBS not in features:
         return tokens
-    reported = reported_logits(logits, rows, positions, features=features)
+    processed = functools.partial(reported_logits, logits, rows, positions, features=features)
+    reported = unless_raw(rows.reports_processed, processed, logits)
     return tokens, pack_logprobs(reported, tokens)
 
 

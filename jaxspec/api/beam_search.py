@@ -9,7 +9,7 @@ from jaxspec.requests.logprobs import Logprob
 from jaxspec.requests.outputs import CompletionOutput
 from jaxspec.requests.prompts import MAX_SAMPLES, prompts_of
 from jaxspec.requests.request import Request
-from jaxspec.requests.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxspec.requests.sampling_params import MAX_LOGPROBS, RAW, SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
@@ -67,6 +67,7 @@ class BeamSearchParams:
             max_tokens=1,
             ignore_eos=True,
             logprobs=2 * self.beam_width,
+            logprobs_mode=RAW,
         )
 
 

@@ -31,8 +31,8 @@ class Differentiable:
     Attributes:
         graph: The model without values: `nnx.merge(graph, params)` is the model.
         params: The parameters, in the layers' own names and shapes. An engine's are its arrays, not
-            copies. They may have another dtype than the engine's, such as float32; activations then
-            have it too.
+            copies: do not donate or delete them; copy them first. They may have another dtype than
+            the engine's, such as float32; activations then have it too.
     """
 
     graph: nnx.GraphDef

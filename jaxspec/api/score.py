@@ -65,8 +65,13 @@ def scoring_params(
         mode: `logprobs_mode` of `LLM.score`.
 
     Raises:
-        ValueError: as in `SamplingParams`, or `temperature` is greedy.
+        ValueError: as in `SamplingParams`, `temperature` is greedy, or `mode` is None.
     """
+    if mode is None:
+        raise ValueError(
+            f"logprobs_mode must be {PROCESSED!r} or {RAW!r} in score, got None. The default is "
+            f"{PROCESSED!r}, for any engine."
+        )
     params = SamplingParams(
         temperature=temperature,
         top_k=top_k,

@@ -62,8 +62,8 @@ def draft_logprobs(
     """Return those of the draft head for each token after the second, `[texts, length - 2]`.
 
     All else is as in `text_logprobs`. The head reads the trunk's outputs, as for its first draft.
-    The gradient with respect to all
-    other weights is zero, those of the embedding and of the output head too.
+    The gradient with respect to all other weights is zero, those of the embedding and of the output
+    head too.
     """
     graph, params = nnx.split(model)
     frozen = nnx.merge(graph, jax.tree.map(jax.lax.stop_gradient, params))

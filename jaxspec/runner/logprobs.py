@@ -1,5 +1,7 @@
 """Logprobs of a step: those of emitted tokens and of prompt tokens."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -19,7 +21,7 @@ from jaxspec.runner.draft_inputs import next_tokens
 from jaxspec.runner.prepare import StepInputs
 from jaxspec.runner.verify import sampling_inputs
 from jaxspec.sampling import Acceptance, SamplingInputs
-from jaxspec.sampling.logprobs import pack_logprobs, reported_logits
+from jaxspec.sampling.logprobs import pack_logprobs, reported_logits, unless_raw
 
 # Processors of logits that depend on no other token.
 _OF_PROMPTS = TEMPERATURE, MIN_P, SMALL_TOP_K, TOP_K_TOP_P
@@ -83,7 +85,8 @@ def prompt_logprobs(
         logits = model.logits(hidden)
         if cuts.processors:
             rows, positions = SamplingInputs(columns), jnp.full(size, INT32_MAX, jnp.int32)
-            logits = reported_logits(logits, rows, positions, features=cuts)
+            reported = functools.partial(reported_logits, logits, rows, positions, features=cuts)
+            logits = unless_raw(rows.reports_processed, reported, logits)
         return pack_logprobs(logits, tokens)
 
     columns = _columns_of_tokens(inputs, count) if cuts.processors else {}

@@ -19,7 +19,7 @@ from jaxspec.sampling import (
     draw,
     forbidden_ids,
 )
-from jaxspec.sampling.logprobs import reported_logits
+from jaxspec.sampling.logprobs import reported_logits, unless_raw
 from jaxspec.sampling.tables import SamplingTables
 
 
@@ -143,6 +143,10 @@ def _reported(
 ) -> Float[Array, "scored vocab"] | None:
     if logits is None or LOGPROBS not in features:
         return None
-    parts = zip(places.split_tokens(logits), scored, strict=True)
-    reported = [reported_logits(part, *each, features=features) for part, each in parts]
-    return jnp.concatenate(reported)
+
+    def reported() -> Float[Array, "scored vocab"]:
+        parts = zip(places.split_tokens(logits), scored, strict=True)
+        return jnp.concatenate([reported_logits(x, *each, features=features) for x, each in parts])
+
+    rows = [each.inputs.reports_processed for each in scored]
+    return unless_raw(jnp.concatenate(rows), reported, logits)

@@ -1,7 +1,9 @@
 """Log-probabilities and ranks of tokens, and the likeliest ids at their positions."""
 
 import dataclasses
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -11,6 +13,18 @@ from jaxspec.requests.sampling_params import MAX_LOGPROBS
 from jaxspec.sampling.candidates import largest
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 from jaxspec.sampling.processors import process_logits
+
+
+def unless_raw(
+    reports_processed: Int[Array, " rows"],
+    reported: Callable[[], Float[Array, "n vocab"]],
+    logits: Float[Array, "n vocab"],
+) -> Float[Array, "n vocab"]:
+    """Return `reported()`, or `logits` without calling it if no row reports processed logprobs.
+
+    A GPU decides it inside the step's CUDA graph, without the host, and then only copies `logits`.
+    """
+    return jax.lax.cond(jnp.any(reports_processed > 0), reported, lambda: logits)
 
 
 def reported_logits(
@@ -23,7 +37,8 @@ def reported_logits(
     """Return the logits (float32) of the distribution whose logprobs each row reports.
 
     These are the raw ones, bitwise, or with `reports_processed` those of `process_logits`, of which
-    a greedy row has no temperature, min-p, top-k or top-p. Arguments are as in `process_logits`.
+    a greedy row has no temperature, min-p, top-k or top-p. A forced id (+inf) has all of the mass,
+    the lowest one of several. Arguments are as in `process_logits`.
     """
     if not len(logits):
         return logits
@@ -34,7 +49,15 @@ def reported_logits(
     cut = {name: jnp.where(is_cut, getattr(inputs, name), value) for name, value in off.items()}
     own = dataclasses.replace(inputs, columns=inputs.columns | cut)
     processed = process_logits(logits, own, positions, features=features)
-    return jnp.where(is_processed[:, None], processed, logits)
+    return jnp.where(is_processed[:, None], _forced(processed), logits)
+
+
+def _forced(logits: Float[Array, "n vocab"]) -> Float[Array, "n vocab"]:
+    """Return finite logits of the same draws: 0 for a row's first +inf, and -inf for other ids."""
+    first = jnp.argmax(logits, axis=1, keepdims=True)
+    is_forced = jnp.isposinf(jnp.take_along_axis(logits, first, axis=1))
+    is_drawn = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :] == first
+    return jnp.where(is_forced, jnp.where(is_drawn, 0.0, -jnp.inf), logits)
 
 
 def pack_logprobs(

@@ -13,6 +13,7 @@ from jaxspec.api.beam_search import MAX_BEAM_WIDTH, BeamSearchSequence, search
 from jaxspec.requests.logprobs import Logprob
 from jaxspec.requests.outputs import CompletionOutput
 from jaxspec.requests.request import RequestMetrics
+from jaxspec.requests.sampling_params import PROCESSED
 
 FIXTURE = "qwen3"
 PROMPTS = [[5, 6, 7], [9], [100, 3, 3, 100, 3]]
@@ -118,6 +119,17 @@ def test_an_llm_finds_what_a_search_with_the_oracle_finds(llm):
             assert beam.tokens == tokens and beam.finish_reason == "length"
             assert beam.text is None  # the fixture has no tokenizer
     assert oracle(FIXTURE).config["vocab_size"] > max(map(max, PROMPTS))
+
+
+def test_beams_are_ranked_by_the_model_whatever_the_engine_reports(llm, monkeypatch):
+    prompt = {"prompt_token_ids": PROMPTS[0]}
+    params = BeamSearchParams(2, 3, ignore_eos=True, temperature=0.3)
+    (raw,) = llm.beam_search(prompt, params)
+    monkeypatch.setattr(llm.inputs, "_logprobs_mode", PROCESSED)
+    (found,) = llm.beam_search(prompt, params)
+    for beam in (*raw.sequences, *found.sequences):
+        own = exact(FIXTURE, tuple(beam.tokens))[np.arange(3, 6), beam.tokens[3:]]
+        assert abs(beam.cum_logprob - own.sum()) < 4 * NEAR
 
 
 def test_the_end_tokens_are_the_model_s(llm):

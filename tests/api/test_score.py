@@ -95,7 +95,13 @@ def test_they_are_the_processed_logprobs_of_generated_tokens(llm):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": 0.0}, {"temperature": -1.0}, {"top_p": 0.0}, {"logprobs_mode": "raw"}],
+    [
+        {"temperature": 0.0},
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"logprobs_mode": "raw"},
+        {"logprobs_mode": None},
+    ],
     ids=str,
 )
 def test_scores_of_what_is_never_drawn_are_refused(llm, wrong):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -113,6 +114,23 @@ def test_without_processors_they_are_the_raw_ones_bit_for_bit():
     for raw, processed in zip(one.requests, other.requests, strict=True):
         np.testing.assert_array_equal(raw.logprobs, processed.logprobs)
         np.testing.assert_array_equal(raw.prompt_logprobs[1:], processed.prompt_logprobs[1:])
+
+
+@pytest.mark.parametrize("module", [verify_module, logprobs_module], ids=["output", "prompt"])
+def test_nothing_is_processed_for_requests_of_raw_ones(module, monkeypatch, fresh_programs):
+    processed = []
+
+    def counted(logits, *rows, features):
+        jax.debug.callback(lambda: processed.append(1))
+        return reported_logits(logits, *rows, features=features)
+
+    monkeypatch.setattr(module, "reported_logits", counted)
+    engine = Harness(feature_sets=FEATURES)
+    engine.add(LONG[0], AS_MODEL, seed=0)
+    assert check_raw(engine.run()) and not processed
+    engine.add(LONG[1], FEW, seed=1)
+    check(engine.run())
+    assert processed
 
 
 # Planted bugs.

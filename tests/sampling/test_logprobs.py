@@ -97,3 +97,20 @@ def test_a_row_that_asks_for_neither_keeps_its_logits(vocab):
     ):
         np.testing.assert_array_equal(REPORTED(logits, *rows, features=RICH), logits)
     assert (np.asarray(REPORTED(logits, *rows_of(3, **cut), features=RICH)) == -np.inf).any()
+
+
+@pytest.mark.parametrize("vocab", [40, 6000])
+@pytest.mark.parametrize(
+    "cut", [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.5, "min_p": 0.1}]
+)
+def test_a_forced_id_has_all_of_the_mass(vocab, cut):
+    """The lowest of several has it, since it is the one that is drawn."""
+    logits = np.random.default_rng(2).normal(size=(3, vocab)).astype(np.float32)
+    logits[0, 7] = logits[1, 5] = logits[1, 9] = np.inf
+    rows = rows_of(3, **cut)
+    tokens = DRAW(logits, *rows, features=RICH)
+    reported = REPORTED(logits, *rows, features=RICH)
+    fields = LAYOUT.unpack(np.asarray(PACK(reported, tokens)))
+    logprobs = fields["logit"] - fields["top_logits"][:, 0] - fields["log_total"]
+    assert tokens[:2].tolist() == [7, 5] and logprobs[:2].tolist() == [0.0, 0.0]
+    assert (np.asarray(reported)[:2] > -np.inf).sum() == 2 and np.isfinite(logprobs[2])
