@@ -197,9 +197,9 @@ def test_neighbours_of_both_go_on_as_if_nobody_came_or_went(engines):
         assert all(told(pieces).finish == "abort" for _, pieces in going)
 
 
-def and_push_it_out(engine, sample, copied):
+def and_push_it_out(engine, sample, *brought):
     """Others need all pages before its request enters; a host tier gets what they held."""
-    Session.bring(engine.session, sample, copied)
+    Session.bring(engine.session, sample, *brought)
     pool = engine.harness.scheduler.pages
     pool.release(pool.allocate(pool.num_free))
 
@@ -218,9 +218,9 @@ def test_what_others_need_room_for_comes_back_from_the_host_or_is_computed_anew(
         assert receiver.prefixes.counts.num_hits - hits == has_tier * (len(PROMPT) - 1)
 
 
-def and_lose_it(engine, sample, copied):
+def and_lose_it(engine, sample, *brought):
     """What came is evicted before its request enters."""
-    Session.bring(engine.session, sample, copied)
+    Session.bring(engine.session, sample, *brought)
     engine.prefixes.clear()
 
 
