@@ -276,6 +276,8 @@ def fill(
 ) -> None:
     """Set the parameters of a module without values from a tree; there is no progress to show.
 
+    Waits for the devices: the caller may write to the tensors afterwards.
+
     Raises:
         ValueError: As `WeightLayout.fitting`.
     """
@@ -285,6 +287,7 @@ def fill(
     }
     for index, value in layout.fitting("weights", arrays, ()).first_values():
         params[index].set_value(value)
+    jax.block_until_ready([each.get_value() for each in params.values()])
 
 
 def _of_rank(
