@@ -14,6 +14,7 @@ from jaxspec.checks import shown
 from jaxspec.models.trees.checkpoint import named_arrays
 from jaxspec.models.trees.export import exported
 from jaxspec.models.trees.layout import Filling, WeightLayout
+from jaxspec.models.trees.leaves import await_copies
 
 Mode = Literal["keep", "recompute", "abort"]
 """What happens to unfinished requests."""
@@ -159,7 +160,7 @@ class WeightUpdates(Diagnostics):
             update = functools.partial(self._update_in_turn, fillings, version, mode)
             updated = self.session.in_turn(update)
             # Steps go on meanwhile. DLPack shares memory that the caller may write to afterwards.
-            jax.block_until_ready((self._runner.weights, self._runner.drafter_weights))
+            await_copies((*self._runner.weights, *self._runner.drafter_weights))
             return updated
         finally:
             self._updating.release()
