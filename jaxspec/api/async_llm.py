@@ -328,8 +328,12 @@ class AsyncLLM(AsyncCalls):
             drafter=drafter,
             check_finite=check_finite,
         )
+        return await self._pool.run(lambda: self._updated(update), is_long=True)
+
+    def _updated(self, update: Callable[[], WeightUpdate]) -> WeightUpdate:
+        """Return `update()`, called in the pool: a cancelled call does not end it."""
         try:
-            return await self._pool.run(update, is_long=True)
+            return update()
         finally:
             if isinstance(self._thread, EngineThread):
                 self._thread.note_ended()

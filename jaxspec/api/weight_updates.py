@@ -14,6 +14,7 @@ from jaxspec.checks import shown
 from jaxspec.models.trees.checkpoint import named_arrays
 from jaxspec.models.trees.export import exported
 from jaxspec.models.trees.layout import Filling, WeightLayout
+from jaxspec.models.trees.leaves import await_copies
 
 Mode = Literal["keep", "recompute", "abort"]
 """What happens to unfinished requests."""
@@ -27,8 +28,8 @@ class WeightUpdate(NamedTuple):
     Attributes:
         version: Version of the weights.
         num_bytes: Bytes of the tensors that were given.
-        num_requests: Running samples that continue with the new weights, were sent back to be
-            computed again, or were aborted.
+        num_requests: Running samples that continue with the new weights or were sent back to be
+            computed again; or running and waiting ones that were aborted.
         seconds: Time in which no step was dispatched.
     """
 
@@ -120,8 +121,8 @@ class WeightUpdates(Diagnostics):
             mode: "keep" continues running requests with the new weights, on the keys, values and
                 states that earlier weights computed. "recompute" computes these again. "abort" ends
                 all unfinished requests.
-            keep: Patterns, such as "mtp.*", of names that may be missing. These parameters stay as
-                they are.
+            keep: Patterns, such as "mtp.*", of names of `weight_specs()` that may be missing. These
+                parameters stay as they are.
             drafter: The same for a drafter with a checkpoint of its own, by its names.
             check_finite: Refuse tensors with a NaN or an infinity.
 
@@ -133,7 +134,7 @@ class WeightUpdates(Diagnostics):
                 wrong shape or dtype; or another argument is invalid. Nothing is changed.
             RuntimeError: the engine is closed, is being updated, or has several nodes; this is a
                 forked child of its process, or a call from within a step. Or an earlier update
-                ended between two parameters, and `keep` would leave some of its weights.
+                ended before it was complete, and `keep` would leave some of its weights.
         """
         self.session.require_open()
         self._check_arguments(weights, mode, keep, drafter, check_finite)
@@ -157,7 +158,10 @@ class WeightUpdates(Diagnostics):
                 filling.check_finite(name)
             self._compile_updates(fillings)
             update = functools.partial(self._update_in_turn, fillings, version, mode)
-            return self.session.in_turn(update)
+            updated = self.session.in_turn(update)
+            # Steps go on meanwhile. DLPack shares memory that the caller may write to afterwards.
+            await_copies((*self._runner.weights, *self._runner.drafter_weights))
+            return updated
         finally:
             self._updating.release()
 
@@ -201,30 +205,30 @@ class WeightUpdates(Diagnostics):
         session.require_open()  # another thread may have closed the session
         for name, filling in fillings.by_argument():
             filling.check_there(name)
-        started, before = time.perf_counter(), runner.num_replaced
+        started, before = time.perf_counter(), runner.num_changes
         try:
             runner.replace_weights(_values(fillings.model), _values(fillings.drafter))
+            num_requests = session.guarded(lambda: self._renew(version, mode))
+            session.mend()
+            self._versions.add(version)
         except BaseException:
-            if before != runner.num_replaced:
+            if before != runner.num_changes:
                 session.break_off(
-                    "An update of weights ended between two parameters, so the model is a mixture. "
-                    "Call update_weights with all tensors."
+                    "An update of weights ended before it was complete, so the model may be a "
+                    "mixture. Call update_weights with all tensors."
                 )
             raise
-        num_requests = session.guarded(lambda: self._renew(version, mode))
-        self._versions.add(version)
-        session.mend()
         num_bytes = sum(filling.num_bytes for _, filling in fillings.by_argument())
         return WeightUpdate(version, num_bytes, num_requests, time.perf_counter() - started)
 
     def _renew(self, version: str, mode: Mode) -> int:
-        """Drop what earlier weights computed; return the number of running samples before."""
+        """Drop what earlier weights computed; return `WeightUpdate.num_requests`."""
         scheduler = self.session.scheduler
         num_requests = len(scheduler.running)
         if mode == "recompute":  # before prefixes are dropped: a preemption caches one
             scheduler.preempt_all()
         elif mode == "abort":
-            self.session.end_all()
+            num_requests = self.session.end_all()
         scheduler.renew_weights(version, lambda: self._runner.fingerprint)
         if self._flight is not None:
             self._flight.renew_weights(version)
@@ -255,8 +259,8 @@ class WeightUpdates(Diagnostics):
         has_all = weights is not None and (drafter is not None or self._layouts.drafter is None)
         if self.session.is_broken and (keep or not has_all):
             raise RuntimeError(
-                "An earlier update ended between two parameters, so none may stay as it is. Pass "
-                "all tensors, without keep."
+                "An earlier update ended before it was complete, so no parameter may stay as it "
+                "is. Pass all tensors, without keep."
             )
 
     def _check_nodes_of_weights(self) -> None:

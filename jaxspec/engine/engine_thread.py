@@ -123,6 +123,8 @@ class EngineThread:
             while self._take_mail():
                 if self._session.has_work:
                     self._session.step()
+                if self._session.is_broken:
+                    self._end_finished()  # the step has aborted what came meanwhile
                 self._note_begun()
                 self._send()
         except BaseException as error:

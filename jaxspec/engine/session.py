@@ -139,8 +139,11 @@ class Session:
         self.scheduler.check(sample.request for sample in samples)
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Queue checked samples for the next step. Raises as `require_usable`."""
-        self.require_usable()
+        """Queue checked samples for the next step, which aborts them while no step may run.
+
+        Raises as `require_open`.
+        """
+        self.require_open()
         self._added.append(tuple(samples))
 
     def abort(self, samples: Iterable[Sample] | str) -> None:
@@ -252,17 +255,25 @@ class Session:
         return self._fault is not None
 
     def break_off(self, fault: str) -> None:
-        """Abort all samples, and refuse others with the error text `fault` until `mend`."""
+        """Abort all samples and drop all cached prefixes; refuse others until `mend`.
+
+        Args:
+            fault: Text of the error of refused calls.
+        """
         self._fault = fault
         self.guarded(self.end_all)
+        self.guarded(self.scheduler.prefixes.clear)
 
     def mend(self) -> None:
         """Take samples again."""
         self._fault = None
 
-    def end_all(self) -> None:
-        """Abort all samples."""
+    def end_all(self) -> int:
+        """Abort all samples, and return their number."""
+        self._let_in()
+        num_samples = len(self._samples)
         self._end_each(None)
+        return num_samples
 
     def report(self, error: Exception) -> None:
         """Report an error outside a step to the `listener`, in any thread."""

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, NamedTuple
@@ -18,6 +19,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.hub import resolve_folder
 from jaxspec.models.layers.moe import sharing_experts
+from jaxspec.models.layers.mtp_head import PREFIX, has_draft_head
 from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint
 from jaxspec.models.quantised.holding import hold_as_published, hold_drawn, rounding
 from jaxspec.models.quantised.option import (
@@ -37,7 +39,7 @@ from jaxspec.models.source import (
     read_fields,
 )
 from jaxspec.models.trees.checkpoint import Tensor, TreeCheckpoint
-from jaxspec.models.trees.layout import WeightLayout, fill
+from jaxspec.models.trees.layout import WeightLayout, fill, without_equal_head
 from jaxspec.models.weights import (
     Some,
     compared,
@@ -46,6 +48,8 @@ from jaxspec.models.weights import (
     undefined,
 )
 from jaxspec.parallel import ALONE, Group
+
+_LOG = logging.getLogger(__name__)
 
 __all__ = [
     "HEADS",
@@ -262,10 +266,19 @@ def _unread(
         layout = WeightLayout.of(model, dtype, group, scheme, rounds=rounds)
         yield AbstractModel(model, lambda progress: draw_weights(model, group), layout, of_drafter)
         return
+    if asked.weights is not None:
+        asked = asked._replace(weights=without_equal_head(family, config, asked.weights))
     with _opened(folder, scheme, family.uses(config), asked) as checkpoint:
         config = with_scales_of(checkpoint, config)
         with giving_sizes(fields, folder):
             whole = compared(family, config, dtype, checkpoint)
+        lacks_head = config.num_draft_layers and not has_draft_head(config, whole.published)
+        if asked.weights is not None and lacks_head:
+            _LOG.warning(
+                "config.json names a draft head, and weights has no %s* tensors: it makes no "
+                "drafts, and later updates can't add it. Pass its tensors, too.",
+                PREFIX,
+            )
         shared = config.local(group.size)
         model, of_ranks = whole.on_devices(shared, dtype, checkpoint, group.size)
         published = whole.published

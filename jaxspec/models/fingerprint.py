@@ -2,13 +2,13 @@
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxspec import parallel
 from jaxspec.models.checkpoint_module import CheckpointModule, ModelSpec
@@ -18,18 +18,26 @@ from jaxspec.models.layers.weight_matrix import stored
 from jaxspec.models.shards import shards
 from jaxspec.parallel import ALONE, Group
 
-_VALUES = 256  # sampled values per leaf
-_Indices = Int[np.ndarray, "axes values"]  # of sampled values in an array; -1 where it lacks them
+_Axis = tuple[Int[np.ndarray, " values"], Int[np.ndarray, " values"]]
+_Region = list[_Axis]
+"""Values of an array: by axis, their indices on one device and in the whole model."""
+
+
+class _Places(NamedTuple):
+    """Indices of a device's values in the whole model, region by region."""
+
+    is_used: Bool[np.ndarray, "devices regions"]
+    by_axis: tuple[Int[np.ndarray, "devices regions indices"], ...]  # -1 outside of the region
 
 
 def fingerprint(model_spec: ModelSpec, weights: Sequence[Array], group: Group = ALONE) -> str:
     """Return 64 hexadecimal digits that are equal for engines with the same model.
 
     They are the SHA-256 of the model's configuration, the shapes and dtypes of its weights, and a
-    regular sample of values of each weight, all as on a single device, and of whether activations
-    are rounded. Further training changes nearly all values, and with them the fingerprint. Weights
-    in 8 or 4 bits have another one than the same weights dequantised. Engine sizes, the number of
-    devices and separately loaded drafters are not included.
+    checksum of all values of each weight and their places, all as on a single device, and of
+    whether activations are rounded. A change of one value changes the fingerprint. Weights in 8 or
+    4 bits have another one than the same weights dequantised. Engine sizes, the number of devices
+    and separately loaded drafters are not included.
 
     Waits for the devices.
 
@@ -44,105 +52,166 @@ def fingerprint(model_spec: ModelSpec, weights: Sequence[Array], group: Group = 
     digest.update(repr([(leaf.shape, leaf.dtype.name) for leaf in leaves]).encode())
     if any(form is not None and form.terms == 1 for form in model_spec.forms):
         digest.update(b"activations are rounded")
-    indices = _indices_of(model_spec, group.size)
-    sampled = _sampler(group, group.devices)
-    for each in zip(weights, indices, strict=True):  # a program per shape, and one sum at a time
-        digest.update(np.asarray(sampled(*each)).tobytes())
+    places = _places_of(model_spec, group.size)
+    checksum = _checksums(group, group.devices)
+    for each in zip(weights, places, strict=True):  # a program per shape, and one sum at a time
+        digest.update(np.asarray(checksum(*each)).tobytes())
     return digest.hexdigest()
 
 
 @functools.lru_cache(8)
-def _sampler(group: Group, devices: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return the program of a group with these devices; updated weights are sampled by it again."""
-    return jax.jit(group.on_each(_sampled, whole=1, equal=True))
+def _checksums(group: Group, devices: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return the program of a group with these devices; it serves updated weights again."""
+    return jax.jit(group.on_each(_checksum, whole=1, equal=True))
 
 
 @functools.lru_cache(8)
-def _indices_of(model_spec: ModelSpec, devices: int) -> list[Any]:
-    return _indices(model_spec.whole.model(), model_spec.model(), devices)
+def _places_of(model_spec: ModelSpec, devices: int) -> list[_Places]:
+    return _places(model_spec.whole.model(), model_spec.model(), devices)
 
 
-def _sampled(weight: Array, indices: Int[Array, "devices axes values"]) -> Int[Array, " values"]:
-    """Return the bits of at most twice `_VALUES` values of a weight, as float32."""
-    own = indices[parallel.first_of(1)]
-    bits = jax.lax.bitcast_convert_type(weight[tuple(own)].astype(jnp.float32), jnp.int32)
-    return parallel.reduce(jnp.where(own[0] < 0, 0, bits))
+def _checksum(weight: Array, places: _Places) -> Array:
+    """Return the sum of the mixed bits of all values, each times an odd number of its place.
+
+    A change of one value changes the sum, and any other does except with a chance of 2^-32.
+    """
+    if jnp.issubdtype(weight.dtype, jnp.floating):  # exact for 32 bits and fewer
+        bits = jax.lax.bitcast_convert_type(weight.astype(jnp.float32), jnp.uint32)
+    else:
+        bits = weight.astype(jnp.uint32)
+    own = jax.tree.map(lambda of_devices: of_devices[parallel.first_of(1)], places)
+    total = jnp.uint32(0)
+    for region, is_used in enumerate(own.is_used):
+        number, is_counted = jnp.uint32(0), is_used
+        for axis, indices in enumerate(own.by_axis):
+            shape = [1] * weight.ndim
+            shape[axis] = weight.shape[axis]
+            index = indices[region].reshape(shape)
+            number = _mixed(number + (index + 1).astype(jnp.uint32) * jnp.uint32(0x9E3779B1))
+            is_counted &= index >= 0
+        terms = jnp.where(is_counted, _mixed(bits) * (number | 1), 0)
+        total += jnp.sum(terms, dtype=jnp.uint32)
+    return parallel.reduce(jax.lax.bitcast_convert_type(total, jnp.int32))
 
 
-def _indices(
-    whole: CheckpointModule, local: CheckpointModule, devices: int
-) -> list[Int[np.ndarray, "devices axes values"]]:
-    """Return where each device has the sampled values of each weight; one device has a value."""
-    leaves = ModelSpec.weights_of(whole)
+def _mixed(bits: Array) -> Array:
+    """Return MurmurHash3's mix of 32 bits, which maps 0 to 0 and is reversible."""
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+    return bits ^ (bits >> 16)
+
+
+def _places(whole: CheckpointModule, local: CheckpointModule, devices: int) -> list[_Places]:
+    """Return the places of each leaf's values; a value that devices share is in one region."""
+    leaves = ModelSpec.weights_of(local)
     of_all, of_one = list(whole.checkpoint()), list(local.checkpoint())
-    numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
-    samples = [_sample(leaf.shape) for leaf in leaves]
-    numbers |= {id(leaf): number for number, leaf in enumerate(ModelSpec.weights_of(local))}
+    numbers = {id(leaf): number for number, leaf in enumerate(ModelSpec.weights_of(whole))}
+    numbers |= {id(leaf): number for number, leaf in enumerate(leaves)}
 
     def key_of(placement: Placement) -> tuple[int, str]:
         return numbers[id(placement.param.get_value())], placement.name
 
-    in_tensors: dict[tuple[int, str], _Indices] = {}
+    in_whole: dict[tuple[int, str], list[Placement]] = {}
     for placement in stored(of_all):
-        key = key_of(placement)
-        indices = _in_tensor(placement, samples[key[0]])
-        in_tensors[key] = np.maximum(in_tensors.get(key, -1), indices)
-    found = [np.full((devices, *each.shape), -1, np.int32) for each in samples]
+        in_whole.setdefault(key_of(placement), []).append(placement)
+    found: list[list[list[_Region]]] = [[] for _ in leaves]  # by leaf and device
     for rank in range(devices):
+        of_leaves: list[list[_Region]] = [[] for _ in leaves]
         for part in stored(shards(of_all, of_one, rank, devices)):
             key = key_of(part)
-            of_ranks, indices = found[key[0]], _in_parameter(part, in_tensors[key])
-            is_new = (of_ranks[:, 0] < 0).all(axis=0)
-            of_ranks[rank] = np.where(is_new, indices, of_ranks[rank])
-    return found
+            for placement in in_whole[key]:
+                if (region := _common(part, placement)) is not None:
+                    _add(of_leaves[key[0]], region)
+        for earlier, regions in zip(found, of_leaves, strict=True):
+            earlier.append(_new(regions, [each for device in earlier for each in device]))
+    return [_packed(leaf.shape, regions) for leaf, regions in zip(leaves, found, strict=True)]
 
 
-def _sample(shape: tuple[int, ...]) -> _Indices:
-    size = int(np.prod(shape))
-    return np.stack(np.unravel_index(np.arange(0, size, max(1, size // _VALUES)), shape))
+def _common(part: Placement, whole: Placement) -> _Region | None:
+    """Return the values of a device's part that are in a placement of the whole model."""
+    ours, theirs = _as_stored(part), _as_stored(whole)
+    our_tensor, their_tensor = box(part.shape, part.part), box(whole.shape, whole.part)
+    axes = iter([axis for axis, picked in enumerate(their_tensor) if len(picked) > 1])
+    region: _Region = []
+    for own, other in zip(ours, theirs, strict=True):
+        if len(other) == 1:
+            region.append((np.asarray(own), np.asarray(other)))
+            continue
+        axis = next(axes)
+        places = np.full(whole.shape[axis], -1)
+        places[np.asarray(their_tensor[axis])] = np.arange(len(other))
+        places = places[np.asarray(our_tensor[axis])]
+        region.append((np.asarray(own)[places >= 0], np.asarray(other)[places[places >= 0]]))
+    single = [axis for axis, picked in enumerate(their_tensor) if len(picked) == 1]
+    is_apart = any(list(our_tensor[axis]) != list(their_tensor[axis]) for axis in single)
+    if is_apart or not all(len(own) for own, _ in region):
+        return None
+    return region[::-1] if part.transpose else region
 
 
-def _in_tensor(placement: Placement, indices: _Indices) -> _Indices:
-    """Return the indices in a placement's tensor, given those in its parameter."""
-    shape, place = _as_stored(placement)
-    if placement.transpose:
-        indices = indices[::-1]
-    return _moved(indices, shape, place, box(placement.shape, placement.part))
+def _as_stored(placement: Placement) -> list[Any]:
+    """Return the placement's box of the parameter, in the tensor's order of axes."""
+    place = box(placement.param.shape, placement.index)
+    return place[::-1] if placement.transpose else place
 
 
-def _in_parameter(placement: Placement, indices: _Indices) -> _Indices:
-    """Return the indices in a placement's parameter, given those in its tensor."""
-    place = _as_stored(placement)[1]
-    tensor = placement.shape
-    moved = _moved(indices, tensor, box(tensor, placement.part), place)
-    return moved[::-1] if placement.transpose else moved
+def _add(regions: list[_Region], region: _Region) -> None:
+    """Add a region, in one with each of those that differ from it along one axis."""
+    for number, other in enumerate(regions):
+        axes = zip(region, other, strict=True)
+        apart = [axis for axis, pair in enumerate(axes) if not _are_equal(*pair)]
+        if len(apart) == 1:
+            (axis,) = apart
+            merged = region.copy()
+            own, there = map(np.concatenate, zip(other[axis], region[axis], strict=True))
+            merged[axis] = own, there
+            if all(len(np.unique(indices)) == len(indices) for indices in merged[axis]):
+                del regions[number]
+                return _add(regions, merged)
+    regions.append(region)
+    return None
 
 
-def _as_stored(placement: Placement) -> tuple[tuple[int, ...], list[Any]]:
-    """Return the shape and the placement's box of the parameter, in the tensor's order of axes."""
-    shape: tuple[int, ...] = placement.param.shape
-    place = box(shape, placement.index)
-    return (shape[::-1], place[::-1]) if placement.transpose else (shape, place)
+def _are_equal(one: _Axis, other: _Axis) -> bool:
+    return all(map(np.array_equal, one, other))
 
 
-def _moved(
-    indices: _Indices, shape: tuple[int, ...], place: list[Any], target: list[Any]
-) -> _Indices:
-    """Return indices into the box `place` of an array as those into the box `target` of another.
+def _new(regions: list[_Region], earlier: list[_Region]) -> list[_Region]:
+    """Return regions without the values of the whole model that are in earlier ones."""
+    new: list[_Region] = []
+    for region in regions:
+        left = [region]
+        for other in (*earlier, *new):
+            left = [piece for each in left for piece in _without(each, other)]
+        new += left
+    return new
 
-    The boxes have equal sizes, apart from axes of size 1. Indices outside `place` become -1.
-    """
-    within = [_within(*each) for each in zip(indices, shape, place, strict=True)]
-    is_inside = np.all([indices[0] >= 0, *(each >= 0 for each in within)], axis=0)
-    steps: Iterator[np.ndarray] = (
-        each for each, picked in zip(within, place, strict=True) if len(picked) > 1
+
+def _without(region: _Region, other: _Region) -> list[_Region]:
+    inside = [np.isin(one[1], two[1]) for one, two in zip(region, other, strict=True)]
+    if not all(each.any() for each in inside):
+        return [region]
+    pieces: list[_Region] = []
+    for axis, is_in in enumerate(inside):
+        if not is_in.all():
+            pieces.append(_cut(region, axis, ~is_in))
+        region = _cut(region, axis, is_in)
+    return pieces
+
+
+def _cut(region: _Region, axis: int, is_there: np.ndarray) -> _Region:
+    own, there = region[axis]
+    return [*region[:axis], (own[is_there], there[is_there]), *region[axis + 1 :]]
+
+
+def _packed(shape: tuple[int, ...], of_devices: list[list[_Region]]) -> _Places:
+    count = len(of_devices), max(map(len, of_devices))
+    places = _Places(
+        np.zeros(count, bool), tuple(np.full((*count, size), -1, np.int32) for size in shape)
     )
-    moved = [np.asarray(p)[next(steps) if len(p) > 1 else 0 * indices[0]] for p in target]
-    return np.where(is_inside, np.stack(moved), -1)
-
-
-def _within(indices: np.ndarray, size: int, picked: Any) -> np.ndarray:
-    """Return the places of indices along an axis in `picked`; -1 where they are not."""
-    places = np.full(size, -1)
-    places[np.asarray(picked)] = np.arange(len(picked))
-    return places[indices]
+    for rank, regions in enumerate(of_devices):
+        for number, region in enumerate(regions):
+            places.is_used[rank, number] = True
+            for indices, (own, there) in zip(places.by_axis, region, strict=True):
+                indices[rank, number, own] = there
+    return places

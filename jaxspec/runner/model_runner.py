@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import operator
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -75,12 +76,15 @@ class ModelRunner:
         self._drafter, of_drafter = nnx.split(drafter)
         leaves, self._drafter_tree = jax.tree.flatten(of_drafter)
         self._of_drafter = tuple(leaves)
-        self._drafter_tables = self._init_tables(proposer) if proposer else ()
+        self._drafter_tables: Any = ()
+        if proposer is not None:
+            self._renew_tables(proposer)
         self._mailbox = self._new_mailbox()
         # Shapes to lower programs with: weights and tables may change while other threads lower.
         operands = self._weights, self._tables
         self._operands = jax.tree.map(_like if self.group.size > 1 else _unplaced, operands)
-        self.num_replaced = 0  # leaves, by all updates
+        self.num_changes = 0  # of the weights; it also grows before each and after the last
+        self._digest = -1, ""  # the fingerprint after this number of changes
         self._places: dict[AnyProgram, Path | None] = {}  # files in the program cache
         self._state: EngineState | None = self._new_state()
         # Shapes to lower programs with: other threads lower while steps replace the arrays.
@@ -144,10 +148,16 @@ class ModelRunner:
             self._mailbox, self._state = self._new_mailbox(), self._new_state()
         return self._state
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
         """Fingerprint of the model and its weights; can't be computed after `close`."""
-        return fingerprint(self._blueprint.model_spec, self._weights, self.group)
+        number, digest = self._digest
+        if number != self.num_changes:
+            # First, because weights may be replaced meanwhile: then it is computed again.
+            number = self.num_changes
+            digest = fingerprint(self._blueprint.model_spec, self._weights, self.group)
+            self._digest = number, digest
+        return digest
 
     @property
     def weights(self) -> tuple[jax.Array, ...]:
@@ -169,15 +179,15 @@ class ModelRunner:
             drafter: The same for the drafter.
         """
         for index, value in model(lambda index: self._weights[index]):
+            self.num_changes += 1
             self._weights = (*self._weights[:index], value, *self._weights[index + 1 :])
-            self.num_replaced += 1
         for index, value in drafter(lambda index: self._of_drafter[index]):
+            self.num_changes += 1
             self._of_drafter = (*self._of_drafter[:index], value, *self._of_drafter[index + 1 :])
-            self.num_replaced += 1
         if self._config.proposer is not None:
             self._drafter_tables = ()  # frees the memory of the old ones
-            self._drafter_tables = self._init_tables(self._config.proposer)
-        self.__dict__.pop("fingerprint", None)
+            self._renew_tables(self._config.proposer)
+        self.num_changes += 1
 
     @functools.cached_property
     def portable(self) -> PortableBlocks:
@@ -353,10 +363,27 @@ class ModelRunner:
         state = self._holdings.empty_state(self.shapes)
         return jax.device_put(state, state.page_tables.sharding)
 
-    def _init_tables(self, proposer: Proposer) -> Any:
-        if self.group.size > 1:
-            return self._tables_program(self._weights, self._of_drafter)
-        return self._tables_of(proposer, self._weights, self._of_drafter)
+    def _renew_tables(self, proposer: Proposer) -> None:
+        if self.group.size == 1:
+            self._drafter_tables = self._tables_of(proposer, self._weights, self._of_drafter)
+            return
+        # A program would copy the drafter's leaves.
+        own = self._of_drafter if self._are_tables_the_drafter else None
+        self._drafter_tables = own or self._tables_program(self._weights, self._of_drafter)
+
+    @functools.cached_property
+    def _are_tables_the_drafter(self) -> bool:
+        found: list[bool] = []
+
+        def compare(weights: Any, of_drafter: Any) -> Any:
+            assert self._config.proposer is not None
+            tables = self._tables_of(self._config.proposer, weights, of_drafter)
+            is_tuple = isinstance(tables, tuple) and len(tables) == len(of_drafter)
+            found.append(is_tuple and all(map(operator.is_, tables, of_drafter)))
+            return tables
+
+        jax.eval_shape(self.group.on_each(compare), self._weights, self._of_drafter)
+        return all(found)
 
     @functools.cached_property
     def _tables_program(self) -> Callable[..., Any]:

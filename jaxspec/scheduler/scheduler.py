@@ -183,8 +183,8 @@ class Scheduler:
                     "A step must give each of its rows a token or an end; row "
                     f"{row} got neither: the device lost its request. This is a bug in jaxspec."
                 )
-            # First, because an interrupt may leave more positions than tokens, but not fewer.
             request.made_by(step.weight_version)
+            # First, because an interrupt may leave more positions than tokens, but not fewer.
             request.draft_positions.extend(got.draft_positions)
             request.tokens.extend(got.tokens)
             if request.matcher is not None:

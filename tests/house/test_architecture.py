@@ -81,7 +81,7 @@ def test_only_the_output_waits_for_the_device():
     """And what reads weights: until a buffer may be filled again, or an array written to."""
     waiting = re.compile(r"block_until_ready|device_get|\.item\(\)|np\.asarray\(self\._packed")
     found = {name(path) for path in SOURCES if waiting.search(path.read_text())}
-    of_weights = {"models/transfer.py", "models/trees/leaves.py"}
+    of_weights = {"models/transfer.py", "models/trees/leaves.py", "models/trees/checkpoint.py"}
     assert found == {"runner/output.py", "pallas/norm/mailbox.py"} | of_weights
 
 

@@ -391,9 +391,9 @@ def test_updates_compile_nothing_and_leak_nothing(llm, old, new):
     jax.monitoring.register_event_duration_secs_listener(listen)
     gc.collect()
     before = len(jax.live_arrays())
-    for number in range(200):
+    for number in range(40):
         llm.update_weights(trees[number % 4])
-        if number % 50 == 0:
+        if number % 20 == 0:
             outputs(llm)
     llm.update_weights(iter(old.items()))
     jax.monitoring.unregister_event_duration_listener(listen)

@@ -59,7 +59,7 @@ def test_drafters_have_trees_of_their_own(method, drafter):
                 check_equal(llm, fresh)
 
 
-@pytest.mark.parametrize("fixture", ["qwen3_5", soak("qwen3_5_moe")])
+@pytest.mark.parametrize("fixture", [soak("qwen3_5"), soak("qwen3_5_moe")])
 def test_each_device_gets_its_part(fixture):
     """And a copy of its part of the head in 8 bits; the second update compiles nothing."""
     speculation = {"method": "mtp", "num_speculative_tokens": 2}
@@ -79,6 +79,24 @@ def test_each_device_gets_its_part(fixture):
         check_equal(llm, fresh)
         for name, array in fresh.export_weights().items():
             np.testing.assert_array_equal(array, llm.export_weights()[name])
+
+
+@pytest.mark.parametrize(
+    "method, drafter", [("draft_model", "llama_draft"), soak("eagle3", "llama_eagle3")]
+)
+def test_devices_hold_a_drafter_once(method, drafter):
+    folder = FIXTURES / drafter
+    speculation = {"method": method, "num_speculative_tokens": 2, "model": str(folder)}
+    options = SIZES | {"tensor_parallel_size": 2, "speculative_config": speculation}
+    with LLM(FIXTURES / "llama", **options) as llm:
+        for tree in (None, changed(tensors_of(folder))):
+            if tree is not None:
+                llm.update_weights(drafter=tree)
+            runner = llm._runner
+            pairs = zip(runner.drafter_weights, runner._drafter_tables, strict=True)
+            assert all(one is two for one, two in pairs)
+        params = dataclasses.replace(PARAMS, max_tokens=2)
+        assert len(llm.generate(PROMPT, params)[0].outputs[0].token_ids) == 2
 
 
 # Tiers

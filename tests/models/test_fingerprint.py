@@ -71,6 +71,14 @@ def test_any_other_model_has_another(other):
     assert made(*other) != made("config", LEAVES)
 
 
+def test_every_value_counts_and_its_place():
+    """Of matrices whose sizes are powers of two, too, and for an even number of signs."""
+    leaf = jnp.arange(1, 64 * 512 + 1, dtype=jnp.bfloat16).reshape(64, 512)
+    corner = leaf.at[:2, 1].set(leaf[1::-1, 1])
+    others = [leaf, leaf.at[:, 1:].multiply(-1), leaf.at[63, 511].set(0), corner, leaf[:, ::-1]]
+    assert len({made("config", (other,)) for other in others}) == len(others)
+
+
 def of_fixture(fixture, group, number=None):
     """The fingerprint of a fixture, or of one in which all values of a weight are greater."""
     loaded = model(fixture, group)

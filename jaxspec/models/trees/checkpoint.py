@@ -108,14 +108,22 @@ def _pairs(name: str, tree: Any) -> Iterator[tuple[str, Any]]:
                     f"{name} must yield pairs of a name and an array, got {shown(pair)}. Pass a "
                     "dict, or the items of one."
                 )
-            # An iterator may reuse the memory of a pair for the next one.
             path, value = pair
-            yield _text(name, path), value.copy() if isinstance(value, np.ndarray) else value
+            yield _text(name, path), _kept(name, path, value)
     else:
         raise ValueError(
             f"{name} must be a mapping from names to arrays, an nnx.State or an iterator of pairs, "
             f"got {shown(tree)}. {TreeCheckpoint.remedy}"
         )
+
+
+def _kept(name: str, path: str, value: Any) -> Any:
+    """Return a copy of an array whose memory an iterator may reuse for the next pair."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if _is_foreign(value):
+        return jnp.array(_imported(name, path, value), copy=True).block_until_ready()
+    return value
 
 
 def _nested(name: str, tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -136,7 +144,7 @@ def _text(name: str, key: Any) -> str:
 def _array(name: str, path: str, value: Any) -> Tensor:
     if isinstance(value, nnx.Variable):
         value = value.get_value()
-    if not isinstance(value, jax.Array | np.ndarray) and hasattr(value, "__dlpack__"):
+    if _is_foreign(value):
         value = _imported(name, path, value)
     if not isinstance(value, jax.Array | np.ndarray) or isinstance(value, Tracer):
         raise ValueError(
@@ -145,6 +153,11 @@ def _array(name: str, path: str, value: Any) -> Tensor:
         )
     check_there(name, path, value)
     return value
+
+
+def _is_foreign(value: Any) -> bool:
+    is_own = isinstance(value, jax.Array | np.ndarray | nnx.Variable)
+    return not is_own and hasattr(value, "__dlpack__")
 
 
 def _imported(name: str, path: str, value: Any) -> jax.Array:

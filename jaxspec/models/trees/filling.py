@@ -162,5 +162,5 @@ class Copied(NamedTuple):
 def _device(group: Group, before: jax.Array | None, rank: int) -> Any:
     """Return the device of a rank; without a group that of the leaf before."""
     if group.size == 1 and before is not None:
-        return next(iter(before.devices()))
+        return next(iter(before.sharding.device_set))  # also of a deleted array
     return group.devices[rank]

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxspec.models.base import CheckpointModule, ModelSpec
 from jaxspec.models.checkpoint import Checkpoint, listed
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.weight_matrix import Form, Holder, parts_of, stored
 from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint
@@ -23,7 +24,7 @@ from jaxspec.models.shards import of_devices
 from jaxspec.models.source import dequantised, naming
 from jaxspec.models.trees.checkpoint import Tensor, TreeCheckpoint, own_names
 from jaxspec.models.trees.filling import Copied, Filling, FromTensors, LeafOfRank
-from jaxspec.models.trees.leaves import Leaf, Part
+from jaxspec.models.trees.leaves import Leaf, Part, await_copies
 from jaxspec.models.weights import as_published, check_tensors, published_names
 from jaxspec.parallel import Group
 
@@ -223,8 +224,7 @@ class WeightLayout:
         head, embeddings = (published.get(each, []) for each in (_HEAD, _EMBEDDINGS))
         if _HEAD in self.spec.tensors or not head or not embeddings:
             return published
-        both = [tree.arrays[each] for each in (head[0], embeddings[0])]
-        if both[0].shape != both[1].shape or not _are_equal(*map(jnp.asarray, both)):
+        if not has_equal_head(published, tree.arrays):
             raise ValueError(
                 f"{name} must have one tensor for embeddings and output head, which this model "
                 f"shares, or equal ones, and {head[0]} differs from {embeddings[0]}. Leave it out, "
@@ -276,6 +276,8 @@ def fill(
 ) -> None:
     """Set the parameters of a module without values from a tree; there is no progress to show.
 
+    Waits for the devices: the caller may write to the tensors afterwards.
+
     Raises:
         ValueError: As `WeightLayout.fitting`.
     """
@@ -285,6 +287,7 @@ def fill(
     }
     for index, value in layout.fitting("weights", arrays, ()).first_values():
         params[index].set_value(value)
+    await_copies(each.get_value() for each in params.values())
 
 
 def _of_rank(
@@ -314,6 +317,25 @@ def _is_plain(name: str, tree: TreeCheckpoint, checkpoint: Checkpoint) -> bool:
     inner = checkpoint.inner if isinstance(checkpoint, RoundedCheckpoint) else checkpoint
     dequantises = isinstance(inner, QuantisedCheckpoint)
     return not (dequantises and (name in inner.matrices or name in inner.kv_scales))
+
+
+def has_equal_head(published: Mapping[str, list[str]], arrays: Mapping[str, Tensor]) -> bool:
+    """Return whether a tree has an output head of the same values as its embeddings."""
+    names = [*published.get(_HEAD, [])[:1], *published.get(_EMBEDDINGS, [])[:1]]
+    if len(names) < 2:
+        return False
+    head, embeddings = (arrays[name] for name in names)
+    return head.shape == embeddings.shape and _are_equal(*map(jnp.asarray, (head, embeddings)))
+
+
+def without_equal_head(
+    family: type[CheckpointModule], config: ModelConfig, arrays: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    """Return a tree without an output head that equals the embeddings, as of a tied model."""
+    published = published_names(family, config, arrays)
+    if config.tie_word_embeddings is False or not has_equal_head(published, arrays):
+        return arrays
+    return {name: each for name, each in arrays.items() if name not in published[_HEAD]}
 
 
 def _are_equal(one: jax.Array, other: jax.Array) -> bool:

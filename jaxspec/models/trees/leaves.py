@@ -4,7 +4,7 @@ Programs are named by the parts of tensors that they place, so that layers of on
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -87,6 +87,11 @@ def after(tensors: Sequence[Tensor], value: jax.Array) -> jax.Array:
     if any(isinstance(each, np.ndarray) for each in tensors):
         value.block_until_ready()
     return value
+
+
+def await_copies(leaves: Iterable[jax.Array]) -> None:
+    """Wait until leaves are computed: tensors of DLPack may be written to then."""
+    jax.block_until_ready(list(leaves))
 
 
 def _near(tensor: Tensor, device: Any) -> Tensor:

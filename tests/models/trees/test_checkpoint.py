@@ -37,13 +37,16 @@ def test_trees_have_names(tree):
         np.testing.assert_array_equal(array, ONE)
 
 
-def test_arrays_of_an_iterator_may_be_written_to_by_the_next_pair():
-    buffer = np.zeros(3, np.float32)
+@pytest.mark.parametrize("given", [lambda array: array, Imported], ids=["numpy", "dlpack"])
+def test_arrays_of_an_iterator_may_be_written_to_by_the_next_pair(given):
+    memory = np.zeros(1024 + 16, np.float32)
+    first = -memory.ctypes.data % 64 // 4
+    buffer = memory[first : first + 1024]  # JAX shares aligned memory
 
     def pairs():
         for number in range(2):
             buffer[...] = number
-            yield str(number), buffer
+            yield str(number), given(buffer)
 
     assert [each[0] for each in named_arrays("weights", pairs()).values()] == [0, 1]
 

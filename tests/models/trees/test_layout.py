@@ -198,6 +198,28 @@ def test_a_tied_model_takes_a_head_that_equals_its_embeddings_alone():
         updated(folder, tree | {"lm_head.weight": tree[embeddings] + 1.0})
 
 
+def test_a_first_tree_with_a_head_that_equals_its_embeddings_makes_a_tied_model():
+    """So later trees may lack the head."""
+    folder = FIXTURES / "qwen3_5_tied"
+    tree = tensors_of(folder)
+    embeddings = next(name for name in tree if name.endswith("embed_tokens.weight"))
+    for factor, is_untied in ((1, False), (2, True)):
+        both = tree | {"lm_head.weight": tree[embeddings] * factor}
+        with unread(folder, FLOAT32, weights=both) as found:
+            assert ("lm_head.weight" in found.layout.specs()) == is_untied
+            check_equal(leaves_of(found.read()), updated(folder, both, weights=both)[0])
+
+
+def test_a_first_tree_without_the_draft_head_is_noted(caplog):
+    folder = FIXTURES / "qwen3_5"
+    tree = tensors_of(folder)
+    without = {name: each for name, each in tree.items() if not name.startswith("mtp.")}
+    assert len(without) < len(tree)
+    for weights, count in ((tree, 0), (without, 1)):
+        with unread(folder, FLOAT32, weights=weights):
+            assert len(caplog.records) == count
+
+
 def test_ids_of_a_drafter_are_checked():
     folder = FIXTURES / "llama_eagle3"
     tree = dict(tensors_of(folder))
