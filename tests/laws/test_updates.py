@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import gc
 import itertools
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -253,21 +254,37 @@ def test_all_requests_are_aborted(llm, old, new):
     assert pages.num_free == llm.shapes.num_pages - 1
 
 
+def hold_in_the_middle(session):
+    """Let no request go on after its fourth token, until the event that is returned is set."""
+    step, go_on = session.step, threading.Event()
+
+    def held():
+        step()
+        if any(len(request.output) >= 4 for request in session.scheduler.running):
+            assert go_on.wait(60)
+
+    session.step = held
+    return go_on
+
+
 def test_streams_of_tasks_continue_or_end(short_model, old, new, llm):
     async def main():
         options = SIZES | {"speculative_config": MTP, "state_policy": "snapshot"}
         async with AsyncLLM(short_model, **options) as engine:
-            last = {}
+            last, go_on = {}, hold_in_the_middle(engine._engine.session)
             for mode in ("keep", "abort"):
                 async for output in engine.generate(PROMPTS[0], SAMPLED):
                     if engine.weight_version != mode:
                         await engine.update_weights(new, version=mode, mode=mode)
+                        go_on.set()
                     last[mode] = output.outputs[0]
+                go_on.clear()
             assert [each.finish_reason for each in last.values()] == ["length", "abort"]
             versions = [[s.version for s in each.weight_versions] for each in last.values()]
             assert versions[0] == ["0", "keep"] and versions[1] == ["keep"]
             end = last["keep"].weight_versions[-1].end
             assert end == len(last["keep"].token_ids) == SAMPLED.max_tokens
+            go_on.set()
             assert (await engine.generate(PROMPTS[1], SAMPLED).__anext__()).outputs
 
     asyncio.run(asyncio.wait_for(main(), 200))
@@ -418,7 +435,11 @@ def test_stale_tables_are_seen(llm, fresh, old, new, planted):
     """P1, P3: drafts of the 8-bit copy of the old head are all rejected."""
     llm.update_weights(old)
     tables = llm._runner._drafter_tables
-    planted(ModelRunner, "_init_tables", lambda self, proposer: tables)
+
+    def keep(runner, proposer):
+        runner._drafter_tables = tables
+
+    planted(ModelRunner, "_renew_tables", keep)
     with pytest.raises(AssertionError):
         check_like_fresh(llm, fresh, new)
 
