@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 from harness import FIXTURES
-from trees import changed, tensors_of
+from trees import SIZES, changed, tensors_of
 
 from jaxspec import LLM, AsyncLLM, SamplingParams
 from jaxspec.runner import model_runner
@@ -15,18 +15,7 @@ from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.scheduler.scheduler import Scheduler
 
 QWEN3 = FIXTURES / "qwen3"
-OPTIONS = {
-    "dtype": "float32",
-    "max_num_seqs": 2,
-    "decode_buckets": [2],
-    "prefill_buckets": [32],
-    "max_model_len": 64,
-    "page_size": 4,
-    "num_pages": 24,
-    "speculative_config": None,
-    "enable_prefix_caching": True,
-    "show_progress": False,
-}
+OPTIONS = SIZES | {"num_pages": 24, "speculative_config": None, "enable_prefix_caching": True}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8)
 RANDOM = np.random.default_rng(3)
 PROMPT, *OTHERS = ({"prompt_token_ids": RANDOM.integers(5, 250, 30).tolist()} for _ in range(5))

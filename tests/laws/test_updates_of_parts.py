@@ -8,20 +8,10 @@ import pytest
 from harness import FIXTURES
 from pairwise import soak
 from shortened import copied_with
-from trees import changed, tensors_of
+from trees import SIZES, changed, tensors_of
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.prefix.host_tier import HostTier
-
-SIZES = {
-    "dtype": "float32",
-    "max_num_seqs": 2,
-    "decode_buckets": [2],
-    "prefill_buckets": [32],
-    "max_model_len": 64,
-    "page_size": 4,
-    "show_progress": False,
-}
 
 
 def leaves_of(llm):

@@ -7,6 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
+SIZES = {
+    "dtype": "float32",
+    "max_num_seqs": 2,
+    "decode_buckets": [2],
+    "prefill_buckets": [32],
+    "max_model_len": 64,
+    "page_size": 4,
+    "show_progress": False,
+}
+
 
 @functools.cache
 def tensors_of(folder):

@@ -66,7 +66,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Grain:
-    """What has a scale of its own in a published matrix, and the parts in which it is stored."""
+    """The values of a published matrix that share a scale, and the parts in which it is stored."""
 
     BLOCKS: ClassVar["Grain"]
     ROWS: ClassVar["Grain"]
