@@ -958,7 +958,7 @@ def test_what_is_no_regular_file_is_not_opened(corpus, kind):
 
 def test_a_configuration_of_very_many_layers_costs_no_time(corpus):
     kinds = ["linear_attention", "full_attention"]
-    start = time.process_time()
+    start = time.thread_time()
     for count, culprit in ((1000, "1000 layers, and the tensors are of 4"), (10_000, "num_hidden")):
         for listed in (None, kinds * (count // 2)):
             changes = {"num_hidden_layers": count, "layer_types": listed}
@@ -970,4 +970,4 @@ def test_a_configuration_of_very_many_layers_costs_no_time(corpus):
     with corpus.changed(weights=packed({**corpus.tensors, **extra})):
         corpus.check("10,000 layers in the weights", "model.layers.0.x")
     corpus.done(6)
-    assert time.process_time() - start < 5
+    assert time.thread_time() - start < 5

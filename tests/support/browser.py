@@ -89,11 +89,15 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyUp", **given)
 
     def click(self, selector: str) -> None:
-        """Click in the middle of an element."""
+        """Click in the middle of an element, once two frames find it in one place."""
         box = self.value(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
-            "e.scrollIntoView(); const b = e.getBoundingClientRect();"
-            "return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+            "(async () => { let last, place;"
+            f"const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView();"
+            "do { last = place; await new Promise(requestAnimationFrame);"
+            "const b = e.getBoundingClientRect(); place = [b.x + b.width / 2, b.y + b.height / 2];"
+            "} while (String(place) !== String(last)"
+            " || !e.contains(document.elementFromPoint(...place)));"
+            "return place; })()"
         )
         where = {"x": box[0], "y": box[1], "button": "left", "clickCount": 1}
         self.call("Input.dispatchMouseEvent", type="mousePressed", **where)
