@@ -75,7 +75,7 @@ def gated_heads_of(tokens, heads, first):
     rng = np.random.default_rng(heads)
     x = rng.normal(size=(tokens, heads, 128)) * np.exp(rng.normal(size=(tokens, heads, 1)))
     x[NAN_ROW : NAN_ROW + 1, :, 40] = np.nan
-    gates = np.full((tokens, first + heads * 128 + 8), np.nan)
+    gates = np.full((tokens, first + heads * 128 + 64), np.nan)
     gates[:, first : first + heads * 128] = 3 * rng.normal(size=(tokens, heads * 128))
     weight = jnp.asarray(rng.normal(size=128), jnp.float32)
     norm = GatedNorm(jnp.asarray(gates, jnp.bfloat16), weight, first=first, eps=1e-6)

@@ -17,7 +17,7 @@ from jaxspec.pallas.matmul import float8, float8_terms, four_bits
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.float8_gemm import Float8GemmTiling
 from jaxspec.pallas.matmul.float8_terms import Terms
-from jaxspec.pallas.matmul.products import matmul
+from jaxspec.pallas.matmul.products import BLOCK_N, matmul
 from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.add_norm import why_not_kernel as why_not_add_norm
 from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
@@ -165,6 +165,6 @@ def _why_not_norm(heads, norm, weight):
         return f"{heads.dtype} with a norm in {norm.weight.dtype}"
     if heads.shape[2] != float8_terms.CHUNK:
         return f"{heads.shape[1]} heads of {heads.shape[2]}"
-    if norm.gates.shape[1] % 8:  # rows of a copy begin at multiples of 16 bytes
-        return f"gates of {norm.gates.shape[1]} columns"
+    if norm.first % BLOCK_N or norm.gates.shape[1] % BLOCK_N:  # columns that are copied at a time
+        return f"gates from column {norm.first} of {norm.gates.shape[1]}"
     return float8.why_not_kernel(norm.gates, weight)

@@ -8,6 +8,7 @@ from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.matmul.feed_forward import feed_forward
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
+from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.matmul.split_matmul import (
     gated_matmul,
     gated_norm_matmul,
@@ -40,7 +41,7 @@ def blocks(inner, outer, terms):
 def test_a_layer(h200, monkeypatch, capfd, model, tokens, terms):
     """Gated DeltaNet's two matmuls and the feed-forward layer's; nothing dequantises a weight.
 
-    As published, the columns of gates and decays have 16 bits.
+    As published, the columns of gates and decays have 16 bits; `Linear` pads them.
     """
     hidden, inner, shape = HIDDEN[model], INTERMEDIATE[model], GDN[model]
     values = shape.value_heads * shape.value_dim
@@ -54,7 +55,8 @@ def test_a_layer(h200, monkeypatch, capfd, model, tokens, terms):
 
     sizes = (hidden, columns), (values, hidden), (hidden, 2 * inner), (inner, hidden)
     in_proj, *weights = [blocks(*size, terms) for size in sizes]
-    in_16_bits = Dense(array(hidden, 2 * shape.value_heads, dtype=jnp.bfloat16))
+    padded = -(-2 * shape.value_heads // BLOCK_N) * BLOCK_N
+    in_16_bits = Dense(array(hidden, padded, dtype=jnp.bfloat16))
     rows = array(tokens, hidden, dtype=jnp.bfloat16), array(hidden, dtype=jnp.bfloat16)
     heads = array(tokens, shape.value_heads, shape.value_dim), array(shape.value_dim)
     operands = *rows, *heads, Columns((in_proj, in_16_bits)), *weights

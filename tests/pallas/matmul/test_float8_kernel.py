@@ -93,7 +93,7 @@ def test_the_activation_is_applied_and_rounded_first(interpreter, activation):
 def test_heads_are_normed_and_gated_first(interpreter):
     from jaxspec.pallas.matmul.float8_kernel import gated_norm_matmul_kernel
 
-    heads, norm = gated_heads_of(5, 8, 72)
+    heads, norm = gated_heads_of(5, 8, 192)
     weight, parts = blocks_of(1024, 128)
     y = gated_norm_matmul_kernel(
         heads, norm, weight, tiling=Float8Tiling(8, 2), interpret=interpreter

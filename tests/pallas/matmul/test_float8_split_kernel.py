@@ -76,7 +76,7 @@ def test_the_activation_is_applied_and_rounded_first(interpreter, activation):
 def test_heads_are_normed_and_gated_first(interpreter):
     from jaxspec.pallas.matmul.float8_split_kernel import gated_norm_split_kernel
 
-    heads, norm = gated_heads_of(10, 4, 72)
+    heads, norm = gated_heads_of(10, 4, 192)
     got = wide(gated_norm_split_kernel(heads, norm, 2, interpret=interpreter), 10)
     assert_no_races()
     assert_close(got, gated_norm(heads, norm))
