@@ -18,11 +18,12 @@ from jaxtyping import Array, Float, Int
 
 PUBLISHED_BLOCK = 128  # columns and features with one scale in published matrices
 SCALED_COLUMNS = 64  # columns with one scale in `Float8Blocks`
-PACKED = 64  # features between the two numbers of a byte in matrices of 4 bits
-PACKED_UNIT = 2 * PACKED  # features that are packed together
+PACKED = 32  # features between the four numbers of a word in matrices of 4 bits
+PACKED_UNIT = 4 * PACKED  # features that are packed together
 INT4_GROUPS = 128, 64, 32  # features with one scale in `Int4Groups`, from the largest on
 FLOAT4_GROUP = 16  # features with one scale in `Float4Groups`
 INT4_ZERO = 8  # the zero point of `Int4Groups` without zero points
+_PLACES = np.array([0, 4, 8, 12], np.uint16).reshape(1, 1, 4, 1)  # of a word's numbers
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)  # values of FP4
 
 
@@ -168,18 +169,18 @@ class Float8Rows(_Scaled):
 
 
 class _FourBits(_Scaled):
-    """A published matrix `[outer, inner]` in 4 bits, two numbers in a byte.
+    """A published matrix `[outer, inner]` in 4 bits, four numbers in a word of 16 bits.
 
-    Of each 128 features, byte `i` of a column has number `i` in its low bits and number `64 + i` in
-    its high bits (`pack`). Scales are stored as `[groups, outer]`.
+    Of each 128 features, word `i` of a column has the numbers `i`, `32 + i`, `64 + i` and `96 + i`,
+    from its low bits to its high bits (`pack`). Scales are stored as `[groups, outer]`.
     """
 
-    array: Int[Array, "outer half"]
+    array: Int[Array, "outer words"]
 
     @property
     def inner(self) -> int:
         """Size of the contracted axis."""
-        return 2 * self.array.shape[1]
+        return 4 * self.array.shape[1]
 
     @property
     def group(self) -> int:
@@ -204,7 +205,7 @@ class Int4Groups(_FourBits):
     groups, 8.
     """
 
-    array: Int[Array, "outer half"]  # uint8
+    array: Int[Array, "outer words"]  # uint16
     scale: Float[Array, "groups outer"]  # float32
     zero: Int[Array, "groups outer"] | None = None  # uint8
 
@@ -225,7 +226,7 @@ class Float4Groups(_FourBits):
     NVFP4 has one factor for a matrix, which is repeated: parts of a fused matrix have their own.
     """
 
-    array: Int[Array, "outer half"]  # uint8
+    array: Int[Array, "outer words"]  # uint16
     scale: Float[Array, "groups outer"]  # float8_e4m3fn
     factor: Float[Array, " outer"]  # float32
 
@@ -345,8 +346,9 @@ def pack(numbers: np.ndarray) -> np.ndarray:
     `inner` is a multiple of `PACKED_UNIT`.
     """
     outer, inner = numbers.shape
-    halves = numbers.reshape(outer, inner // PACKED_UNIT, 2, PACKED)
-    return (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(outer, inner // 2)
+    quarters = numbers.reshape(outer, inner // PACKED_UNIT, 4, PACKED).astype(np.uint16)
+    words = (quarters << _PLACES).sum(axis=2, dtype=np.uint16)
+    return words.reshape(outer, inner // 4)
 
 
 @jax.jit  # one kernel each for scale and bytes, without temporaries of the array's size
@@ -363,9 +365,9 @@ def _dequantised(array, scale):
 
 def _unpacked(array):
     """Undo `pack`."""
-    outer, half = array.shape
-    chunks = array.reshape(outer, half // PACKED, 1, PACKED)
-    return jnp.concatenate([chunks & 15, chunks >> 4], axis=2).reshape(outer, 2 * half)
+    outer, words = array.shape
+    quarters = array.reshape(outer, words // PACKED, 1, PACKED) >> _PLACES & 15
+    return quarters.reshape(outer, 4 * words)
 
 
 def _bytes(array):

@@ -123,11 +123,12 @@ def test_4_bits_are_those_of_the_columns(drawn):
     np.testing.assert_allclose(weight.dense(64, 128).array, expected[:, 64:], rtol=1e-6)
 
 
-def test_a_byte_has_features_that_are_64_apart():
-    numbers = np.arange(256, dtype=np.uint8).reshape(1, 256) % 16
-    numbers[0, 64:128] = 15 - numbers[0, :64]
+def test_a_word_has_features_that_are_32_apart():
+    numbers = np.random.default_rng(0).integers(0, 16, (3, 256), np.uint8)
     packed = pack(numbers)
-    assert packed.shape == (1, 128)
-    np.testing.assert_array_equal(packed[0, :64] & 15, numbers[0, :64])
-    np.testing.assert_array_equal(packed[0, :64] >> 4, numbers[0, 64:128])
-    np.testing.assert_array_equal(packed[0, 64:] >> 4, numbers[0, 192:])
+    assert packed.shape == (3, 64) and packed.dtype == np.uint16
+    for place in range(4):
+        for unit in range(2):
+            stored = packed[:, 32 * unit : 32 * (unit + 1)] >> 4 * place & 15
+            first = 128 * unit + 32 * place
+            np.testing.assert_array_equal(stored, numbers[:, first : first + 32])

@@ -166,7 +166,7 @@ class Arm:
     @property
     def held_bytes(self) -> int:
         """Bytes of weights that are held as published, without scales in float32."""
-        dtypes = "float8_e4m3fn", "uint8"
+        dtypes = "float8_e4m3fn", "uint16"
         weights = self._llm._runner._weights
         return sum(each.nbytes for each in weights if each.dtype.name in dtypes)
 

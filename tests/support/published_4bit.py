@@ -37,7 +37,7 @@ def float4_of(inner, outer, seed=0):
 
 def abstract_4_bits(kind, inner, outer):
     """A matrix without values; `kind` is "nvfp4", or a group, and whether it has zero points."""
-    numbers = array(outer, inner // 2, dtype=jnp.uint8)
+    numbers = array(outer, inner // 4, dtype=jnp.uint16)
     if kind == "nvfp4":
         scale = array(inner // 16, outer, dtype=jnp.float8_e4m3fn)
         return Float4Groups(numbers, scale, array(outer))

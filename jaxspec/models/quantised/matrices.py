@@ -228,7 +228,7 @@ class Integers:
 
 
 def _are_packed(shape: tuple[int, ...]) -> bool:
-    """Return whether whole bytes have the numbers of 4 bits of each row (`pack`)."""
+    """Return whether whole words have the numbers of 4 bits of each row (`pack`)."""
     return shape[-1] % PACKED_UNIT == 0
 
 

@@ -19,6 +19,8 @@ from jaxspec.weight import Float8Blocks, Float8Rows, Published8Bit
 FUSED_ROWS = 8  # rows up to which the kernel runs what precedes a matmul in every block
 _SCALES = 4  # it copies the scales of a block's columns, a multiple of 16 bytes
 _MAX_PARTS = 4  # split-K parts; each adds 4 bytes per output to write and to read
+_WIDEST = 3  # warpgroups that multiply in the largest block of the kernel for more rows
+_FULL = 0.75  # share of the multiprocessors that makes full use of the memory
 
 
 class Float8Tiling(NamedTuple):
@@ -64,7 +66,14 @@ def why_not_split_by_kernel(weight: Published8Bit) -> str | None:
 
 
 def is_fused(rows: int, weight: Published8Bit) -> bool:
-    """Return whether the kernel of this module multiplies `rows` rows, or that of `float8_gemm`."""
+    """Return whether the kernel of this module multiplies `rows` rows, or that of `float8_gemm`.
+
+    The other one is faster where its largest blocks are about as many as the multiprocessors, as
+    those of Qwen3.5-9B's gate and up matrices: 128.
+    """
     if isinstance(weight, Float8Blocks) and weight.inner % (CHUNK * _SCALES):
+        return False
+    blocks, rest = divmod(weight.outer, _WIDEST * BLOCK_N)
+    if not rest and _FULL * device.MULTIPROCESSORS < blocks <= device.MULTIPROCESSORS:
         return False
     return rows <= FUSED_ROWS and why_not_split_by_kernel(weight) is None

@@ -17,7 +17,10 @@ _MAX_SUMS = {1: 192, 2: 192, 3: 112}
 _MEMORY = 19  # bytes from memory, its share of 4.25 TB/s
 _COPIED = 32  # bytes from the L2 cache
 _START = 2500  # clocks until the first matmul of a tile, and to write its sums
-_CHUNK_START = 250  # clocks of a chunk in which a warpgroup waits, and scales its sum
+# Clocks of a chunk in which no tensor core runs: to wait, and to scale and add a row's sums. The
+# warpgroups share the tensor cores and so finish together; with turns (one warpgroup at a time)
+# they took as long on an H200, and three of them longer.
+_CHUNK_START, _ADDED = 320, 1.75
 
 
 class Float8GemmTiling(NamedTuple):
@@ -42,7 +45,7 @@ class Float8GemmTiling(NamedTuple):
         limit = min(_MAX_PARTS, inner // CHUNK) if is_split else 1
         least = ceil(tokens / _MAX_ROWS)
         times = {}
-        for row_blocks in (least, least + 1):
+        for row_blocks in (least, least + 1, 2 * least):
             for warpgroups, most in _MAX_SUMS.items():
                 columns, rest = divmod(outer, warpgroups * BLOCK_N)
                 is_shared = columns % _MAX_CLUSTER == 0 and tokens > ROWS
@@ -53,7 +56,7 @@ class Float8GemmTiling(NamedTuple):
                 for parts in range(1, limit + 1):
                     tiling = Float8GemmTiling(rows, row_blocks, warpgroups, parts, cluster)
                     times[tiling] = tiling.clocks(inner, outer, terms)
-        return min(times, key=times.__getitem__)
+        return min(times, key=lambda tiling: (times[tiling], -tiling.warpgroups))
 
     @property
     def width(self) -> int:
@@ -67,7 +70,8 @@ class Float8GemmTiling(NamedTuple):
         """Return an estimate of the clocks that the matmul takes."""
         tensor_cores = 2 * terms * self.rows  # of a warpgroup's chunk
         copied = CHUNK * (self.width + terms * self.rows / self.cluster)
-        chunk = max(self.warpgroups * tensor_cores, copied / _COPIED, tensor_cores + _CHUNK_START)
+        computed = self.warpgroups * (tensor_cores + _ADDED * self.rows) + _CHUNK_START
+        chunk = max(computed, copied / _COPIED)
         waves = ceil(self.blocks(outer) / device.MULTIPROCESSORS)
         computing = waves * (_START + ceil(inner / CHUNK / self.parts) * chunk)
         reading = inner * outer / (device.MULTIPROCESSORS * _MEMORY) + _START

@@ -16,6 +16,7 @@ from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.weight import FLOAT4_GROUP, INT4_GROUPS, PACKED_UNIT, Float4Groups, Published4Bit
 
 FEATURES = 256  # of a stage: rows of 128 bytes of the weight
+_TURN_ROWS = 8  # per block of integers; two blocks with two warpgroups for its columns still fit
 _MAX_ROWS = 128  # per block; of integers no more than the features with one scale
 _MAX_SPLIT_ROWS = 64  # per block of several parts; float32 sums take much shared memory
 _MAX_NARROW_ROWS = 64  # per block of one warpgroup that multiplies, all of whose sums it holds
@@ -30,14 +31,16 @@ class FourBitsTiling(NamedTuple):
     row_blocks: int
     warpgroups: int  # warpgroups of a block that multiply `BLOCK_N` columns each
     parts: int  # split-K parts; more than one returns partial sums
+    turns: int = 1  # such warpgroups with the same columns, which take turns in the features
 
     @staticmethod
     def of(tokens: int, weight: Published4Bit, *, is_split: bool = False) -> "FourBitsTiling":
         """Return the tiling for `tokens` rows; `is_split` allows several parts.
 
         There are as many parts as run at once. With few rows that is two blocks per multiprocessor;
-        a block mostly waits, and two hide each other's waits. With more rows two warpgroups share
-        the copies of their rows.
+        a block mostly waits, and two hide each other's waits. Up to 8 rows of integers are read
+        faster than a warpgroup makes bfloat16 numbers of them, so two take turns. With more rows
+        two warpgroups share the copies of their rows.
 
         8 rows, 12288 -> 4096, split: 64 x 4 blocks
         128 rows, 4096 -> 24576: 192 blocks of 128 x 128
@@ -45,9 +48,11 @@ class FourBitsTiling(NamedTuple):
         has_float4 = isinstance(weight, Float4Groups)
         most = _MAX_ROWS if has_float4 else min(_MAX_ROWS, weight.group)
         tiling = FourBitsTiling._whole(tokens, weight.outer, most)
+        if tiling.rows <= _TURN_ROWS and not has_float4:
+            tiling = tiling._replace(turns=2)
         if not is_split:
             return tiling
-        if tiling.blocks(weight.outer) <= device.MULTIPROCESSORS // 2:
+        if tiling.blocks(weight.outer) <= device.MULTIPROCESSORS // 2 and tiling.rows > FEW_ROWS:
             tiling = FourBitsTiling._whole(tokens, weight.outer, min(most, _MAX_SPLIT_ROWS))
         at_once = device.MULTIPROCESSORS * (2 if tiling.rows <= FEW_ROWS else 1)
         limit = min(_MAX_PARTS, ceil(weight.inner / FEATURES))

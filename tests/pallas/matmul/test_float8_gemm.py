@@ -44,7 +44,8 @@ def test_blocks_have_every_row_and_column_and_fit(model, terms, tokens):
         (2048, 4096, 24576, 1, False, Float8GemmTiling(128, 16, 2, 1, 2)),
         (10, 512, 64, 2, False, Float8GemmTiling(8, 2, 1, 1, 1)),  # a single block of columns
         (8, 2176, 5120, 2, True, Float8GemmTiling(8, 1, 2, 3, 1)),  # no rows for two blocks
-        (300, 256, 192, 1, True, Float8GemmTiling(80, 4, 1, 2, 1)),
+        (300, 256, 192, 1, True, Float8GemmTiling(56, 6, 1, 2, 1)),
+        (256, 4096, 12288, 2, False, Float8GemmTiling(64, 4, 3, 1, 2)),
     ],
 )
 def test_tilings(tokens, inner, outer, terms, is_split, expected):

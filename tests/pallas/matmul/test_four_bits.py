@@ -10,20 +10,21 @@ from jaxspec.weight import Float4Groups, Int4Groups
 
 
 def int4(inner, outer, group=128):
-    return Int4Groups(array(outer, inner // 2, dtype=jnp.uint8), array(inner // group, outer))
+    return Int4Groups(array(outer, inner // 4, dtype=jnp.uint16), array(inner // group, outer))
 
 
 def float4(inner, outer, group=16):
     scale = array(inner // group, outer, dtype=jnp.float8_e4m3fn)
-    return Float4Groups(array(outer, inner // 2, dtype=jnp.uint8), scale, array(outer))
+    return Float4Groups(array(outer, inner // 4, dtype=jnp.uint16), scale, array(outer))
 
 
 @pytest.mark.parametrize(
     ("tokens", "weight", "is_split", "expected"),
     [
-        (8, int4(12288, 4096), True, FourBitsTiling(8, 1, 1, 4)),
-        (8, int4(6144, 5120), True, FourBitsTiling(8, 1, 1, 3)),
-        (1, int4(256, 64), True, FourBitsTiling(8, 1, 1, 1)),
+        (8, int4(12288, 4096), True, FourBitsTiling(8, 1, 1, 4, 2)),
+        (8, int4(6144, 5120), True, FourBitsTiling(8, 1, 1, 3, 2)),
+        (16, int4(6144, 5120), True, FourBitsTiling(16, 1, 1, 3)),
+        (1, int4(256, 64), True, FourBitsTiling(8, 1, 1, 1, 2)),
         (1, float4(4096, 24576), False, FourBitsTiling(8, 1, 1, 1)),
         (64, int4(4096, 4096), True, FourBitsTiling(64, 1, 2, 4)),
         (128, int4(4096, 24576), False, FourBitsTiling(128, 1, 2, 1)),

@@ -40,14 +40,14 @@ def test_the_kernel_equals_the_oracle_without_races(
     assert_no_races()
 
 
-@pytest.mark.parametrize("warpgroups", [1, 2])
+@pytest.mark.parametrize(("warpgroups", "turns"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("kind", ["nvfp4", (128, True)])
-def test_the_ring_is_refilled(monkeypatch, interpreter, kind, warpgroups):
+def test_the_ring_is_refilled(monkeypatch, interpreter, kind, warpgroups, turns):
     """By ten and a half stages of features, as many as Nemotron-3-Nano has."""
     from jaxspec.pallas.matmul import four_bits_kernel
 
     monkeypatch.setattr(four_bits_kernel, "_MAX_STAGES", 2)
-    outer, tiling = 64 * warpgroups, FourBitsTiling(8, 1, warpgroups, 1)
+    outer, tiling = 64 * warpgroups, FourBitsTiling(8, 1, warpgroups, 1, turns)
     x, (weight, expected) = rows_with_nan(2, 2688), weight_of(kind, 2688, outer)
     run = four_bits_kernel.four_bits_kernel.__wrapped__
     y = run(x, weight, tiling=tiling, interpret=interpreter)
@@ -70,8 +70,8 @@ def test_more_rows_have_all_shared_memory_however_many_blocks(kind):
     assert 2 <= stages(16, 24576) < stages(16, 2048)
 
 
-def swapped_nibbles(weight):
-    return dataclasses.replace(weight, array=weight.array >> 4 | weight.array << 4)
+def rotated_words(weight):
+    return dataclasses.replace(weight, array=weight.array >> 4 | weight.array << 12)
 
 
 def scales_of_the_next_columns(weight):
@@ -83,7 +83,7 @@ def scales_of_the_next_features(weight):
 
 
 @pytest.mark.parametrize(
-    "bug", [swapped_nibbles, scales_of_the_next_columns, scales_of_the_next_features]
+    "bug", [rotated_words, scales_of_the_next_columns, scales_of_the_next_features]
 )
 @pytest.mark.parametrize("kind", ["nvfp4", (128, False)])
 def test_a_planted_bug_is_seen(interpreter, kind, bug):
