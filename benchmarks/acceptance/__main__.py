@@ -16,7 +16,8 @@ one of them measures the others are stopped:
 * two devices, exact on two devices (with `--parts`, on a machine that has them): the features of
   every model on a tensor-parallel group, and its tokens in float32 beside those of one device.
 * exact in float8 (with `--parts`): folders in FP8 by blocks and per row, and one that is rounded at
-  load, in bfloat16: tokens with drafts and without, held in FP8 and dequantised.
+  load, in bfloat16: tokens with drafts and without; log-probabilities, held in FP8 and
+  dequantised, beside those in float32.
 * exact in 4 bits (with `--parts`): the same for integers in groups of 128 columns, and NVFP4.
 * features in float8, serving in float8 (with `--parts`): as above, with weights in FP8.
 * options: 8-bit keys and values, 8-bit weights (and activations), float16 states, "auto" drafts, no

@@ -33,6 +33,7 @@ from jaxspec.requests.request import Request
 
 TIE = 1e-3  # of two logits, where either token may come
 TIE_IN_BFLOAT16 = 5e-2
+_LARGER = 1.25  # an error that is larger has another cause than rounding activations
 PROMPTS, MOTIF, TOKENS = 24, 12, 32
 IsTie = Callable[[Request, Sequence[int], int], bool]
 
@@ -76,7 +77,7 @@ def exact_on_two_devices(rows: Rows) -> None:
 
 
 def exact_in_float8(rows: Rows) -> None:
-    """Compare tokens of folders in FP8: by blocks, per row, and rounded by blocks at load."""
+    """Compare folders in FP8: by blocks, per row, and rounded by blocks at load."""
     by_row = functools.partial(write_float8_weights, by_row=True)
     _exact_as_published(rows, {"blocks": write_float8_weights, "per row": by_row})
     with _written(rows, write_weights) as folder:
@@ -84,32 +85,37 @@ def exact_in_float8(rows: Rows) -> None:
 
 
 def exact_in_4_bits(rows: Rows) -> None:
-    """Compare tokens of folders in 4 bits: integers in groups, and NVFP4."""
+    """Compare folders in 4 bits: integers in groups, and NVFP4."""
     _exact_as_published(rows, {"integers": write_int4_weights, "nvfp4": write_float4_weights})
 
 
 def _exact_as_published(rows: Rows, folders: dict[str, Callable[[Path], object]]) -> None:
-    """Compare tokens of weights that are held as published with those of dequantised ones."""
+    """Compare weights that are held as published with dequantised ones.
+
+    Both round activations to bfloat16, so their tokens differ after ties; their log-probabilities
+    are as near to those in float32.
+    """
     for name, write in folders.items():
         with _written(rows, write) as folder:
-            plain = _held(rows, name, folder)
-            with _arm(rows, folder, dtype="bfloat16", quantization="dequantise") as engine:
-                other = engine.run(num_speculative_tokens=0)
-                both = functools.partial(compare, plain, other, engine.prefers)
-                rows.measure(f"{name}: held and dequantised", both)
+            held, scores = _held(rows, name, folder), {}
+            for dtype in "bfloat16", "float32":
+                with _arm(rows, folder, dtype=dtype, quantization="dequantise") as engine:
+                    scores[dtype] = engine.scores()
+            compared = functools.partial(compare_scores, held, **scores)
+            rows.measure(f"{name}: held and dequantised", compared)
 
 
-def _held(rows: Rows, name: str, folder: Path, **options: Any) -> "Tokens":
+def _held(rows: Rows, name: str, folder: Path, **options: Any) -> np.ndarray:
     """Compare tokens with drafts and without, in bfloat16, which the kernels need.
 
-    Return those without.
+    Return `Arm.scores`.
     """
     with _arm(rows, folder, dtype="bfloat16", **options) as engine:
         rows.add(f"{name}: held", held_gb=engine.held_bytes / 1e9)
         drafted, plain = engine.run(), engine.run(num_speculative_tokens=0)
         both = functools.partial(compare, drafted, plain, engine.prefers)
         rows.measure(f"{name}: drafts and none", both)
-    return plain
+        return engine.scores()
 
 
 def _two_arms(rows: Rows, name: str, write: Callable[[Path], object], *arms: Any) -> None:
@@ -151,11 +157,9 @@ class Arm:
     """An engine in float32, or in bfloat16 for weights in 8 or 4 bits."""
 
     def __init__(self, folder: Path, rows: Rows, options: dict[str, Any]):
-        """Compile the programs of its requests and no others."""
         self._has_all = ALL_MODELS[rows.job.model].has_all
         self._tie = TIE if options["dtype"] == "float32" else TIE_IN_BFLOAT16
         self._llm = LLM(folder, **options)
-        self._llm.warm_up([params[0] for params in self._kinds().values()])
 
     def __enter__(self) -> "Arm":
         return self
@@ -171,7 +175,11 @@ class Arm:
         return sum(each.nbytes for each in weights if each.dtype.name in dtypes)
 
     def run(self, **others: Any) -> Tokens:
-        """Complete all prompts; `others` are of `SamplingParams`."""
+        """Complete all prompts; `others` are of `SamplingParams`.
+
+        The programs of these requests are compiled, and no others.
+        """
+        self._llm.warm_up([params[0] for params in self._kinds().values()])
         prompts = _prompts(self._llm.vocab_size)
         kinds = {
             kind: [dataclasses.replace(each, **others) for each in params]
@@ -180,6 +188,11 @@ class Arm:
         requests = {kind: self._complete(prompts, params) for kind, params in kinds.items()}
         every = [request.metrics for request in itertools.chain(*requests.values())]
         return Tokens(requests, RequestMetrics.total(every))
+
+    def scores(self) -> np.ndarray:
+        """Return the log-probabilities of all tokens of the prompts, but the first of each."""
+        scores = self._llm.score(_prompts(self._llm.vocab_size))
+        return np.concatenate([score.token_logprobs[1:] for score in scores])
 
     def prefers(self, request: Request, ids: Sequence[int], place: int) -> bool:
         """Return whether a bias of a tie to the first of two ids makes it the token at `place`.
@@ -234,6 +247,15 @@ def compare(one: Tokens, other: Tokens, is_tie: IsTie) -> Row:
                 row["error"] = f"Tokens differ: {kind} sample {number}, token {same}"
     drafted = one.metrics
     return row | {"drafts_accepted": drafted.num_accepted_tokens, "verifies": drafted.num_drafts}
+
+
+def compare_scores(held: np.ndarray, bfloat16: np.ndarray, float32: np.ndarray) -> Row:
+    """Return the errors of weights as published, and of dequantised ones in bfloat16."""
+    errors = [float(np.sqrt(np.mean((each - float32) ** 2))) for each in (held, bfloat16)]
+    row: Row = dict(zip(("held_error", "dequantised_error"), errors, strict=True))
+    if errors[0] > _LARGER * errors[1] + TIE:
+        row["error"] = f"Weights as published have an error of {errors[0]}, others {errors[1]}"
+    return row
 
 
 @contextlib.contextmanager

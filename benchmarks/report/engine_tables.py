@@ -57,6 +57,31 @@ def decode(figures: Figures) -> Rows:
         yield {"name": name, "at": found[key]}
 
 
+def quantised(figures: Figures, in_16_bits: Figures) -> Rows:
+    """Yield a row per case of decoding with published or rounded weights, beside 16 bits."""
+    alike = "shape", "rows", "drafts", "steps_per_dispatch", "state_dtype"
+    known = {
+        tuple(case[name] for name in alike): case["ms_per_token"]
+        for case in results(in_16_bits)
+        if case["prompt"] == DECODE_PROMPT and not case.get("quantization")
+    }
+    for case in results(figures):
+        if case["rows"]:
+            of_16_bits = known.get(tuple(case[name] for name in alike))
+            name = case["size"] if case["shape"].startswith("qwen3.5-") else case["shape"]
+            yield case | {"name": name, "format": _format(case), "of_16_bits": of_16_bits}
+
+
+def quantised_prompts(figures: Figures) -> Rows:
+    for case in results(figures):
+        if not case["rows"]:
+            yield _prefill_units(_named(case)) | {"format": _format(case)}
+
+
+def _format(case: Figures) -> str:
+    return case["quantization"] + ", rounded activations" * bool(case["activation_dtype"])
+
+
 def prefill(figures: Figures) -> Rows:
     found = {}
     for case in results(figures):
@@ -292,6 +317,27 @@ TABLES = {
         ("shape, rows, states", "{name}"),
         *_decode_columns(0),
         *_decode_columns(3),
+    ),
+    "quantised": Table(
+        ("quantised_h200.json", "decode_h200.json"),
+        quantised,
+        ("model", "{name}"),
+        ("weights", "{format}"),
+        ("rows", "{rows}"),
+        ("drafts", "{drafts}"),
+        ("ms per token", "{ms_per_token:.2f}"),
+        ("in 16 bits", "{of_16_bits:.2f}"),
+        ("ms per step", "{ms_per_step:.2f}"),
+        ("floor of a step", "{floor_ms_per_step:.2f}"),
+        COMMIT,
+    ),
+    "quantised prompts": Table(
+        "quantised_h200.json",
+        quantised_prompts,
+        ("model, prompts x tokens", "{name}, {prompts} x {prompt}"),
+        ("weights", "{format}"),
+        ("thousand tokens a second", "{rate:.1f}"),
+        COMMIT,
     ),
     "draft counts": Table(
         "draft_counts_h200.json",

@@ -100,6 +100,8 @@ OTHER_PARTS = {  # formats of the values of other parts
     "ties": "{:,} ties",
     "differing": "{:,} different",
     "drafts_accepted": "{:,} drafts accepted",
+    "held_error": "error of a log-probability {:.4f}",
+    "dequantised_error": "{:.4f} dequantised",
     "prompt_tokens": "{:,} prompt tokens",
     "cached_tokens": "{:,} found the third time",
     "in_turn": "{:,} found in the next turn",

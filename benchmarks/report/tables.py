@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 _DOCS = (
     "measurements",
     "prefix-caching",
+    "quantised",
     "sampling",
     "serving",
     "speculation",

@@ -97,6 +97,9 @@ def test_quantised_folders_have_the_tokens_of_their_weights(
     assert len(names) == count
     for name in names:
         row = found[part, name]
+        if name.endswith("dequantised"):
+            assert 0 < row["held_error"] == row["dequantised_error"]  # without a kernel
+            continue
         assert row["differing"] == 0 and row["identical"] + row["ties"] == row["generations"] > 0
     assert {found[part, name]["held_gb"] for _, name in found if "held" in name[-4:]}
 
