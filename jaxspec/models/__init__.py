@@ -39,7 +39,12 @@ from jaxspec.models.source import (
     read_fields,
 )
 from jaxspec.models.trees.checkpoint import Tensor, TreeCheckpoint
-from jaxspec.models.trees.layout import WeightLayout, fill, without_equal_head
+from jaxspec.models.trees.layout import (
+    WeightLayout,
+    fill,
+    tensors_of_leaves,
+    without_equal_head,
+)
 from jaxspec.models.weights import (
     Some,
     compared,
@@ -192,8 +197,8 @@ def unread(
 
     `overrides` replaces entries of config.json, `quantization` and `activation_dtype` are options
     of `LLM`, and `whole_experts` is that of `MoEConfig`. With `scales_kv`, scales of keys and
-    values that the folder has are read. `weights` are tensors by published names, in place of those
-    of the folder.
+    values that the folder has are read. `weights` are tensors by published names in place of those
+    of the folder, or leaves of a model.
 
     Tensor names, shapes and dtypes are checked against config.json. No tensor is read and no device
     memory is allocated before `AbstractModel.read`. The devices of `group` share the model.
@@ -258,13 +263,26 @@ def _unread(
     quantised = asked.quantised.fitting(scheme, folder)
     rounds = quantised.rounds(scheme, folder)
     dtype = jnp.dtype(dtype)
-    if asked.load_format == "dummy":
-        whole, model = (undefined(family, sizes, dtype, None) for sizes in (config, shared))
+    leaves = asked.weights and tensors_of_leaves(family, config, dtype, asked.weights)
+    if leaves and (scheme or rounds):
+        raise ValueError(
+            "weights must be published tensors for a model with weights in 8 or 4 bits, got leaves "
+            "of a model. Pass LLM.export_weights(), or load the model in 16 bits."
+        )
+    if asked.load_format == "dummy" or leaves:
+        whole, model = (undefined(family, sizes, dtype, leaves) for sizes in (config, shared))
         of_ranks = of_devices(whole.checkpoint(), model.checkpoint(), group.size)
         hold_drawn(of_ranks, ROUNDED if rounds else scheme, quantised)
         of_drafter = quantised.of_drafter(is_rounded=rounds)
         layout = WeightLayout.of(model, dtype, group, scheme, rounds=rounds)
-        yield AbstractModel(model, lambda progress: draw_weights(model, group), layout, of_drafter)
+
+        def set_values(progress: bool) -> None:
+            if asked.weights is None:
+                draw_weights(model, group)
+            else:
+                fill(model, layout, asked.weights, progress)
+
+        yield AbstractModel(model, set_values, layout, of_drafter)
         return
     if asked.weights is not None:
         asked = asked._replace(weights=without_equal_head(family, config, asked.weights))

@@ -101,9 +101,10 @@ def unit_lower_inverse(strictly_lower: Float[Array, "... n n"]) -> Float[Array, 
 
 
 @unit_lower_inverse.defjvp
-def _inverse_derivative(strictly_lower, change):
-    inverse = unit_lower_inverse(*strictly_lower)
-    return inverse, -product("...ij,...jk,...kl->...il", inverse, jnp.tril(*change, -1), inverse)
+def _inverse_derivative(primals, tangents):
+    (strictly_lower,), (change,) = primals, tangents
+    inverse = unit_lower_inverse(strictly_lower)
+    return inverse, -product("...ij,...jk,...kl->...il", inverse, jnp.tril(change, -1), inverse)
 
 
 def gdn_prefill_reference(tokens, states, layer, chunks):
