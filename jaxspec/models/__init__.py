@@ -64,13 +64,14 @@ __all__ = [
     "family_of",
     "load_model",
     "parse_config",
+    "register_model",
     "resolve_folder",
     "unread",
     "unread_model_or_head",
 ]
 
-# `architectures` of config.json, or `model_type` if absent -> module:class.
-MODELS = {
+# `architectures` of config.json, or `model_type` if absent -> module:class, or a registered class.
+MODELS: dict[str, str | type[Model]] = {
     "FalconH1ForCausalLM": "jaxspec.models.falcon_h1:FalconH1",
     "falcon_h1": "jaxspec.models.falcon_h1:FalconH1",
     "GraniteMoeHybridForCausalLM": "jaxspec.models.granite:Granite",
@@ -109,6 +110,41 @@ HEADS = {
     "Eagle3Speculator": "jaxspec.models.eagle3:Eagle3Head",
     "LlamaForCausalLMEagle3": "jaxspec.models.eagle3:Eagle3Head",
 }
+
+
+def register_model(architecture: str, model: type[Model]) -> None:
+    """Make this process run checkpoints of an architecture by a class (docs/models.md).
+
+    Args:
+        architecture: The name in `architectures` of config.json, or its `model_type`.
+        model: The class. The same class may be registered again.
+
+    Raises:
+        TypeError: `model` is no subclass of `Model`, or lacks one of its methods.
+        ValueError: `architecture` is no name, or is that of another model or draft head.
+    """
+    if not isinstance(architecture, str) or not architecture.isidentifier():
+        raise ValueError(
+            "architecture must be a name as in `architectures` of config.json, got "
+            f"{shown(architecture)}. Pass one such as 'MyModelForCausalLM'."
+        )
+    if not isinstance(model, type) or not issubclass(model, Model):
+        raise TypeError(
+            f"model must be a subclass of jaxspec.Model, got {shown(model)}. Pass the class, not "
+            "an instance or a name."
+        )
+    if missing := sorted(model.__abstractmethods__):
+        raise TypeError(
+            f"model must define all methods of jaxspec.Model, and {shown(model)} lacks "
+            f"{', '.join(missing)}. docs/models.md has an example."
+        )
+    taken = MODELS.get(architecture, HEADS.get(architecture))
+    if taken not in (None, model):
+        raise ValueError(
+            f"architecture must be one that no other class has, and {shown(architecture)} is that "
+            f"of {taken}. Give config.json and the model another name."
+        )
+    MODELS[architecture] = model
 
 
 def dtype_of(word: str) -> jnp.dtype:
@@ -263,7 +299,8 @@ def _unread(
     quantised = asked.quantised.fitting(scheme, folder)
     rounds = quantised.rounds(scheme, folder)
     dtype = jnp.dtype(dtype)
-    leaves = asked.weights and tensors_of_leaves(family, config, dtype, asked.weights)
+    given = asked.weights
+    leaves = None if given is None else tensors_of_leaves(family, config, dtype, given)
     if leaves and (scheme or rounds):
         raise ValueError(
             "weights must be published tensors for a model with weights in 8 or 4 bits, got leaves "
@@ -364,8 +401,8 @@ def family_of(architecture: str, source: Path | str) -> type[Model]:
         raise ValueError(
             f"{source} asks for the model {shown(architecture)} in `architectures` or "
             f"`model_type`, and jaxspec runs only "
-            f"{', '.join(sorted(MODELS))}. Use a checkpoint of one of those, or add the model: "
-            "jaxspec/models/README.md says how."
+            f"{', '.join(sorted(MODELS))}. Use a checkpoint of one of those, or add the model by "
+            "jaxspec.register_model: docs/models.md says how."
         )
     return _imported(MODELS[architecture])
 
@@ -376,6 +413,8 @@ def _model_or_head(architecture: str, source: Path) -> type[CheckpointModule]:
     return family_of(architecture, source)
 
 
-def _imported(place: str) -> Any:
+def _imported(place: str | type[Model]) -> Any:
+    if not isinstance(place, str):
+        return place
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
