@@ -278,6 +278,25 @@ class _Asked(NamedTuple):
     scales_kv: bool = False
     weights: Mapping[str, Tensor] | None = None
 
+    def tensors_of_leaves(
+        self,
+        family: type[CheckpointModule],
+        config: ModelConfig,
+        dtype: jnp.dtype,
+        *,
+        in_few_bits: bool,
+    ) -> frozenset[str] | None:
+        """Return the published tensors if `weights` are leaves; only 16 or 32 bits have them."""
+        if self.weights is None:
+            return None
+        found = tensors_of_leaves(family, config, dtype, self.weights)
+        if found and in_few_bits:
+            raise ValueError(
+                "weights must be published tensors for a model with weights in 8 or 4 bits, got "
+                "leaves of a model. Pass LLM.export_weights(), or load the model in 16 bits."
+            )
+        return found
+
 
 @contextlib.contextmanager
 def _unread(
@@ -299,27 +318,14 @@ def _unread(
     quantised = asked.quantised.fitting(scheme, folder)
     rounds = quantised.rounds(scheme, folder)
     dtype = jnp.dtype(dtype)
-    given = asked.weights
-    leaves = None if given is None else tensors_of_leaves(family, config, dtype, given)
-    if leaves and (scheme or rounds):
-        raise ValueError(
-            "weights must be published tensors for a model with weights in 8 or 4 bits, got leaves "
-            "of a model. Pass LLM.export_weights(), or load the model in 16 bits."
-        )
+    leaves = asked.tensors_of_leaves(family, config, dtype, in_few_bits=bool(scheme or rounds))
     if asked.load_format == "dummy" or leaves:
         whole, model = (undefined(family, sizes, dtype, leaves) for sizes in (config, shared))
         of_ranks = of_devices(whole.checkpoint(), model.checkpoint(), group.size)
         hold_drawn(of_ranks, ROUNDED if rounds else scheme, quantised)
-        of_drafter = quantised.of_drafter(is_rounded=rounds)
         layout = WeightLayout.of(model, dtype, group, scheme, rounds=rounds)
-
-        def set_values(progress: bool) -> None:
-            if asked.weights is None:
-                draw_weights(model, group)
-            else:
-                fill(model, layout, asked.weights, progress)
-
-        yield AbstractModel(model, set_values, layout, of_drafter)
+        read = _filled_or_drawn(model, layout, asked.weights, group)
+        yield AbstractModel(model, read, layout, quantised.of_drafter(is_rounded=rounds))
         return
     if asked.weights is not None:
         asked = asked._replace(weights=without_equal_head(family, config, asked.weights))
@@ -346,11 +352,21 @@ def _unread(
         layout = WeightLayout.of(
             model, dtype, group, scheme, rounds=rounds, scales_kv=asked.scales_kv
         )
-        if asked.weights is None:
-            read = functools.partial(read_weights, model, of_ranks, published, checkpoint, group)
-        else:
+        read = functools.partial(read_weights, model, of_ranks, published, checkpoint, group)
+        if asked.weights is not None:
             read = functools.partial(fill, model, layout, asked.weights)
         yield AbstractModel(model, read, layout, quantised.of_drafter(is_rounded=rounds))
+
+
+def _filled_or_drawn(
+    model: CheckpointModule,
+    layout: WeightLayout,
+    leaves: Mapping[str, Tensor] | None,
+    group: Group,
+) -> Callable[[bool], None]:
+    if leaves is not None:
+        return functools.partial(fill, model, layout, leaves)
+    return lambda progress: draw_weights(model, group)
 
 
 def _opened(
