@@ -18,6 +18,8 @@ from jaxspec.engine.errors import (
 )
 from jaxspec.flight.about import VERSION as __version__
 from jaxspec.inspection import Inspection, inspect
+from jaxspec.models import register_model
+from jaxspec.models.base import Model
 from jaxspec.options import SpeculativeConfig
 from jaxspec.requests.logits_processors import HostLogitsProcessor, LogitsProcessor, Prefix
 from jaxspec.requests.logprobs import Logprob
@@ -53,6 +55,7 @@ __all__ = [
     "LLMEngine",
     "LogitsProcessor",
     "Logprob",
+    "Model",
     "Prefix",
     "QueueFullError",
     "QueueTimeoutError",
@@ -74,4 +77,5 @@ __all__ = [
     "follow",
     "generate",
     "inspect",
+    "register_model",
 ]

@@ -33,8 +33,8 @@ class LLM(TransferEngine):
     With `data_parallel_size` above 1, each replica is a process (docs/serving.md#several-gpus). A
     replica that ends fails the calls with requests there with `ReplicaDiedError`, and is restarted.
 
-    `weights` are tensors in place of those of the model, by published names, as in
-    `update_weights`; `weight_version` (default: "0") is their version (docs/rollouts.md).
+    `weights` are tensors in place of those of the model, as in `update_weights`; `weight_version`
+    (default: "0") is their version (docs/rollouts.md).
 
     Raises:
         FileNotFoundError: the model does not exist, or its folder has no configuration or weights.

@@ -74,8 +74,8 @@ class LLMEngine(WeightUpdates):
 
         Args:
             model: A folder, a GGUF file or a hub id; None means the embedded model.
-            weights: Tensors in place of those of the model, as in `update_weights`, by published
-                names. Then only the configuration and the tokenizer of the model are read.
+            weights: Tensors in place of those of the model, as in `update_weights`. Then only the
+                configuration and the tokenizer of the model are read.
             weight_version: Version of the weights.
             **options: The options of `LLM`.
         """

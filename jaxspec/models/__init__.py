@@ -39,7 +39,12 @@ from jaxspec.models.source import (
     read_fields,
 )
 from jaxspec.models.trees.checkpoint import Tensor, TreeCheckpoint
-from jaxspec.models.trees.layout import WeightLayout, fill, without_equal_head
+from jaxspec.models.trees.layout import (
+    WeightLayout,
+    fill,
+    tensors_of_leaves,
+    without_equal_head,
+)
 from jaxspec.models.weights import (
     Some,
     compared,
@@ -59,13 +64,14 @@ __all__ = [
     "family_of",
     "load_model",
     "parse_config",
+    "register_model",
     "resolve_folder",
     "unread",
     "unread_model_or_head",
 ]
 
-# `architectures` of config.json, or `model_type` if absent -> module:class.
-MODELS = {
+# `architectures` of config.json, or `model_type` if absent -> module:class, or a registered class.
+MODELS: dict[str, str | type[Model]] = {
     "FalconH1ForCausalLM": "jaxspec.models.falcon_h1:FalconH1",
     "falcon_h1": "jaxspec.models.falcon_h1:FalconH1",
     "GraniteMoeHybridForCausalLM": "jaxspec.models.granite:Granite",
@@ -104,6 +110,41 @@ HEADS = {
     "Eagle3Speculator": "jaxspec.models.eagle3:Eagle3Head",
     "LlamaForCausalLMEagle3": "jaxspec.models.eagle3:Eagle3Head",
 }
+
+
+def register_model(architecture: str, model: type[Model]) -> None:
+    """Make this process run checkpoints of an architecture by a class (docs/models.md).
+
+    Args:
+        architecture: The name in `architectures` of config.json, or its `model_type`.
+        model: The class. The same class may be registered again.
+
+    Raises:
+        TypeError: `model` is no subclass of `Model`, or lacks one of its methods.
+        ValueError: `architecture` is no name, or is that of another model or draft head.
+    """
+    if not isinstance(architecture, str) or not architecture.isidentifier():
+        raise ValueError(
+            "architecture must be a name as in `architectures` of config.json, got "
+            f"{shown(architecture)}. Pass one such as 'MyModelForCausalLM'."
+        )
+    if not isinstance(model, type) or not issubclass(model, Model):
+        raise TypeError(
+            f"model must be a subclass of jaxspec.Model, got {shown(model)}. Pass the class, not "
+            "an instance or a name."
+        )
+    if missing := sorted(model.__abstractmethods__):
+        raise TypeError(
+            f"model must define all methods of jaxspec.Model, and {shown(model)} lacks "
+            f"{', '.join(missing)}. docs/models.md has an example."
+        )
+    taken = MODELS.get(architecture, HEADS.get(architecture))
+    if taken not in (None, model):
+        raise ValueError(
+            f"architecture must be one that no other class has, and {shown(architecture)} is that "
+            f"of {taken}. Give config.json and the model another name."
+        )
+    MODELS[architecture] = model
 
 
 def dtype_of(word: str) -> jnp.dtype:
@@ -192,8 +233,8 @@ def unread(
 
     `overrides` replaces entries of config.json, `quantization` and `activation_dtype` are options
     of `LLM`, and `whole_experts` is that of `MoEConfig`. With `scales_kv`, scales of keys and
-    values that the folder has are read. `weights` are tensors by published names, in place of those
-    of the folder.
+    values that the folder has are read. `weights` are tensors by published names in place of those
+    of the folder, or leaves of a model.
 
     Tensor names, shapes and dtypes are checked against config.json. No tensor is read and no device
     memory is allocated before `AbstractModel.read`. The devices of `group` share the model.
@@ -237,6 +278,25 @@ class _Asked(NamedTuple):
     scales_kv: bool = False
     weights: Mapping[str, Tensor] | None = None
 
+    def tensors_of_leaves(
+        self,
+        family: type[CheckpointModule],
+        config: ModelConfig,
+        dtype: jnp.dtype,
+        *,
+        in_few_bits: bool,
+    ) -> frozenset[str] | None:
+        """Return the published tensors if `weights` are leaves; only 16 or 32 bits have them."""
+        if self.weights is None:
+            return None
+        found = tensors_of_leaves(family, config, dtype, self.weights)
+        if found and in_few_bits:
+            raise ValueError(
+                "weights must be published tensors for a model with weights in 8 or 4 bits, got "
+                "leaves of a model. Pass LLM.export_weights(), or load the model in 16 bits."
+            )
+        return found
+
 
 @contextlib.contextmanager
 def _unread(
@@ -258,13 +318,14 @@ def _unread(
     quantised = asked.quantised.fitting(scheme, folder)
     rounds = quantised.rounds(scheme, folder)
     dtype = jnp.dtype(dtype)
-    if asked.load_format == "dummy":
-        whole, model = (undefined(family, sizes, dtype, None) for sizes in (config, shared))
+    leaves = asked.tensors_of_leaves(family, config, dtype, in_few_bits=bool(scheme or rounds))
+    if asked.load_format == "dummy" or leaves:
+        whole, model = (undefined(family, sizes, dtype, leaves) for sizes in (config, shared))
         of_ranks = of_devices(whole.checkpoint(), model.checkpoint(), group.size)
         hold_drawn(of_ranks, ROUNDED if rounds else scheme, quantised)
-        of_drafter = quantised.of_drafter(is_rounded=rounds)
         layout = WeightLayout.of(model, dtype, group, scheme, rounds=rounds)
-        yield AbstractModel(model, lambda progress: draw_weights(model, group), layout, of_drafter)
+        read = _filled_or_drawn(model, layout, asked.weights, group)
+        yield AbstractModel(model, read, layout, quantised.of_drafter(is_rounded=rounds))
         return
     if asked.weights is not None:
         asked = asked._replace(weights=without_equal_head(family, config, asked.weights))
@@ -291,11 +352,21 @@ def _unread(
         layout = WeightLayout.of(
             model, dtype, group, scheme, rounds=rounds, scales_kv=asked.scales_kv
         )
-        if asked.weights is None:
-            read = functools.partial(read_weights, model, of_ranks, published, checkpoint, group)
-        else:
+        read = functools.partial(read_weights, model, of_ranks, published, checkpoint, group)
+        if asked.weights is not None:
             read = functools.partial(fill, model, layout, asked.weights)
         yield AbstractModel(model, read, layout, quantised.of_drafter(is_rounded=rounds))
+
+
+def _filled_or_drawn(
+    model: CheckpointModule,
+    layout: WeightLayout,
+    leaves: Mapping[str, Tensor] | None,
+    group: Group,
+) -> Callable[[bool], None]:
+    if leaves is not None:
+        return functools.partial(fill, model, layout, leaves)
+    return lambda progress: draw_weights(model, group)
 
 
 def _opened(
@@ -346,8 +417,8 @@ def family_of(architecture: str, source: Path | str) -> type[Model]:
         raise ValueError(
             f"{source} asks for the model {shown(architecture)} in `architectures` or "
             f"`model_type`, and jaxspec runs only "
-            f"{', '.join(sorted(MODELS))}. Use a checkpoint of one of those, or add the model: "
-            "jaxspec/models/README.md says how."
+            f"{', '.join(sorted(MODELS))}. Use a checkpoint of one of those, or add the model by "
+            "jaxspec.register_model: docs/models.md says how."
         )
     return _imported(MODELS[architecture])
 
@@ -358,6 +429,8 @@ def _model_or_head(architecture: str, source: Path) -> type[CheckpointModule]:
     return family_of(architecture, source)
 
 
-def _imported(place: str) -> Any:
+def _imported(place: str | type[Model]) -> Any:
+    if not isinstance(place, str):
+        return place
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)

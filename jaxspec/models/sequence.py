@@ -38,7 +38,7 @@ def text_logprobs(
     vocabulary. `tokens` (int32) are padded at the end of each text; padding has no effect, whatever
     its ids.
     """
-    with _as_in_an_engine(model):
+    with _as_in_an_engine(model, tokens.shape[1]):
         texts = _FlatTexts.of(tokens, lengths)
         return texts.scores(model, _trunk(model, texts), 1, temperature)
 
@@ -47,7 +47,7 @@ def text_logits(
     model: Model, tokens: _Texts, lengths: Int[Array, " texts"]
 ) -> Float[Array, "texts length vocabulary"]:
     """Return the float32 logits of each token's successor, 0 for padding."""
-    with _as_in_an_engine(model):
+    with _as_in_an_engine(model, tokens.shape[1]):
         texts = _FlatTexts.of(tokens, lengths)
         flat = model.logits(_trunk(model, texts))
         place = jnp.arange(texts.length, dtype=jnp.int32)[None, :]
@@ -67,7 +67,7 @@ def draft_logprobs(
     """
     graph, params = nnx.split(model)
     frozen = nnx.merge(graph, jax.tree.map(jax.lax.stop_gradient, params))
-    with _as_in_an_engine(model):
+    with _as_in_an_engine(model, tokens.shape[1]):
         texts = _FlatTexts.of(tokens, lengths)
         hidden = _trunk(frozen, texts)
         return texts.scores(frozen, _draft_head(model, frozen, texts, hidden), 2, temperature)
@@ -165,10 +165,13 @@ class _FlatTexts:
 
 
 @contextlib.contextmanager
-def _as_in_an_engine(model: Model) -> Iterator[None]:
+def _as_in_an_engine(model: Model, longest: int) -> Iterator[None]:
     """Run references, with an engine's precision of matmuls."""
     is_float32 = model.embed(jnp.zeros(1, jnp.int32)).dtype == jnp.float32
-    with dispatch.reference(), jax.default_matmul_precision("highest" if is_float32 else None):
+    with (
+        dispatch.reference(longest),
+        jax.default_matmul_precision("highest" if is_float32 else None),
+    ):
         yield
 
 

@@ -9,7 +9,6 @@ import contextlib
 import contextvars
 import logging
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,7 @@ _log = logging.getLogger(__name__)
 _MEASURED = 0, 11  # JAX version on which the kernels were measured
 _chosen: dict[str, list[str]] = {}  # implementations by op, in the order of their first choice
 _heard: list[tuple[str, str, int]] | None = None  # choices inside `choices()`, else None
-_is_reference = contextvars.ContextVar("is_reference", default=False)
-_Carry = TypeVar("_Carry")
+_longest = contextvars.ContextVar[int | None]("longest", default=None)
 
 
 def runs_kernel(op: str, why_not: str | None, *, rows: int, by_choice: bool = False) -> bool:
@@ -38,7 +36,7 @@ def runs_kernel(op: str, why_not: str | None, *, rows: int, by_choice: bool = Fa
         rows: Number of rows or tokens of the operands, padding included.
         by_choice: If True, `why_not` means that the reference is preferred: log no warning.
     """
-    if not rows or _is_reference.get():
+    if not rows or longest() is not None:
         return False
     is_hopper, missing = kernels_here()
     why = missing or why_not
@@ -75,35 +73,56 @@ def choices() -> Iterator[list[tuple[str, str, int]]]:
 
 
 @contextlib.contextmanager
-def reference() -> Iterator[None]:
-    """Make ops that are traced inside the context run references that JAX can differentiate."""
-    token = _is_reference.set(True)
+def reference(longest: int) -> Iterator[None]:
+    """Make ops that are traced inside the context run references that JAX can differentiate.
+
+    No sequence of theirs has more than `longest` tokens.
+    """
+    token = _longest.set(longest)
     try:
         yield
     finally:
-        _is_reference.reset(token)
+        _longest.reset(token)
 
 
-def loop(
-    count: Int[Array, ""], most: int, body: Callable[[Array, _Carry], _Carry], start: _Carry
-) -> _Carry:
-    """Return `carry` after `carry = body(i, carry)` for i in 0 to `count` - 1, at most `most`.
+def longest() -> int | None:
+    """Return the limit of a sequence's tokens inside `reference(longest)`; None outside."""
+    return _longest.get()
+
+
+def stacked(
+    count: Int[Array, ""], most: int, body: Callable[[Array], Array], *, batch: int = 1
+) -> Array:
+    """Return `body(i)` for i in 0 to `count` - 1 as an array `[most, ...]`, followed by zeros.
 
     References run their loops with it. JAX cannot differentiate a loop whose number of iterations
-    is traced, so inside `reference()` it is `most`, and those from `count` on do nothing. There the
-    backward pass computes the values inside `body` again instead of storing them.
+    is traced, so inside `reference()` it is `most`, and those from `count` on do nothing. There
+    `batch` iterations run at once, and the backward pass computes the values inside `body` again
+    instead of storing them.
     """
-    if not _is_reference.get():
-        return lax.fori_loop(0, count, body, start)
+    if longest() is None:
+        row = jax.eval_shape(body, count)
+
+        def one(i, rows):
+            return lax.dynamic_update_index_in_dim(rows, body(i), i, 0)
+
+        return lax.fori_loop(0, count, one, jnp.zeros((most, *row.shape), row.dtype))
+
+    def some(indices):
+        rows = jax.vmap(body)(indices)
+        is_real = (indices < count).reshape((batch,) + (1,) * (rows.ndim - 1))
+        return jnp.where(is_real, rows, 0)
 
     @jax.checkpoint
-    def one(carry, i):
-        return lax.cond(i < count, body, lambda _, unchanged: unchanged, i, carry)
+    def some_or_none(indices):
+        rows = jax.eval_shape(some, indices)
+        none = jnp.zeros(rows.shape, rows.dtype)
+        return lax.cond(indices[0] < count, some, lambda _: none, indices)
 
-    def step(carry, i):
-        return one(carry, i), None
-
-    return lax.scan(step, start, jnp.arange(most, dtype=count.dtype))[0]
+    batches = -(-most // batch)
+    indices = jnp.arange(batches * batch, dtype=count.dtype).reshape(batches, batch)
+    rows = lax.map(some_or_none, indices)
+    return rows.reshape(batches * batch, *rows.shape[2:])[:most]
 
 
 def layer_index(pool: jax.Array, layer: int) -> jax.Array:

@@ -280,8 +280,7 @@ COMMAND = [
         "Qwen3_5MoeForConditionalGeneration, falcon_h1, granitemoehybrid, lfm2, lfm2_moe, "
         "llama, mamba2, nemotron_h, qwen3, qwen3_5, qwen3_5_moe, qwen3_5_moe_text, "
         "qwen3_5_text, qwen3_moe, qwen3_next. Use a checkpoint of one of those, or add the "
-        "model: "
-        "jaxspec/models/README.md says how.",
+        "model by jaxspec.register_model: docs/models.md says how.",
     ),
     (
         ["x", "--model", "QUANTIZED"],

@@ -25,6 +25,7 @@ def printed(cell):
 
 PICTURES = {
     "drafters.ipynb": {"methods"},
+    "grpo.ipynb": {"grpo"},
     "quickstart.ipynb": {"acceptance", "speculation", "timeline", "memory"},
     "prefix.ipynb": {"first_token"},
     "real_model.ipynb": {"real_text"},

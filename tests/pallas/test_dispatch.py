@@ -82,31 +82,33 @@ def test_the_default_device_decides(monkeypatch):
 
 def test_a_reference_runs_where_it_is_asked_for_and_is_no_choice(monkeypatch):
     on(monkeypatch)
-    with dispatch.reference():
+    with dispatch.reference(longest=8):
         assert not dispatch.runs_kernel("op", None, rows=1)
-        with dispatch.reference():
-            pass
+        with dispatch.reference(longest=4):
+            assert dispatch.longest() == 4
+        assert dispatch.longest() == 8
         assert not dispatch.runs_kernel("op", None, rows=1)
     assert dispatch.implementations() == {}
     assert dispatch.runs_kernel("op", None, rows=1)
 
 
-def powers(x, count, most=5):
-    """x, 2 x, 4 x ..., in an array with room for `most`; the last one is a carry too."""
+def powers(x, count, most=5, batch=1):
+    """x, 2 x, 4 x ..., in an array with room for `most`."""
 
-    def body(i, carry):
-        x, found = carry
-        return 2 * x * jnp.exp(0 * x), found.at[i].set(x)
+    def body(i):
+        return x * jnp.exp(0 * x) * jnp.exp2(i.astype(jnp.float32))
 
-    return dispatch.loop(jnp.int32(count), most, body, (x, jnp.zeros(most)))
+    return dispatch.stacked(jnp.int32(count), most, body, batch=batch)
 
 
+@pytest.mark.parametrize("batch", [1, 2, 7])
 @pytest.mark.parametrize("count", [0, 1, 3, 5])
-def test_a_loop_is_the_same_under_a_gradient(count):
+def test_a_loop_is_the_same_under_a_gradient(count, batch):
     plain = jax.jit(powers)(jnp.float32(3), count)
-    with dispatch.reference():
-        bounded = jax.jit(powers)(jnp.float32(3), count)
-        slope = jax.jit(jax.grad(lambda x, n: powers(x, n)[1].sum()))(jnp.float32(3), count)
-    jax.tree.map(np.testing.assert_array_equal, plain, bounded)
-    np.testing.assert_array_equal(plain[1], 3.0 * 2.0 ** np.arange(5) * (np.arange(5) < count))
+    with dispatch.reference(longest=1):
+        bounded = jax.jit(lambda x, n: powers(x, n, batch=batch))(jnp.float32(3), count)
+        total = jax.grad(lambda x, n: powers(x, n, batch=batch).sum())
+        slope = jax.jit(total)(jnp.float32(3), count)
+    np.testing.assert_array_equal(plain, bounded)
+    np.testing.assert_array_equal(plain, 3.0 * 2.0 ** np.arange(5) * (np.arange(5) < count))
     assert slope == 2**count - 1

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxspec.models.base import CheckpointModule, ModelSpec
 from jaxspec.models.checkpoint import Checkpoint, listed
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.layers.mtp_head import PREFIX
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.weight_matrix import Form, Holder, parts_of, stored
 from jaxspec.models.quantised.checkpoint import QuantisedCheckpoint
@@ -25,7 +26,7 @@ from jaxspec.models.source import dequantised, naming
 from jaxspec.models.trees.checkpoint import Tensor, TreeCheckpoint, own_names
 from jaxspec.models.trees.filling import Copied, Filling, FromTensors, LeafOfRank
 from jaxspec.models.trees.leaves import Leaf, Part, await_copies
-from jaxspec.models.weights import as_published, check_tensors, published_names
+from jaxspec.models.weights import as_published, check_tensors, published_names, undefined
 from jaxspec.parallel import Group
 
 _HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
@@ -288,6 +289,30 @@ def fill(
     for index, value in layout.fitting("weights", arrays, ()).first_values():
         params[index].set_value(value)
     await_copies(each.get_value() for each in params.values())
+
+
+def tensors_of_leaves(
+    family: type[CheckpointModule],
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    arrays: Mapping[str, Tensor],
+) -> frozenset[str] | None:
+    """Return the published tensors of the model with these leaves; None if they are no leaves.
+
+    The names of leaves decide whether it has a draft head, and an output head of its own.
+    """
+    all_tensors = {each.name for each in undefined(family, config, dtype, None).checkpoint()}
+    drafts = {name for name in all_tensors if name.startswith(PREFIX)}
+    largest = frozenset(all_tensors | {_HEAD})
+    for tensors in (largest, largest - {_HEAD}, largest - drafts, largest - drafts - {_HEAD}):
+        names = {
+            name for name, _ in own_names(nnx.state(undefined(family, config, dtype, tensors)))
+        }
+        if arrays.keys() == names:
+            return tensors
+        if tensors is largest and not arrays.keys() <= names:
+            return None
+    return frozenset(all_tensors)  # some leaves are missing, which `fitting` refuses
 
 
 def _of_rank(

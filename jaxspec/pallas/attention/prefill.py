@@ -10,6 +10,7 @@ from jaxspec.pallas.paging.kv_write import KVPool, KVScales
 from jaxspec.regions import PrefillRegion
 
 _TILE = 64  # queries per tile of the reference; a tile never spans two chunks
+_SCORES_AT_ONCE = 2**22  # of tiles side by side
 
 
 def prefill_attention(
@@ -46,7 +47,7 @@ def prefill_attention_reference(queries, kv, layer, page_tables, chunks, scales=
     tiles_end = jnp.cumsum((length + _TILE - 1) // _TILE, dtype=jnp.int32)
     padded = jnp.pad(queries, ((0, _TILE), (0, 0), (0, 0)))  # room for the last tile
 
-    def attend_tile(tile, out):
+    def attend_tile(tile):
         seq = jnp.searchsorted(tiles_end, tile, side="right").astype(jnp.int32)
         seq = jnp.minimum(seq, num_seqs - 1)
         first_tile = jnp.where(seq > 0, tiles_end[jnp.maximum(seq - 1, 0)], 0)
@@ -56,15 +57,21 @@ def prefill_attention_reference(queries, kv, layer, page_tables, chunks, scales=
         tile_queries = jax.lax.dynamic_slice_in_dim(padded, start, _TILE)
         pages = page_tables[chunks.slots[seq]]
         position = chunks.num_computed[seq] + offset
-        new = _attend(tile_queries, kv, layer, pages, position, remaining, scales)
-        real = jnp.arange(_TILE, dtype=jnp.int32) < remaining
-        old = jax.lax.dynamic_slice_in_dim(out, start, _TILE)
-        new = jnp.where(real[:, None, None], new, old)
-        return jax.lax.dynamic_update_slice_in_dim(out, new, start, 0)
+        return _attend(tile_queries, kv, layer, pages, position, remaining, scales)
 
     most = (num_tokens + (_TILE - 1) * num_seqs) // _TILE
-    out = dispatch.loop(tiles_end[-1], most, attend_tile, jnp.zeros_like(padded))
-    return out[:num_tokens]
+    scores = _TILE * queries.shape[1] * page_tables.shape[1] * kv.shape[3]
+    batch = max(1, min(num_seqs, _SCORES_AT_ONCE // scores))
+    tiles = dispatch.stacked(tiles_end[-1], most, attend_tile, batch=batch)
+
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    seq = jnp.searchsorted(chunks.query_start[1:], token, side="right").astype(jnp.int32)
+    seq = jnp.minimum(seq, num_seqs - 1)
+    offset = token - chunks.query_start[seq]
+    real = (offset >= 0) & (offset < length[seq])
+    first_tile = jnp.where(seq > 0, tiles_end[jnp.maximum(seq - 1, 0)], 0)
+    tile = jnp.where(real, first_tile + offset // _TILE, 0)
+    return jnp.where(real[:, None, None], tiles[tile, offset % _TILE], 0)
 
 
 def _attend(queries, kv, layer, pages, position, num_real, scales):

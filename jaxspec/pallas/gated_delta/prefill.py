@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gated_delta.heads import GdnTokens, States, Values
@@ -72,10 +73,7 @@ def _chunk(tokens, state):
 
     mixing = beta[..., None] * decay * product("htk,hik->hti", k, k) * before[None]
     wanted = beta[..., None] * (v - from_start * product("htk,hvk->htv", k, state))
-    system = mixing + jnp.eye(size, dtype=jnp.float32)[None]
-    written = jax.lax.linalg.triangular_solve(
-        system, wanted, left_side=True, lower=True, unit_diagonal=True
-    )
+    written = product("hti,hiv->htv", unit_lower_inverse(mixing), wanted)
     attention = decay * product("htk,hik->hti", q, k)
     out = from_start * product("htk,hvk->htv", q, state) + product(
         "hti,hiv->htv", attention, written
@@ -83,6 +81,30 @@ def _chunk(tokens, state):
     to_end = decay[:, -1, :, None]
     state = from_start[:, -1:, :] * state + product("htv,htk->hvk", written, to_end * k)
     return state, out
+
+
+@jax.custom_jvp
+def unit_lower_inverse(strictly_lower: Float[Array, "... n n"]) -> Float[Array, "... n n"]:
+    """Return `(1 + A)^-1` for a power of two `n`, by joining the inverses of ever larger blocks.
+
+    Powers of `A` would grow where keys resemble each other.
+    """
+    half = strictly_lower.shape[-1] // 2
+    if not half:
+        return 1 - strictly_lower  # it is zero
+    blocks = [strictly_lower[..., :half, :half], strictly_lower[..., half:, half:]]
+    blocks = unit_lower_inverse(jnp.stack(blocks))
+    joining = product("...ij,...jk->...ik", strictly_lower[..., half:, :half], blocks[0])
+    joining = -product("...ij,...jk->...ik", blocks[1], joining)
+    upper = jnp.concatenate([blocks[0], jnp.zeros_like(joining)], axis=-1)
+    return jnp.concatenate([upper, jnp.concatenate([joining, blocks[1]], axis=-1)], axis=-2)
+
+
+@unit_lower_inverse.defjvp
+def _inverse_derivative(primals, tangents):
+    (strictly_lower,), (change,) = primals, tangents
+    inverse = unit_lower_inverse(strictly_lower)
+    return inverse, -product("...ij,...jk,...kl->...il", inverse, jnp.tril(change, -1), inverse)
 
 
 def gdn_prefill_reference(tokens, states, layer, chunks):

@@ -177,19 +177,20 @@ def moe_experts_reference(x, experts, choices):
     work = work_list(choices, experts.number, _REFERENCE_ROWS)
     at_place, weights = work.choices, choices.weights.reshape(tokens * parts)
 
-    def one_tile(tile, out):
+    def one_tile(tile):
         at, expert = at_place[tile], work.expert[tile]
         rows = x[jnp.maximum(at, 0) // parts]
         hidden = experts.activation(_product(rows, experts.up, expert).astype(x.dtype))
-        y = _product(hidden, experts.down, expert) * weights[at][:, None]
-        # With unique indices, the gradient needs no array of the size of `out`.
-        target = jnp.where(at < 0, tokens * parts + jnp.arange(_REFERENCE_ROWS), at)
-        return out.at[target].set(y, mode="drop", unique_indices=True)
+        return _product(hidden, experts.down, expert) * weights[at][:, None]
 
-    out = jnp.zeros((tokens * parts, x.shape[1]), jnp.float32)
     # Tiles of padding come after those of experts.
     count = jnp.sum(work.expert < experts.number, dtype=jnp.int32)
-    out = dispatch.loop(count, len(at_place), one_tile, out)
+    tiles = dispatch.stacked(count, len(at_place), one_tile)
+    place = jnp.arange(at_place.size, dtype=jnp.int32).reshape(at_place.shape)
+    # With unique indices, the gradient needs no array of the size of `out`.
+    target = jnp.where(at_place < 0, tokens * parts + place, at_place)
+    out = jnp.zeros((tokens * parts, x.shape[1]), jnp.float32)
+    out = out.at[target].set(tiles, mode="drop", unique_indices=True)
     return jnp.swapaxes(out.reshape(tokens, parts, x.shape[1]), 0, 1)
 
 

@@ -31,25 +31,33 @@ def chunk_by_chunk(
     of `tokens`, with `CHUNK` tokens of one sequence; those after the sequence's end are zeros.
     """
     num_slots, seqs = states.shape[1], chunks.slots.shape[0]
-    num_tokens = jax.tree.leaves(tokens)[0].shape[0]
     if not seqs:
-        return _without_chunks(num_tokens, states)
+        return _without_chunks(jax.tree.leaves(tokens)[0].shape[0], states)
     length = jnp.where(chunks.is_live(num_slots), chunks.query_len, 0)
-    chunks_end = jnp.cumsum((length + CHUNK - 1) // CHUNK, dtype=jnp.int32)
     initial = _initial_states(states, layer, chunks)
+    walk = _one_by_one if dispatch.longest() is None else _side_by_side
+    out, final = walk(step, tokens, initial, chunks.query_start, length)
+    target = jnp.where(length > 0, chunks.slots, num_slots)
+    return out, states.at[layer, target, 0].set(final.astype(states.dtype), mode="drop")
+
+
+def _one_by_one(step, tokens, initial, query_start, length):
+    """Run one chunk after the other; no chunk is computed for padding."""
+    chunks_end = jnp.cumsum((length + CHUNK - 1) // CHUNK, dtype=jnp.int32)
 
     def padded(x):  # the last chunk may extend past the tokens
         return jnp.pad(x, ((0, CHUNK),) + ((0, 0),) * (x.ndim - 1))
 
+    num_tokens = jax.tree.leaves(tokens)[0].shape[0]
     tokens = jax.tree.map(padded, tokens)
 
     def take_chunk(chunk, carry):
         state, out, final = carry
         seq = jnp.searchsorted(chunks_end, chunk, side="right").astype(jnp.int32)
-        seq = jnp.minimum(seq, seqs - 1)
+        seq = jnp.minimum(seq, len(length) - 1)
         first = jnp.where(seq > 0, chunks_end[jnp.maximum(seq - 1, 0)], 0)
         offset = (chunk - first) * CHUNK
-        start = chunks.query_start[seq] + offset
+        start = query_start[seq] + offset
         real = jnp.arange(CHUNK, dtype=jnp.int32) < length[seq] - offset
 
         def taken(x):
@@ -65,11 +73,38 @@ def chunk_by_chunk(
 
     out = jnp.zeros((num_tokens + CHUNK, *initial.shape[1:3]), jnp.float32)
     carry = (jnp.zeros_like(initial[0]), out, initial)
-    most = (num_tokens + (CHUNK - 1) * seqs) // CHUNK
-    _, out, final = dispatch.loop(chunks_end[-1], most, take_chunk, carry)
-    target = jnp.where(length > 0, chunks.slots, num_slots)
-    states = states.at[layer, target, 0].set(final.astype(states.dtype), mode="drop")
-    return out[:num_tokens], states
+    _, out, final = jax.lax.fori_loop(0, chunks_end[-1], take_chunk, carry)
+    return out[:num_tokens], final
+
+
+def _side_by_side(step, tokens, initial, query_start, length):
+    """Run the chunks of all sequences at the same offset at once, for gradients.
+
+    The backward pass stores the states between chunks and computes all else again.
+    """
+    longest, seqs = dispatch.longest() or 1, len(length)
+    size = min(CHUNK, 2 ** (longest - 1).bit_length())
+    count = -(-longest // size)
+    offset = jnp.arange(count * size, dtype=jnp.int32)
+    place = query_start[:-1, None] + offset[None]
+    real = offset[None] < length[:, None]
+
+    def taken(x):  # [chunks, sequences, size, ...]
+        x = jnp.where(
+            real.reshape(*real.shape, *(1,) * (x.ndim - 1)), x[jnp.where(real, place, 0)], 0
+        )
+        return x.reshape(seqs, count, size, *x.shape[2:]).swapaxes(0, 1)
+
+    at_once = jax.checkpoint(jax.vmap(step))
+    final, out = jax.lax.scan(at_once, initial, jax.tree.map(taken, tokens))
+    out = out.swapaxes(0, 1).reshape(seqs, count * size, *out.shape[3:])
+    token = jnp.arange(jax.tree.leaves(tokens)[0].shape[0], dtype=jnp.int32)
+    owner = jnp.searchsorted(query_start[1:], token, side="right").astype(jnp.int32)
+    owner = jnp.minimum(owner, seqs - 1)
+    offset = token - query_start[owner]
+    real = (offset >= 0) & (offset < length[owner])
+    out = out[owner, jnp.where(real, offset, 0)]
+    return jnp.where(real[:, None, None], out, 0.0), final
 
 
 def token_by_token(

@@ -15,6 +15,7 @@ from jaxspec.models.checkpoint import SafetensorsCheckpoint
 from jaxspec.models.safetensors_file import DTYPES, INTEGERS, QUANTISED
 from jaxspec.models.trees import layout as layout_module
 from jaxspec.models.trees import leaves
+from jaxspec.models.trees.checkpoint import own_names
 from jaxspec.models.trees.export import exported
 from jaxspec.parallel import Group
 
@@ -123,6 +124,38 @@ def test_own_leaves_are_copied():
         filling = found.layout.fitting("weights", doubled, ())
         got = dict(filling.values(lambda index: before[index]))
     check_equal([got[index] for index in range(len(before))], [leaf * 2.0 for leaf in before])
+
+
+def state_of(model):
+    return dict(own_names(nnx.state(model)))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("fixture", ["qwen3_5", "qwen3_5_tied", "qwen3_moe"])
+def test_first_weights_may_be_own_leaves(fixture, devices):
+    """The model has no draft head if the leaves have none."""
+    folder, group = FIXTURES / fixture, Group(devices)
+    model = load_model(folder, FLOAT32, group=group)
+    own = {name: leaf * 2.0 for name, leaf in state_of(model).items()}
+    without = {name: leaf for name, leaf in own.items() if not name.startswith("draft_head")}
+    for weights in (own, without):
+        with unread(folder, FLOAT32, group=group, weights=weights) as found:
+            made = found.read()
+        assert state_of(made).keys() == weights.keys()
+        check_equal(state_of(made).values(), weights.values())
+        assert made.has_draft_head == any(name.startswith("draft_head") for name in weights)
+
+
+@pytest.mark.parametrize("fixture, options", [("qwen3_5", {"quantization": "fp8"}), ("qwen3", {})])
+def test_first_leaves_that_do_not_fit_are_refused(fixture, options):
+    own = state_of(load_model(FIXTURES / fixture, BFLOAT16))
+    if not options:
+        own.popitem()
+    with (
+        pytest.raises(ValueError, match="leaves of"),
+        unread(FIXTURES / fixture, BFLOAT16, weights=own, **options) as found,
+    ):
+        found.read()
 
 
 def test_what_the_caller_does_with_arrays_afterwards_changes_no_leaf():

@@ -49,7 +49,7 @@ def test_the_reference_has_the_gradient_of_the_formula(tokens, activation):
 
     def loop(x, up, down, weights):
         held = Experts(DenseExperts(up), DenseExperts(down), activation)
-        with dispatch.reference():
+        with dispatch.reference(longest=tokens):
             out = moe_experts(x, held, dataclasses.replace(choices, weights=weights))
         return jnp.sum(jnp.sin(out))
 

@@ -11,6 +11,7 @@ from regions import decode_region, prefill_region
 
 from benchmarks.measure.shapes import GdnShape, Mamba2Shape
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.gated_delta.prefill import unit_lower_inverse
 from jaxspec.pallas.gpu import device
 
 LAYERS, SLOTS, CANDIDATES, TOKENS = 2, 6, 3, 200
@@ -23,7 +24,7 @@ LENGTHS = [
     [0, 0, 0, 0, 0],
 ]
 
-both_forms = pytest.mark.parametrize("form", ["reference", "run"])
+all_forms = pytest.mark.parametrize("form", ["reference", "run", "side_by_side"])
 
 
 def pool_of(family):
@@ -31,10 +32,22 @@ def pool_of(family):
     return LAYERS, SLOTS, CANDIDATES, *family.state(family.small)
 
 
+def form_of(family, name):
+    """The function of a form; the one for gradients runs all sequences side by side."""
+    if name != "side_by_side":
+        return getattr(family.prefill, name)
+
+    def run(tokens, *arguments):
+        with dispatch.reference(longest=len(tokens[0])):
+            return family.prefill.run(tokens, *arguments)
+
+    return run
+
+
 @pytest.mark.parametrize("decay", [0.01, 1.0, 30.0])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @both
-def test_both_forms_equal_the_recurrence(family, lengths, decay):
+def test_all_forms_equal_the_recurrence(family, lengths, decay):
     """Decays of neighbours differ a hundredfold."""
     rng, pool = np.random.default_rng(0), pool_of(family)
     states = rng.normal(size=pool).astype(np.float32)
@@ -52,8 +65,8 @@ def test_both_forms_equal_the_recurrence(family, lengths, decay):
             kept[1, slot, 0] = after[-1]
     chunks = prefill_region(slots, start, num_computed=computed, state_offset=offset)
     error = {"gdn": 1e-5, "mamba2": 2e-5}[family.name]
-    for form in (family.prefill.reference, family.prefill.run):
-        out, after = form(tokens, jnp.asarray(states), 1, chunks)
+    for form in ("reference", "run", "side_by_side"):
+        out, after = form_of(family, form)(tokens, jnp.asarray(states), 1, chunks)
         np.testing.assert_allclose(out, expected, atol=error)
         np.testing.assert_allclose(after, kept, atol=error)
 
@@ -77,7 +90,7 @@ def test_a_prefill_is_as_many_steps(family):
         np.testing.assert_allclose(after[1, slot, 0], by_steps[1, slot, count - 1], atol=1e-5)
 
 
-@both_forms
+@all_forms
 @both
 def test_padding_is_inert(family, form):
     rng = np.random.default_rng(1)
@@ -85,22 +98,53 @@ def test_padding_is_inert(family, form):
     tokens = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), family.draw(rng, TOKENS))
     slots, start, garbage = [0, -2, 3, 10**6], [0, 70, 80, 80, 90], [10**6, -5, 2**31 - 1, -(2**31)]
     chunks = prefill_region(slots, start, num_computed=garbage, state_offset=garbage)
-    out, after = getattr(family.prefill, form)(tokens, jnp.asarray(states), 1, chunks)
+    out, after = form_of(family, form)(tokens, jnp.asarray(states), 1, chunks)
     np.testing.assert_array_equal(after, states)
     np.testing.assert_array_equal(out, np.zeros(out.shape))
 
 
-@both_forms
+@all_forms
 @both
 def test_tokens_may_come_in_the_dtype_of_the_model(family, form):
     tokens = family.in_dtype(family.draw(np.random.default_rng(2), TOKENS), jnp.bfloat16)
-    run, chunks = getattr(family.prefill, form), prefill_region([2, 3], [0, 70, 90])
+    run, chunks = form_of(family, form), prefill_region([2, 3], [0, 70, 90])
     narrow = run(tokens, jnp.zeros(pool_of(family)), 1, chunks)
     wide = run(family.in_dtype(tokens, jnp.float32), jnp.zeros(pool_of(family)), 1, chunks)
     error = {"gdn": 0.0, "mamba2": 1e-5}[family.name]
     for ours, theirs in zip(narrow, wide, strict=True):
         assert ours.dtype == jnp.float32
         np.testing.assert_allclose(ours, theirs, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("longest", [1, 5, 40, 130])
+@both
+def test_the_chunks_of_a_gradient_follow_from_the_longest_text(family, longest):
+    """Gradients equal those of one token after the other, with respect to tokens and states."""
+    rng, lengths = np.random.default_rng(4), [longest, 1, longest // 2]
+    states = jnp.asarray(rng.normal(size=pool_of(family)), jnp.float32)
+    tokens = jax.tree.map(jnp.asarray, family.draw(rng, sum(lengths) + 3))
+    chunks = prefill_region([1, 3, 2], np.cumsum([0, *lengths]), num_computed=[1, 0, 4])
+
+    def gradient(form):
+        def loss(tokens, states):
+            with dispatch.reference(longest):
+                out, after = form(tokens, states, 1, chunks)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(after))
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(tokens, states)
+
+    found, want = gradient(family.prefill.run), gradient(family.prefill.reference)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), found, want)
+
+
+@pytest.mark.parametrize("size", [1, 2, 64])
+def test_the_inverse_of_a_chunk_stays_exact_where_keys_resemble_each_other(size):
+    rng = np.random.default_rng(5)
+    keys = rng.normal(size=(3, size, 16)) + 3 * rng.normal(size=(3, 1, 16))
+    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+    system = np.tril(keys @ keys.swapaxes(1, 2), -1).astype(np.float32)
+    want = np.linalg.inv(np.eye(size) + system.astype(np.float64))
+    np.testing.assert_allclose(unit_lower_inverse(system), want, atol=2e-6)
 
 
 # The kernels. Sequences, from token 3 on: a chunk and a bit that begins its prompt, less than a
