@@ -61,8 +61,8 @@ class Differentiable:
 
         Returns:
             float32 `[texts, length - 1]`: the value at `[i, j]` is that of `tokens[i, j + 1]`. It
-            is 0 for padding, and NaN for an id that is not in the vocabulary, and after a token
-            with an expert that the model lacks.
+            is 0 for padding, and NaN for an id that is not in the vocabulary. With an expert that
+            the model lacks, other values are NaN, too.
 
         Raises:
             ValueError: an array has another shape or dtype, `temperature` is not above 0, or a

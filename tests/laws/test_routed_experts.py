@@ -117,8 +117,7 @@ def test_an_expert_that_the_model_lacks_gives_nan(plain, replay):
     ((text, sample),) = samples(asked(plain, PROMPTS[:1], SAMPLED))
     experts = sample.routed_experts.copy()
     experts[10, 0, 1] = plain._runner.model().routes_spec().num_experts
-    found = replay(text, experts)
-    assert np.isfinite(found[:10]).all() and np.isnan(found[10:]).all()
+    assert np.isnan(replay(text, experts)[10:]).all()
 
 
 @pytest.mark.soak
