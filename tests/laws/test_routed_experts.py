@@ -218,7 +218,7 @@ def test_an_aborted_sample_has_those_of_its_tokens(busy, plain):
     np.testing.assert_array_equal(found.routed_experts, want.routed_experts[:count])
 
 
-@pytest.mark.parametrize("stop", [None, "text"])
+@pytest.mark.parametrize("stop", [soak(None), "text"])
 def test_a_stream_has_them_in_the_last_delta_of_each_sample(tmp_path, plain, stop):
     """Also if a stop string ends it, which the reader finds and not the engine."""
     folder = with_bytes("qwen3_5_moe", tmp_path)
