@@ -124,6 +124,10 @@ def violation(params: SamplingParams, output: RequestOutput, vocab: int) -> str 
         follows(prompt, each.token_ids, params.extra_args) for each in samples
     ):
         return "tokens other than those of its logits processor"
+    for sample in samples:
+        routed = sample.routed_experts
+        if routed is not None and len(routed) != len(prompt) + len(sample.token_ids) - 1:
+            return f"{len(routed)} tokens with routed experts"
     return next((why for each in samples if (why := _broken(params, each, vocab))), None)
 
 

@@ -29,6 +29,7 @@ class Model:
     drafts: dict[str, Any]
     layers: int | None = LAYERS
     has_all: bool = False
+    returns_routes: bool = False  # the experts of each token
 
 
 MODELS = {
@@ -39,7 +40,7 @@ MODELS = {
     "nemotron-3-nano-30b-a3b": Model(NGRAM),
     "granite-4-h-small": Model(NGRAM),
     "falcon-h1-1.5b": Model(NGRAM),
-    "lfm2-8b-a1b": Model(NGRAM),
+    "lfm2-8b-a1b": Model(NGRAM, returns_routes=True),
     "llama-3.1-8b": Model(NGRAM),
     "mamba2-2.7b": Model(NGRAM),
     "qwen3.5-27b": Model(MTP),
@@ -99,6 +100,7 @@ def options_of(name: str, sizes: Sizes, cache: Path | None, **others: Any) -> di
     return {
         "load_format": "dummy",
         "speculative_config": ALL_MODELS[name].drafts,
+        "enable_return_routed_experts": ALL_MODELS[name].returns_routes,
         "max_num_seqs": sizes.rows,
         "max_model_len": sizes.longest,
         "decode_buckets": [sizes.rows],

@@ -39,7 +39,13 @@ class Differentiable:
     params: nnx.State
 
     def logprobs(
-        self, params: nnx.State, tokens: _Texts, lengths: _Lengths, temperature: Any = 1.0
+        self,
+        params: nnx.State,
+        tokens: _Texts,
+        lengths: _Lengths,
+        temperature: Any = 1.0,
+        *,
+        routed_experts: Any = None,
     ) -> Float[Array, "texts predicted"]:
         """Return the log-probability of each token of texts, given those before it.
 
@@ -49,16 +55,23 @@ class Differentiable:
                 arbitrary.
             lengths: Number of tokens of each text.
             temperature: Divides the logits, as in `SamplingParams`; 1 gives those of `LLM.score`.
+            routed_experts: Experts to route each token to, `[texts, length - 1, layers, top_k]`:
+                `CompletionOutput.routed_experts` of each text, padded at the end. Their weights are
+                computed from `params`. None routes each token to its best experts.
 
         Returns:
             float32 `[texts, length - 1]`: the value at `[i, j]` is that of `tokens[i, j + 1]`. It
-            is 0 for padding, and NaN for an id that is not in the vocabulary.
+            is 0 for padding, and NaN for an id that is not in the vocabulary. With an expert that
+            the model lacks, other values are NaN, too.
 
         Raises:
-            ValueError: an array has another shape or dtype, or `temperature` is not above 0.
+            ValueError: an array has another shape or dtype, `temperature` is not above 0, or a
+                dense model is given `routed_experts`.
         """
-        arrays = _checked(tokens, lengths, temperature)
-        return text_logprobs(nnx.merge(self.graph, params), *arrays)
+        arrays, model = _checked(tokens, lengths, temperature), nnx.merge(self.graph, params)
+        if routed_experts is None:
+            return text_logprobs(model, *arrays)
+        return text_logprobs(model, *arrays, _checked_routes(model, arrays[0], routed_experts))
 
     def draft_logprobs(
         self, params: nnx.State, tokens: _Texts, lengths: _Lengths, temperature: Any = 1.0
@@ -164,6 +177,18 @@ def _checked(
             "once for each temperature."
         )
     return tokens.astype(jnp.int32), lengths.astype(jnp.int32), as_float
+
+
+def _checked_routes(model: Model, tokens: _Texts, given: Any) -> Int[Array, "..."]:
+    spec, given = model.routes_spec(), jnp.asarray(given)
+    wanted = tokens.shape[0], tokens.shape[1] - 1, spec.layers, spec.top_k
+    if given.shape != wanted or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise ValueError(
+            f"routed_experts of these texts must be integers {list(wanted)}, the experts of each "
+            f"token but the last in {spec.layers} layers, got {_kind(given)}. Pad those of "
+            "CompletionOutput at their ends."
+        )
+    return given
 
 
 def _kind(array: Array) -> str:

@@ -160,6 +160,7 @@ class InputProcessor:
         reasoning_parser: str | None = None,
         logprobs_mode: str = RAW,
         processor_params: ProcessorParams = ProcessorParams(),  # noqa: B008  immutable
+        returns_routes: bool = False,
     ):
         """Create a processor for one model.
 
@@ -176,6 +177,7 @@ class InputProcessor:
                 chat template has no `</think>`; None means that the template decides.
             logprobs_mode: That of parameters without one.
             processor_params: Parameters of the engine's logits processors.
+            returns_routes: The engine returns the experts of each token.
         """
         self.tokenizer, self._vocab_size = tokenizer, vocab_size
         self._max_model_len = max_model_len
@@ -183,6 +185,7 @@ class InputProcessor:
         self._seed, self.default_params = seed, default_params or SamplingParams()
         self._finds_boundaries, self._reasoning_parser = finds_boundaries, reasoning_parser
         self._logprobs_mode, self._processor_params = logprobs_mode, processor_params
+        self._returns_routes = returns_routes
         self._num_prompts = 0  # numbers the prompts, so that each without a seed has other noise
         self._lock = threading.Lock()
 
@@ -304,6 +307,7 @@ class InputProcessor:
             reasoning_parser=self._reasoning_parser,
             logprobs_mode=self._logprobs_mode,
             processor_params=self._processor_params,
+            returns_routes=self._returns_routes,
         )
 
     def chats(self, messages: Any, options: TemplateOptions) -> list[TokenizedPrompt]:
@@ -450,6 +454,7 @@ class InputProcessor:
                 priority=priority,
                 cache_salt=prompt.cache_salt,
                 cache_boundaries=prompt.cache_boundaries,
+                returns_routes=self._returns_routes,
             )
             stream, stops = None, None
             if self.tokenizer and params.detokenize:

@@ -409,6 +409,7 @@ def _inputs_of(loaded: Loaded) -> InputProcessor:
         reasoning_parser=loaded.config.reasoning_parser,
         logprobs_mode=loaded.config.logprobs_mode,
         processor_params=loaded.processors.params,
+        returns_routes=loaded.config.enable_return_routed_experts,
     )
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxspec.api.inputs import end_ids
 from jaxspec.api.logits_processors import LogitsProcessors
 from jaxspec.api.nodes import Node, join
+from jaxspec.api.route_recorder import RouteRecorder
 from jaxspec.api.settling import ResolvedOptions, settle
 from jaxspec.api.weight_updates import Layouts
 from jaxspec.files import writable_folder
@@ -204,7 +205,7 @@ def unread_drafter(
 def load(
     config: EngineConfig, *, progress: bool, weights: Mapping[str, Tensor] | None = None
 ) -> Loaded:
-    """Load the model of an engine and allocate its state, with the recorder of hidden states.
+    """Load the model of an engine and allocate its state, with the recorders of its requests.
 
     Args:
         config: Options of the engine.
@@ -223,13 +224,17 @@ def load(
             f"An LLM or a server is node 0 of its group, got node_rank={config.node_rank}. Call "
             "jaxspec.follow with these options, or run `jaxspec serve` with them."
         )
-    options = getattr(config.speculative_config, "options", None)
-    if not isinstance(options, ExtractHiddenStatesOptions):
-        return load_runner(config, progress=progress, weights=weights)
-    prepare_folder(str(options.folder))
+    options, observers = getattr(config.speculative_config, "options", None), []
+    saves_states = isinstance(options, ExtractHiddenStatesOptions)
+    if saves_states:
+        prepare_folder(str(options.folder))
     loaded = load_runner(config, progress=progress, weights=weights)
-    name = "the embedded model" if config.model is None else str(config.model)
-    return loaded._replace(observers=(HiddenStateRecorder.of(options, loaded.runner, name),))
+    if saves_states:
+        name = "the embedded model" if config.model is None else str(config.model)
+        observers.append(HiddenStateRecorder.of(options, loaded.runner, name))
+    if config.enable_return_routed_experts:
+        observers.append(RouteRecorder(loaded.runner))
+    return loaded._replace(observers=tuple(observers))
 
 
 def load_runner(
@@ -370,6 +375,7 @@ def _blueprint(
         drafter=drafter,
         group=group,
         processors=settled.processors.device,
+        routes=settled.memory_usage.options.routes,
     )
 
 

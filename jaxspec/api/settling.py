@@ -118,6 +118,7 @@ def settle(
         states=states,
         group=group,
         processors=processors.device,
+        routes=config.enable_return_routed_experts,
     )
     limits = dataclasses.replace(limits, **prefix_sizes(config, memory_usage.specs))
     shapes = dataclasses.replace(shapes, path_length=ahead, **processors.sizes(shapes.width))

@@ -13,6 +13,7 @@ from jaxspec.cache.hidden_states import HiddenStates
 from jaxspec.cache.paged_kv import PagedKV, kv_dtype_of
 from jaxspec.cache.policy import Replay, Snapshot, StatePolicy, state_policy
 from jaxspec.cache.recurrent import Conv, PerSlot, Recurrent, RecurrentPool, Ring
+from jaxspec.cache.routed_experts import RoutedExperts
 from jaxspec.cache.short_conv import ShortConv
 from jaxspec.cache.specs import (
     CacheOptions,
@@ -33,7 +34,7 @@ from jaxspec.cache.token_history import History, TokenHistory
 
 MEMORY_LABELS: dict[str, MemoryLabel] = {
     name: label
-    for kind in (PagedKV, Recurrent, ShortConv, TokenHistory, HiddenStates)
+    for kind in (PagedKV, Recurrent, ShortConv, TokenHistory, HiddenStates, RoutedExperts)
     for name, label in kind.labels.items()
 }
 
@@ -55,6 +56,7 @@ __all__ = [
     "RecurrentPool",
     "Replay",
     "Ring",
+    "RoutedExperts",
     "ShortConv",
     "Snapshot",
     "StatePolicy",

@@ -5,7 +5,14 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.cache.specs import CacheSpec, MemoryLabel, Moves, PoolSizes, write_at
+from jaxspec.cache.specs import (
+    CacheSpec,
+    MemoryLabel,
+    Moves,
+    PoolSizes,
+    write_at,
+    write_tokens,
+)
 
 States = Float[Array, "pages page_size features"]
 
@@ -35,11 +42,5 @@ class HiddenStates(CacheSpec):
     def write(
         pool: States, kv_slots: Int[Array, " tokens"], states: Float[Array, "tokens features"]
     ) -> States:
-        """Return the pool with `states` written at `kv_slots`.
-
-        A KV slot is page * page_size + offset, int32; -1 is padding.
-        """
-        num_pages, page_size, features = pool.shape
-        rows = pool.reshape(num_pages * page_size, features)
-        where = jnp.where(kv_slots < 0, rows.shape[0], kv_slots)
-        return rows.at[where].set(states.astype(pool.dtype), mode="drop").reshape(pool.shape)
+        """Return the pool with `states` written at `kv_slots` (`write_tokens`)."""
+        return write_tokens(pool, kv_slots, states)

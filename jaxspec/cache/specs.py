@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import flax.struct
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Shaped
 
 from jaxspec.cache.policy import StatePolicy
 
@@ -38,6 +38,7 @@ class CacheOptions:
     kv_dtype: jnp.dtype
     state_dtype: jnp.dtype
     states: StatePolicy
+    routes: bool = False  # record the experts of each token (`RoutedExperts`)
 
 
 @flax.struct.dataclass
@@ -108,6 +109,19 @@ def write_at(array: Array, axis: int, indices: Int[Array, "..."], values: Array)
     """Return the array with `values` at distinct `indices` along an axis; index 0 is skipped."""
     where = jnp.where(indices > 0, indices, array.shape[axis])  # beyond the end, so dropped
     return array.at[(slice(None),) * axis + (where,)].set(values, mode="drop")
+
+
+def write_tokens(
+    pool: Array, kv_slots: Int[Array, " tokens"], values: Shaped[Array, "tokens ..."]
+) -> Array:
+    """Return a pool `[pages, page_size, ...]` with the `values` of tokens written at `kv_slots`.
+
+    A KV slot is page * page_size + offset, int32; -1 is padding.
+    """
+    num_pages, page_size, *one = pool.shape
+    rows = pool.reshape(num_pages * page_size, *one)
+    where = jnp.where(kv_slots < 0, rows.shape[0], kv_slots)
+    return rows.at[where].set(values.astype(pool.dtype), mode="drop").reshape(pool.shape)
 
 
 def merged(specs: Iterable[CacheSpec]) -> tuple[CacheSpec, ...]:

@@ -38,6 +38,7 @@ class OutputBuffer(Receiver):
         kind = samples[0].request.params.output_kind
         self._only_at_the_end = kind is RequestOutputKind.FINAL_ONLY
         self._due: dict[Sample, None] = {}  # samples with unread output, in order
+        self._unrouted = set[Sample]()  # ended by a stop string; the engine will send their routes
         self._num_unread = len(samples)  # samples not read to their end
 
     @property
@@ -46,9 +47,16 @@ class OutputBuffer(Receiver):
         return self.is_closed or not self._num_unread
 
     def receive(self, sample_stream: SampleStream, token_delta: TokenDelta) -> None:
-        """Queue a delta; deltas after a stop string are ignored."""
+        """Queue a delta; of deltas after a stop string only the routes are read."""
         sample = sample_stream.reader
-        if sample.request.finish or self.has_ended or self.error is not None:
+        if self.has_ended or self.error is not None:
+            return
+        if sample in self._unrouted and token_delta.finish:
+            self._unrouted.remove(sample)
+            sample.request.routes = token_delta.routes
+            self._due[sample] = None
+            self._wake()
+        if sample.request.finish:
             return
         self.stop_timer()
         try:
@@ -58,7 +66,10 @@ class OutputBuffer(Receiver):
         except Exception as error:  # from the tokenizer; other streams continue
             self.fail(error)
             return
-        if sample.request.finish or not self._only_at_the_end:
+        if sample.request.finish and not token_delta.finish and sample.request.returns_routes:
+            self._unrouted.add(sample)
+            self._due.pop(sample, None)
+        elif sample.request.finish or not self._only_at_the_end:
             self._due[sample] = None
             self._wake()
 

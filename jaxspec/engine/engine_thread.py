@@ -177,8 +177,17 @@ class EngineThread:
 
     def _settle(self, sample_stream: SampleStream, num_tokens: int | None) -> None:
         self._session.settle(sample_stream, num_tokens)
-        if sample_stream in self._live:
+        if sample_stream not in self._live:
+            return
+        if sample_stream.request.returns_routes:  # which its reader waits for
+            end = functools.partial(self._end_live, sample_stream)
+            self._session.leave_note(lambda: self._mail.put(end))  # after that of the session
+        else:
             self._forget(sample_stream)
+
+    def _end_live(self, sample_stream: SampleStream) -> None:
+        if sample_stream in self._live:
+            sample_stream.end()
 
     def _hand_on(self, sample_stream: SampleStream, token_delta: TokenDelta) -> None:
         if (receiver := self._live.get(sample_stream)) is not None:

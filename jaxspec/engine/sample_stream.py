@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxspec.requests.outputs import Sample
 from jaxspec.requests.request import Finish, PageTable, Request, RequestMetrics
+from jaxspec.requests.routed_tokens import RoutedTokens
 from jaxspec.requests.sampling_params import RequestOutputKind
 
 
@@ -29,6 +30,7 @@ class TokenDelta(NamedTuple):
     logprobs: Sequence[Any] = ()
     prompt_logprobs: list[Any] | None = None  # set in the first delta, if requested
     weight_starts: Sequence[tuple[str, int]] = ()  # `Request.weight_starts`, the whole list
+    routes: RoutedTokens | None = None  # `Request.routes`, set in the last delta
 
 
 class SampleStream(Sample):
@@ -112,6 +114,7 @@ class SampleStream(Sample):
             () if asked.logprobs is None else request.logprobs[first:count],
             None if first or asked.prompt_logprobs is None else list(request.prompt_logprobs),
             tuple(request.weight_starts),
+            request.routes if finish else None,
         )
         self._hand_on(self, token_delta)
 
@@ -123,6 +126,7 @@ def receive(request: Request, token_delta: TokenDelta) -> None:
     request.logprobs += token_delta.logprobs
     request.weight_starts = list(token_delta.weight_starts)
     request.num_cached_tokens, request.finish = token_delta.num_cached_tokens, token_delta.finish
+    request.routes = token_delta.routes
     if token_delta.metrics is not None:
         request.metrics = token_delta.metrics
     if token_delta.prompt_logprobs is not None:

@@ -2,13 +2,9 @@
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
-
-import jax
-import numpy as np
-from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import HiddenStates
 from jaxspec.checks import shown
@@ -16,46 +12,8 @@ from jaxspec.hidden_states.state_file import SampleStates, prepare_folder, write
 from jaxspec.options.draft_methods import ExtractHiddenStatesOptions
 from jaxspec.requests.request import Finish, Request
 from jaxspec.runner.model_runner import ModelRunner
+from jaxspec.runner.page_reader import PageReader, Pages
 from jaxspec.scheduler.request_observer import RequestObserver
-
-_TOKENS = 256  # tokens per copy: one program for all lengths, and little device memory
-
-Pages = Float[Array, "pages page_size features"]
-
-
-class PageReader:
-    """Reader of one pool of a runner, an array whose first axis is pages.
-
-    A copy is enqueued after the steps already dispatched and before later ones. It holds what those
-    steps wrote, even if the pages are reused afterwards. `read` does not wait for the device.
-    """
-
-    def __init__(self, runner: ModelRunner, pool: str):
-        """Compile the copy, and run it once, which loads it on a GPU."""
-        self._runner, self._pool = runner, pool
-        self.page_size = runner.shapes.page_size
-        self._num_pages = max(1, _TOKENS // self.page_size)
-        pages = np.zeros(self._num_pages, np.int32)
-        copy = runner.group.on_each(_copy, whole=1, equal=True)
-        self._copy = jax.jit(copy).lower(runner.state.pools[pool], pages).compile()
-        self.read([0])
-
-    def read(self, pages: Sequence[int]) -> list[Pages]:
-        """Return copies of `pages`, in order; the last copy is padded with the null page."""
-        pool, size = self._runner.state.pools[self._pool], self._num_pages
-        copies = []
-        for first in range(0, len(pages), size):
-            some = np.zeros(size, np.int32)
-            some[: len(pages) - first] = pages[first : first + size]
-            copies.append(self._copy(pool, some))
-        return copies
-
-
-def _copy(pool: Pages, pages: Int[Array, " pages"]) -> Pages:
-    # Into pinned host memory, like a step's output: the device then holds only one copy at a time,
-    # regardless of the request's length.
-    return jax.device_put(pool[pages], jax.memory.Space.Host)
-
 
 MAX_BYTES = 2**30  # limit for samples that wait for the disk; the engine waits above it
 MAX_NAMES = 1000  # limit for the list of files that could not be written

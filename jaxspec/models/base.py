@@ -10,15 +10,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxspec.cache import CacheOptions, CacheSpec, Pools, merged
+from jaxspec.cache import CacheOptions, CacheSpec, Pools, RoutedExperts, merged
 from jaxspec.models.checkpoint_module import CheckpointModule, ModelSpec
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import ROUTED, ModelConfig
 from jaxspec.models.layers.decoder import DecoderLayer
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.trunk import Trunk
 from jaxspec.models.model_inputs import ForwardOutput, ModelInputs, Selection
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.moe import routes
 from jaxspec.plan.step_shapes import TOKENS_PER_STEP
 from jaxspec.regions import DecodeRegion
 from jaxspec.weight import Dense, Weight
@@ -152,6 +153,23 @@ class Model(CheckpointModule):
         """
         return merged(spec for layer in self._layers for spec in layer.cache_specs(options))
 
+    def routes_spec(self) -> RoutedExperts:
+        """Return the spec of the pool of the experts that the trunk's layers choose.
+
+        Raises:
+            ValueError: the model is dense.
+        """
+        num_layers = sum(each in ROUTED for each in self.config.feed_forward_types)
+        if self.experts is None or not num_layers:
+            raise ValueError(
+                f"Routed experts are those of a mixture of experts, and {self.config.architecture} "
+                "has none. Leave enable_return_routed_experts and routed_experts out."
+            )
+        routing = self.experts.routing
+        return RoutedExperts(
+            layers=num_layers, top_k=routing.num_chosen, num_experts=routing.num_experts
+        )
+
     @property
     def _layers(self) -> tuple[DecoderLayer, ...]:
         head_layers = () if self.draft_head is None else self.draft_head.layers
@@ -187,14 +205,19 @@ class Model(CheckpointModule):
 
         Args:
             inputs: The step's tokens.
-            pools: The pools; this step's keys, values and states are written to them.
+            pools: The pools; this step's keys, values and states are written to them, and the
+                experts of its tokens if there is a pool for them (`RoutedExperts`).
             taps: Layer indices. The output then holds the residual stream before each of these
                 layers; the number of layers means after the last one, before the final norm.
 
         Raises:
             ValueError: A tap is out of range.
         """
-        return self.trunk.forward(inputs, pools, taps)
+        if RoutedExperts.name not in pools:
+            return self.trunk.forward(inputs, pools, taps)
+        with routes.recorded() as layers:
+            output, pools = self.trunk.forward(inputs, pools, taps)
+        return output, RoutedExperts.write(pools, inputs.kv_slots, layers)
 
     def embed(self, tokens: Int[Array, " tokens"]) -> _Hidden:
         """Return the embeddings of `tokens`; ids out of range are clamped."""

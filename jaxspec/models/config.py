@@ -14,6 +14,7 @@ DENSE = "dense"
 SQUARED_RELU = "squared_relu"  # dense, without a gate
 SPARSE = "sparse"  # a mixture of experts
 LATENT_SPARSE = "latent_sparse"  # a mixture whose experts read a latent projection
+ROUTED = (SPARSE, LATENT_SPARSE)
 NO_FEED_FORWARD = "no_feed_forward"  # a layer with only a token mixer
 
 _Part = TypeVar("_Part")

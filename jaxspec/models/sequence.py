@@ -16,9 +16,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import CacheOptions, Pools, PoolSizes, Snapshot, allocate, merged
 from jaxspec.models.base import Model, ModelInputs
+from jaxspec.models.config import ROUTED
 from jaxspec.models.layers.decoder import DecoderLayer
 from jaxspec.models.layers.mixer import LayerInputs
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.moe import routes as routing
 from jaxspec.pallas.norm.residual import Pending, Stream
 from jaxspec.regions import NO_SLOT, DecodeRegion, PrefillRegion
 
@@ -27,20 +29,26 @@ _PIECE = 256  # tokens scored at once: the logits of all would not fit into memo
 _Texts = Int[Array, "texts length"]
 _Hidden = Float[Array, "tokens hidden"]
 _Scores = Float[Array, "texts scored"]
+_Routes = Int[Array, "texts length-1 layers top_k"]
 
 
 def text_logprobs(
-    model: Model, tokens: _Texts, lengths: Int[Array, " texts"], temperature: Float[Array, ""]
+    model: Model,
+    tokens: _Texts,
+    lengths: Int[Array, " texts"],
+    temperature: Float[Array, ""],
+    routes: _Routes | None = None,
 ) -> _Scores:
     """Return the float32 log-probability of each token after a text's first, `[texts, length - 1]`.
 
     It is the log-softmax of `logits / temperature`; 0 for padding, and NaN for an id outside the
     vocabulary. `tokens` (int32) are padded at the end of each text; padding has no effect, whatever
-    its ids.
+    its ids. `routes` are experts that tokens are routed to in place of the best ones; the last
+    token of a text needs none.
     """
     with _as_in_an_engine(model, tokens.shape[1]):
         texts = _FlatTexts.of(tokens, lengths)
-        return texts.scores(model, _trunk(model, texts), 1, temperature)
+        return texts.scores(model, _trunk(model, texts, routes), 1, temperature)
 
 
 def text_logits(
@@ -110,6 +118,11 @@ class _FlatTexts:
         """Return the token `number` places after each one; those after a text's end have no use."""
         return jnp.roll(self.tokens, -number)
 
+    def routes(self, routes: _Routes) -> Int[Array, "tokens layers top_k"]:
+        """Return those of the flat tokens; the last of a text and padding have arbitrary ones."""
+        wide = jnp.pad(routes.astype(jnp.int32), ((0, 0), (0, 1), (0, 0), (0, 0)))
+        return wide[self.text, jnp.minimum(self.position, self.length - 1)]
+
     def inputs(self) -> ModelInputs:
         """Return the step that prefills all texts, each in one page of its slot."""
         none, slots = jnp.zeros(0, jnp.int32), jnp.arange(1, self.count + 1, dtype=jnp.int32)
@@ -175,32 +188,40 @@ def _as_in_an_engine(model: Model, longest: int) -> Iterator[None]:
         yield
 
 
-def _trunk(model: Model, texts: _FlatTexts) -> _Hidden:
+def _trunk(model: Model, texts: _FlatTexts, routes: _Routes | None = None) -> _Hidden:
     """Return the trunk's output after the final norm, and zeros for padding."""
     trunk, inputs = model.trunk, texts.inputs()
+    given = iter(() if routes is None else jnp.unstack(texts.routes(routes), axis=1))
     layer_inputs = LayerInputs.of(inputs, trunk.config.rope)
     stream, pending = trunk.embed(inputs.tokens), None
-    for layer in trunk.layers:
-        stream, pending = _run(layer, stream, pending, layer_inputs, texts)
+    for layer, kind in zip(trunk.layers, trunk.config.feed_forward_types, strict=True):
+        experts = next(given, None) if kind in ROUTED else None
+        stream, pending = _run(layer, stream, pending, layer_inputs, texts, experts)
     _, hidden = trunk.norm.add(stream, pending)
     return jnp.where(inputs.live[:, None], hidden, 0)
 
 
 def _run(
-    layer: DecoderLayer, stream: Stream, pending: Pending, inputs: LayerInputs, texts: _FlatTexts
+    layer: DecoderLayer,
+    stream: Stream,
+    pending: Pending,
+    inputs: LayerInputs,
+    texts: _FlatTexts,
+    experts: Int[Array, "tokens top_k"] | None,
 ) -> tuple[Stream, Pending]:
     """Run a layer; the backward pass runs it again instead of keeping what it computed."""
     graph, params = nnx.split(layer)
 
     @jax.checkpoint
-    def run(params, stream, pending):
+    def run(params, stream, pending, experts):
         alone = nnx.merge(graph, params)
         alone.cache_layer = 0  # its pools have one layer
         pools = texts.pools(alone, stream.dtype)
-        stream, pending, _ = alone(stream, pending, inputs, pools)
+        with routing.replayed(experts):
+            stream, pending, _ = alone(stream, pending, inputs, pools)
         return stream, pending
 
-    return run(params, stream, pending)
+    return run(params, stream, pending, experts)
 
 
 def _draft_head(model: Model, frozen: Model, texts: _FlatTexts, hidden: _Hidden) -> _Hidden:

@@ -74,6 +74,11 @@ class EngineConfig:
         "processed_logprobs those of the distribution that tokens are drawn from "
         "(docs/logprobs.md)",
     )
+    enable_return_routed_experts: bool = option(
+        False,
+        "return the experts that each token was routed to, for models with experts "
+        "(docs/rollouts.md#routed-experts)",
+    )
     reasoning_parser: Literal["deepseek_r1", "mimo", "nemotron_v3", "qwen3"] | None = option(
         None,
         "format of the reasoning before a structured output, for models whose chat template has "
@@ -374,6 +379,11 @@ class EngineConfig:
             raise ValueError(
                 f"Prefixes are copied to the memory of one host, got kv_offloading_size="
                 f"{self.kv_offloading_size} with nnodes={self.nnodes}. Set it to 0."
+            )
+        if self.nnodes > 1 and self.enable_return_routed_experts:
+            raise ValueError(
+                f"Routed experts are read by one process, got enable_return_routed_experts with "
+                f"nnodes={self.nnodes}. Set it to 1."
             )
         speculation = self.speculative_config
         drafter = speculation.options if isinstance(speculation, SpeculativeConfig) else None

@@ -8,6 +8,7 @@ from typing import Any
 from jaxspec.checks import shown
 from jaxspec.requests.logprobs import Deferred, DeferredLogprobs, Logprob, none, readable
 from jaxspec.requests.request import Finish, Request, RequestMetrics
+from jaxspec.requests.routed_tokens import Experts
 from jaxspec.requests.sampling_params import RequestOutputKind
 from jaxspec.requests.stop_strings import StopStrings
 from jaxspec.text.text_stream import TextStream
@@ -64,6 +65,10 @@ class CompletionOutput(DeferredLogprobs):
             the likeliest ids at its position. None unless `SamplingParams.logprobs` is set.
         weight_versions: Versions of the weights that made `token_ids`, as consecutive spans that
             cover them (`LLM.update_weights`).
+        routed_experts: Experts that each token was routed to, best first, uint8 or uint16
+            `[tokens - 1, layers, top_k]`: of the prompt and then of `token_ids` but the last, which
+            is not computed, by each layer with experts. None while the sample runs, if it ended
+            before its prompt was computed, and without `enable_return_routed_experts`.
     """
 
     index: int
@@ -75,6 +80,7 @@ class CompletionOutput(DeferredLogprobs):
     stop_reason: str | int | None = None
     logprobs: list[dict[int, Logprob]] | None = dataclasses.field(default_factory=none)
     weight_versions: list[WeightVersionSpan] = dataclasses.field(default_factory=list)
+    routed_experts: Experts | None = dataclasses.field(default=None, compare=False)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -158,6 +164,7 @@ class RequestOutput:
                     stop_reason=delta.stop_reason,
                     logprobs=delta.logprobs,
                     weight_versions=delta.weight_versions,
+                    routed_experts=delta.routed_experts,
                 )
                 for each in samples
                 if (delta := found.get(each.index)) is not None
@@ -184,10 +191,11 @@ class TextDelta(DeferredLogprobs):
     """Output of a streamed sample since its last delta.
 
     With `output_kind` FINAL_ONLY a sample has one delta, at its end. The fields are those of
-    `CompletionOutput`, for the tokens of the delta. Two are set only once:
+    `CompletionOutput`, for the tokens of the delta. Three are set only once:
 
     Attributes:
         metrics: Set in the last delta of the sample, else None.
+        routed_experts: Those of all tokens, set in the last delta of the sample, else None.
         prompt_logprobs: `RequestOutput.prompt_logprobs`, set in the first delta, else None.
     """
 
@@ -201,6 +209,7 @@ class TextDelta(DeferredLogprobs):
     index: int = 0
     stop_reason: str | int | None = None
     weight_versions: list[WeightVersionSpan] = dataclasses.field(default_factory=list)
+    routed_experts: Experts | None = dataclasses.field(default=None, compare=False)
 
 
 class Stream(Iterator[TextDelta]):
@@ -364,6 +373,7 @@ class Sample:
             logprobs=self._logprobs(first, tokens),
             weight_versions=spans(request.weight_starts, first, request.num_output),
             prompt_logprobs=self.prompt_logprobs() if is_first else None,
+            routed_experts=self._routed_experts() if is_over else None,
         )
 
     def output(self) -> CompletionOutput:
@@ -378,6 +388,7 @@ class Sample:
             logprobs=self._logprobs(0, self.request.output),
             stop_reason=self.stop_reason,
             weight_versions=spans(self.request.weight_starts, 0, self.request.num_output),
+            routed_experts=self._routed_experts(),
         )
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
@@ -389,6 +400,12 @@ class Sample:
         if num_top is None or any(row is None for row in rows):
             return None
         return [None, *readable(rows, self.request.prompt[1:], num_top, self._text_of)]
+
+    def _routed_experts(self) -> Experts | None:
+        request = self.request
+        if not request.finish or request.routes is None:
+            return None
+        return request.routes.first(len(request.tokens) - 1)
 
     def _logprobs(self, first: int, tokens: list[int]) -> Any:
         """Return the deferred logprobs of `tokens`, which begin at output index `first`."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxspec.requests.logits_processors import ProcessorArgs
+from jaxspec.requests.routed_tokens import RoutedTokens
 from jaxspec.requests.sampling_features import BIAS, SamplingFeatures
 from jaxspec.requests.sampling_params import SamplingParams
 
@@ -203,6 +204,7 @@ class Request:
     cache_salt: str | None = None  # only requests with equal salts share cached prefixes
     cache_boundaries: tuple[int, ...] = ()  # prefix lengths at which later prompts will diverge
     is_prefill_only: bool = False  # another engine computes the last prompt token and decodes
+    returns_routes: bool = False  # the experts of its tokens are returned (`routes`)
     processor_args: ProcessorArgs | None = None  # None if it uses no logits processor
     grammar: Any = None  # the `grammar.Grammar` of its output; None if any token may follow
     # In the engine's process, one of the first two for a request with a grammar:
@@ -217,6 +219,7 @@ class Request:
     prompt_logprobs: list[Any] = dataclasses.field(default_factory=list)  # None until computed
     # Versions of the weights that made the output, and the index of the first token of each.
     weight_starts: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+    routes: RoutedTokens | None = None  # experts of its tokens, since it left its row
     num_cached_tokens: int = 0  # number of prompt tokens in the cached prefix
     finish: Finish = Finish.RUNNING
     is_streamed: bool = False  # a caller reads the tokens while the request runs

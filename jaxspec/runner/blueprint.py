@@ -59,6 +59,7 @@ class Blueprint:
         drafter: CheckpointModule | None = None,
         group: Group = ALONE,
         processors: tuple[LogitsProcessor, ...] = (),
+        routes: bool = False,
     ) -> "Blueprint":
         """Return the blueprint of an engine.
 
@@ -73,6 +74,7 @@ class Blueprint:
             drafter: Model or head that the proposer drafts with; its parameters may be abstract.
             group: Devices that share the model; both models have the sizes of one of them.
             processors: Logits processors of the engine.
+            routes: Record the experts of each token.
         """
         graph, weights = nnx.split(model)
         leaves, tree = jax.tree.flatten(weights)
@@ -85,6 +87,7 @@ class Blueprint:
             states=states,
             group=group,
             processors=processors,
+            routes=routes,
         )
         config = StepConfig(
             shapes=shapes,

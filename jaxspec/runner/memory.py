@@ -111,12 +111,15 @@ class MemoryUsage:
         states: StateConfig,
         group: Group = ALONE,
         processors: tuple[LogitsProcessor, ...] = (),
+        routes: bool = False,
     ) -> "MemoryUsage":
         """Return the memory use for a model and its drafter; their parameters may be abstract.
 
-        It is that of each device of the group that shares the model.
+        It is that of each device of the group that shares the model. With `routes` the experts of
+        each token are recorded.
         """
-        options = CacheOptions(dtype, kv_dtype, jnp.dtype(states.dtype), state_policy(states))
+        state_dtype = jnp.dtype(states.dtype)
+        options = CacheOptions(dtype, kv_dtype, state_dtype, state_policy(states), routes)
         weights = _described(model)
         tables, drawn_ids, specs = (), 0, specs_of(model, proposer, options)
         if proposer is not None:
@@ -159,7 +162,8 @@ def specs_of(
 ) -> tuple[CacheSpec, ...]:
     """Return the specs of all pools, the proposer's last."""
     own = () if proposer is None else proposer.cache_specs(options)
-    return *model.cache_specs(options), *own
+    routes = (model.routes_spec(),) if options.routes else ()
+    return *model.cache_specs(options), *routes, *own
 
 
 def _tables(

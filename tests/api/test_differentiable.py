@@ -146,3 +146,22 @@ def test_a_share_of_a_model_is_refused():
     opened = unread(FIXTURES / "llama", jnp.dtype("float32"), group=Group(2))
     with opened as found, pytest.raises(ValueError, match="2 share"):
         jaxspec.differentiable(found.model)
+
+
+def test_a_dense_model_has_no_experts_to_replay(made):
+    tokens, lengths = padded(prompts(3))
+    with pytest.raises(ValueError):
+        made.made.logprobs(
+            made.params, tokens, lengths, routed_experts=np.zeros((3, 63, 4, 2), np.uint8)
+        )
+
+
+@pytest.mark.parametrize(
+    "experts", [np.zeros((3, 64, 2, 3), np.uint8), np.zeros((3, 63, 2, 3), np.float32)]
+)
+def test_experts_of_another_shape_or_kind_are_refused(experts):
+    """nemotron_h has two layers with experts, of which tokens choose three."""
+    made = jaxspec.differentiable(load_model(FIXTURES / "nemotron_h", jnp.float32))
+    tokens, lengths = padded(prompts(3))
+    with pytest.raises(ValueError):
+        made.logprobs(made.params, tokens, lengths, routed_experts=experts)

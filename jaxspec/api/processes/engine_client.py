@@ -111,7 +111,8 @@ class EngineClient:
         """Report that a sample with stop strings was read to its end; see `EngineThread.submit`."""
         self._channel.notify("settle", submission.number, sample_stream.index, end)
         submission.unsettled.discard(sample_stream.index)
-        submission.running.discard(sample_stream.index)
+        if not sample_stream.request.returns_routes:  # else a delta with them will follow
+            submission.running.discard(sample_stream.index)
         self._end_if_over(submission)
 
     def abort(self, submission: Submission) -> None:

@@ -63,6 +63,8 @@ class Buffer(OutputBuffer):
             if not sample.request.finish:
                 sample.request.finish = Finish.ERROR
                 self._due[sample] = None
+        self._due |= dict.fromkeys(self._unrouted)  # their routes will not come
+        self._unrouted.clear()
         self.error = None
         self._wake()
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import checks, parallel
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.moe import routes
 from jaxspec.pallas.norm.residual import sum_parts
 
 
@@ -104,7 +105,7 @@ def moe_route(
     live: Bool[Array, " tokens"],
     rule: Routing,
 ) -> Choices:
-    """Choose the experts of each token.
+    """Choose the experts of each token, or take those that are replayed (`pallas.moe.routes`).
 
     The lower expert wins ties. A live row with NaN among its experts' scores gets arbitrary
     experts, and NaN as the weight of each chosen one.
@@ -118,11 +119,16 @@ def moe_route(
             for them.
         rule: scores, groups and weights.
     """
+    if (given := routes.replayed_here()) is not None:
+        return moe_route_reference(scores, bias, live, rule, given)
     if dispatch.runs_kernel("moe_route", why_not_kernel(scores, rule), rows=live.shape[0]):
         from jaxspec.pallas.moe.route_kernel import moe_route_kernel
 
-        return Choices(*moe_route_kernel(scores, bias, live, rule))
-    return moe_route_reference(scores, bias, live, rule)
+        choices = Choices(*moe_route_kernel(scores, bias, live, rule))
+    else:
+        choices = moe_route_reference(scores, bias, live, rule)
+    routes.record(choices.experts, rule.num_chosen)
+    return choices
 
 
 def why_not_kernel(scores, rule):
@@ -153,7 +159,12 @@ def own_choices(choices: Choices, rule: Routing, held: int) -> Choices:
     return Choices(experts.astype(jnp.int32), weights, rule.num_experts // held)
 
 
-def moe_route_reference(scores, bias, live, rule):
+def moe_route_reference(scores, bias, live, rule, given=None):
+    """Route by XLA.
+
+    `given` are experts in place of the best ones, `[tokens, chosen]`. Their weights are computed
+    from all scores. One that is not among the routed experts makes the weights NaN.
+    """
     scores = sum_parts(scores, jnp.float32)
     logits = scores[:, : rule.num_experts].astype(jnp.float32)
     by_softmax = rule.score == "softmax"
@@ -162,7 +173,12 @@ def moe_route_reference(scores, bias, live, rule):
     has_nan = jnp.any(jnp.isnan(compared), axis=1, keepdims=True)
     if rule.top_groups < rule.groups:
         compared = jnp.where(_in_top_groups(compared, rule), compared, -jnp.inf)
-    _, experts = lax.top_k(compared, rule.num_chosen)
+    if given is None:
+        _, experts = lax.top_k(compared, rule.num_chosen)
+    else:
+        are_experts = (given >= 0) & (given < rule.num_experts)
+        has_nan |= ~jnp.all(are_experts, axis=1, keepdims=True)
+        experts = jnp.where(are_experts, given, 0)
     weights = jnp.take_along_axis(score, experts, axis=1)
     if rule.renormalise:
         weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + rule.eps)

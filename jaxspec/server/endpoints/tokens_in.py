@@ -3,12 +3,15 @@
 A proxy renders a chat or a prompt once, and sends the ids to any server with the same model.
 """
 
+import base64
 import contextlib
 import dataclasses
+import io
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import numpy as np
 import orjson
 from pydantic import Field
 from starlette.responses import Response
@@ -142,12 +145,22 @@ def _choice(number: int, delta: TextDelta, params: SamplingParams, service: Serv
     if params.logprobs is not None:
         content = chat_logprobs(delta.logprobs or (), params.logprobs, service.tokenizer)
         logprobs = {"content": content}
-    return {
+    choice: Json = {
         "index": number,
         "logprobs": logprobs,
         "finish_reason": delta.finish_reason,
         "token_ids": delta.token_ids,
     }
+    if delta.routed_experts is not None:
+        choice["routed_experts"] = _npy(delta.routed_experts)
+    return choice
+
+
+def _npy(array: np.ndarray) -> str:
+    """Return the array as a .npy file in base64; it has the shape and the dtype."""
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 @router.post("/v1/chat/completions/render")

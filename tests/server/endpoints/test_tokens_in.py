@@ -1,10 +1,15 @@
 """Token ids in, token ids out: what a proxy renders once and sends on."""
 
+import base64
+import io
 import json
 
+import numpy as np
 import pytest
 
 from jaxspec import SamplingParams
+from jaxspec.requests.outputs import TextDelta
+from jaxspec.server.endpoints.tokens_in import _choice
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 SAMPLED = {"temperature": 0.9, "seed": 3, "max_tokens": 12}
@@ -84,3 +89,14 @@ def test_bad_input_is_a_400(served, body, said):
     error = found.json()["error"]
     assert found.status_code == 400 and said in error["message"]
     assert "vllm_xargs" not in f"{error}"  # a field of other routes
+
+
+def test_experts_of_tokens_are_a_npy_file_in_base64():
+    experts = np.arange(24, dtype=np.uint16).reshape(4, 2, 3)
+    delta = TextDelta("", [7, 8], "length", routed_experts=experts)
+    choice = json.loads(json.dumps(_choice(0, delta, SamplingParams(), None)))
+    file = io.BytesIO(base64.b64decode(choice["routed_experts"]))
+    found = np.load(file, allow_pickle=False)
+    assert found.dtype == experts.dtype
+    np.testing.assert_array_equal(found, experts)
+    assert "routed_experts" not in _choice(0, TextDelta("", [7]), SamplingParams(), None)
