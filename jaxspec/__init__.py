@@ -10,8 +10,10 @@ from jaxspec.api.llm_engine import LLMEngine
 from jaxspec.api.weight_updates import WeightUpdate
 from jaxspec.engine.async_stream import AsyncStream
 from jaxspec.engine.errors import (
+    AsleepError,
     DrainingError,
     EngineDeadError,
+    PausedError,
     QueueFullError,
     QueueTimeoutError,
     ServiceError,
@@ -38,6 +40,7 @@ AsyncLLMEngine = AsyncLLM
 
 __all__ = [
     "LLM",
+    "AsleepError",
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
@@ -53,6 +56,7 @@ __all__ = [
     "LLMEngine",
     "LogitsProcessor",
     "Logprob",
+    "PausedError",
     "Prefix",
     "QueueFullError",
     "QueueTimeoutError",
