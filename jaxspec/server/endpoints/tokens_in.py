@@ -147,6 +147,7 @@ def _choice(number: int, delta: TextDelta, params: SamplingParams, service: Serv
         "logprobs": logprobs,
         "finish_reason": delta.finish_reason,
         "token_ids": delta.token_ids,
+        "weight_versions": delta.weight_versions,
     }
 
 
