@@ -10,8 +10,10 @@ from jaxspec.api.llm_engine import LLMEngine
 from jaxspec.api.weight_updates import WeightUpdate
 from jaxspec.engine.async_stream import AsyncStream
 from jaxspec.engine.errors import (
+    AsleepError,
     DrainingError,
     EngineDeadError,
+    PausedError,
     QueueFullError,
     QueueTimeoutError,
     ServiceError,
@@ -40,6 +42,7 @@ AsyncLLMEngine = AsyncLLM
 
 __all__ = [
     "LLM",
+    "AsleepError",
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
@@ -56,6 +59,7 @@ __all__ = [
     "LogitsProcessor",
     "Logprob",
     "Model",
+    "PausedError",
     "Prefix",
     "QueueFullError",
     "QueueTimeoutError",

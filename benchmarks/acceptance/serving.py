@@ -1,4 +1,4 @@
-"""Kept prefixes, a request that moves, updated weights, AsyncLLM and HTTP with 64 clients."""
+"""Kept prefixes, a request that moves, updates, sleep, AsyncLLM and HTTP with 64 clients."""
 
 import asyncio
 import itertools
@@ -47,6 +47,7 @@ def serving(rows: Rows) -> None:
         rows.measure("export and import", lambda: moved(bench, folder, rows), needs=20.0)
         if not any(leaf.dtype.itemsize == 1 for leaf in llm.weight_specs("own").values()):
             rows.measure("update of weights", lambda: updated(bench), needs=20.0)
+        rows.measure("sleep", lambda: slept(bench), needs=20.0)
         llm.close()
         rows.measure("AsyncLLM", lambda: by_tasks(folder, rows), needs=30.0)
         rows.measure("HTTP", lambda: by_http(bench, folder, rows), needs=45.0)
@@ -149,6 +150,33 @@ def updated(bench: Bench) -> Row:
         "same_tokens": ids[before:] == again,
         "gigabytes": by_host.num_bytes / 1e9,
         **milliseconds(from_host=by_host.seconds, from_device=by_device),
+    }
+
+
+def slept(bench: Bench) -> Row:
+    """Sleep and wake up in the middle of a stream, with the weights on the host."""
+    llm, tokens = bench.llm, bench.sizes.tokens
+    (prompt,), params = bench.prompts(1), _greedy(tokens)
+    whole = llm.generate([prompt], params)[0].outputs[0].token_ids
+    held = sum(llm.metrics()["memory_bytes"].values())
+    with bench.alone(), llm.stream(prompt, params) as pieces:
+        ids = next(pieces).token_ids
+        start = time.perf_counter()
+        llm.sleep()
+        asleep = time.perf_counter()
+        left = sum(llm.metrics()["memory_bytes"].values())
+        waking = time.perf_counter()
+        llm.wake_up()
+        awake = time.perf_counter()
+        before = len(ids)
+        ids += [id for piece in pieces for id in piece.token_ids]
+    if left or not 0 < before < tokens or len(ids) != tokens:
+        raise ValueError(f"{left} bytes held asleep; {before} tokens before, {len(ids)} in all.")
+    return {
+        "tokens_awake": before,
+        "same_tokens": ids == whole,
+        "gigabytes": held / 1e9,
+        **milliseconds(sleep=asleep - start, wake=awake - waking),
     }
 
 

@@ -9,14 +9,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import jax
-import numpy as np
-
-from jaxspec.api.async_calls import AsyncCalls, EngineCall, Prepare, WorkerSpec
+from jaxspec.api.async_calls import EngineCall, Prepare, WorkerSpec
+from jaxspec.api.async_rollouts import AsyncRollouts
 from jaxspec.api.engine_args import EngineArgs
 from jaxspec.api.llm_engine import LLMEngine
 from jaxspec.api.replicated_engine import ReplicatedEngine, replicated
-from jaxspec.api.weight_updates import Mode, SpecKind, WeightUpdate
 from jaxspec.checks import integer, real, shown
 from jaxspec.engine.admission import Admission
 from jaxspec.engine.async_stream import AsyncStream, OutputQueue
@@ -32,7 +29,7 @@ from jaxspec.requests.request import Request
 _Receiver = TypeVar("_Receiver", bound=Receiver)
 
 
-class AsyncLLM(AsyncCalls):
+class AsyncLLM(AsyncRollouts):
     """Model for concurrent tasks of an event loop.
 
     The engine runs in its own thread, and prompts are tokenized in a few others, so the event loop
@@ -289,75 +286,6 @@ class AsyncLLM(AsyncCalls):
     async def _control(self, call: EngineCall) -> Any:
         check_process(self._process)
         return await self._pool.run(getattr(self._engine, call))
-
-    # Weights
-
-    async def update_weights(
-        self,
-        weights: Any = None,
-        *,
-        version: str | None = None,
-        mode: Mode = "keep",
-        keep: Sequence[str] = (),
-        drafter: Any = None,
-        check_finite: bool = False,
-    ) -> WeightUpdate:
-        """Run `LLM.update_weights` in a thread; steps go on until the tensors are checked.
-
-        Args:
-            weights: As in `LLM.update_weights`.
-            version: As in `LLM.update_weights`.
-            mode: As in `LLM.update_weights`; streams that it aborts end with "abort".
-            keep: As in `LLM.update_weights`.
-            drafter: As in `LLM.update_weights`.
-            check_finite: As in `LLM.update_weights`.
-
-        Returns:
-            The version, and counts.
-
-        Raises:
-            ValueError, RuntimeError: as in `LLM.update_weights`.
-        """
-        check_process(self._process)
-        update = functools.partial(
-            self._engine.update_weights,
-            weights,
-            version=version,
-            mode=mode,
-            keep=keep,
-            drafter=drafter,
-            check_finite=check_finite,
-        )
-        return await self._pool.run(lambda: self._updated(update), is_long=True)
-
-    def _updated(self, update: Callable[[], WeightUpdate]) -> WeightUpdate:
-        """Return `update()`, called in the pool: a cancelled call does not end it."""
-        try:
-            return update()
-        finally:
-            if isinstance(self._thread, EngineThread):
-                self._thread.note_ended()
-
-    async def export_weights(self) -> dict[str, np.ndarray]:
-        """Run `LLM.export_weights` in a thread; raises as it does."""
-        check_process(self._process)
-        return await self._pool.run(self._engine.export_weights, is_long=True)
-
-    def weight_specs(self, kind: SpecKind = "published") -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the result of `LLM.weight_specs`.
-
-        Args:
-            kind: As in `LLM.weight_specs`.
-
-        Raises:
-            ValueError: as in `LLM.weight_specs`.
-        """
-        return self._engine.weight_specs(kind)
-
-    @property
-    def weight_version(self) -> str:
-        """Version of the current weights."""
-        return self._engine.weight_version
 
     # Status and metrics
 

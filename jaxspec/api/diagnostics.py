@@ -160,6 +160,7 @@ class Diagnostics:
 
     def _restart_flight_in_turn(self) -> None:
         self.session.require_usable()
+        self.session.gate.check_awake()
         self._require_flight().restart(lambda: self.session.guarded(self._runner.copy_state))
 
     def _require_flight(self) -> FlightRecorder:

@@ -149,6 +149,7 @@ def _model_of(engine: LLMEngine) -> Model:
             "each replica is in its own. Load it with data_parallel_size=1."
         )
     engine.session.require_usable()
+    engine.session.gate.check_awake("weights")
     return engine._runner.model()
 
 

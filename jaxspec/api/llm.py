@@ -173,6 +173,7 @@ class LLM(TransferEngine):
                     left.pop()
                     continue
                 self.step()
+                self.session.gate.wait()
                 if not bar.disable:
                     progress_bar.move(bar, samples, sum(not each.is_taken for each in samples))
         return [RequestOutput.of(group) for group in groups]

@@ -10,7 +10,8 @@ from typing import Any, Self
 from jaxspec.api.engine_args import EngineArgs
 from jaxspec.api.inputs import InputProcessor
 from jaxspec.api.loading import Loaded, load
-from jaxspec.api.weight_updates import WeightUpdates, check_version
+from jaxspec.api.pausing import Pausing
+from jaxspec.api.weight_updates import check_version
 from jaxspec.checks import integer, shown
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request_histograms import RequestHistograms
@@ -39,7 +40,7 @@ RPC_METHODS = (
 """Methods that `LLMEngine.collective_rpc` calls."""
 
 
-class LLMEngine(WeightUpdates):
+class LLMEngine(Pausing):
     """Loaded model with its session and tokenizer. Thread-safe.
 
     Compiles the programs that samples need. `LLM` and `AsyncLLM` step the session; `add_request`
@@ -227,6 +228,7 @@ class LLMEngine(WeightUpdates):
             ValueError, RuntimeError: as in `LLM.generate`.
         """
         self.session.require_usable()
+        self.session.gate.check_admits()
         for request in (sample.request for sample in samples):
             key = self._request_key(request.prompt, request.seed)
             request.proposer_key = integer("request_key", key, 0, INT32_MAX)
@@ -289,7 +291,7 @@ class LLMEngine(WeightUpdates):
             Exception: the step failed; all requests end with "error".
         """
         self.session.require_usable()
-        if self.session.has_work:
+        if self.session.can_step:
             self.session.step()
         outputs = list[RequestOutput]()
         for request_id, samples in list(self._added.items()):
@@ -416,6 +418,7 @@ def _inputs_of(loaded: Loaded) -> InputProcessor:
 def _in_usable_turn(session: Session, act: Callable[[], object]) -> object:
     def checked() -> object:
         session.require_usable()  # another thread may have closed the session
+        session.gate.check_awake()
         return act()
 
     return session.in_turn(checked)

@@ -230,6 +230,22 @@ class ReplicatedEngine(LLMEngine):
         """Raise ValueError: replicas keep the weights of their checkpoint."""
         raise self._refusal("export_weights", "Start one LLM per GPU to update weights")
 
+    def pause(self, mode: Any = "keep", **options: Any) -> None:
+        """Raise ValueError: replicas are not paused."""
+        raise self._refusal("pause", "Start one LLM per GPU to pause it")
+
+    def resume(self) -> None:
+        """Raise ValueError: replicas are not paused."""
+        raise self._refusal("resume", "Start one LLM per GPU to pause it")
+
+    def sleep(self, level: Any = 1, mode: Any = "keep", **options: Any) -> None:
+        """Raise ValueError: replicas keep their memory."""
+        raise self._refusal("sleep", "Start one LLM per GPU to let it sleep")
+
+    def wake_up(self, tags: Any = None) -> None:
+        """Raise ValueError: replicas keep their memory."""
+        raise self._refusal("wake_up", "Start one LLM per GPU to let it sleep")
+
     def export_request(self, request_id: str) -> RequestState:
         """Raise ValueError: requests migrate between single engines."""
         raise self._refusal("export_request", "Start one LLM per GPU to migrate between them")

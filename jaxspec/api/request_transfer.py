@@ -42,6 +42,7 @@ class TransferEngine(LLMEngine):
             RuntimeError: as in `generate`.
         """
         self.session.require_usable()
+        self.session.gate.check_awake()
         self._check_nodes()
         name = str(request_id)
         samples = self.session.of_request(name)
@@ -91,6 +92,7 @@ class TransferEngine(LLMEngine):
             RuntimeError: the request was aborted or failed, or as in `generate`.
         """
         self.session.require_usable()
+        self.session.gate.check_awake()
         self._check_nodes()
         sample, *others = self.inputs.process_one(
             prompt, sampling_params, request_id, priority, call="prefill"
@@ -140,6 +142,7 @@ class TransferEngine(LLMEngine):
             RuntimeError: as in `generate`.
         """
         self.session.require_usable()
+        self.session.gate.check_awake()
         self._check_nodes()
         if not isinstance(state, RequestState):
             raise ValueError(
@@ -197,6 +200,7 @@ class TransferEngine(LLMEngine):
 
     def _compile_copies_in_turn(self) -> None:
         self.session.require_usable()
+        self.session.gate.check_awake()
         self._check_nodes()
         runner = self._runner
         if not self.limits.caches_prefixes:

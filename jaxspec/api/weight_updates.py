@@ -1,5 +1,6 @@
 """`WeightUpdates`: new weights for a loaded engine, between two steps; the versions of weights."""
 
+import contextlib
 import functools
 import threading
 import time
@@ -132,18 +133,14 @@ class WeightUpdates(Diagnostics):
         Raises:
             ValueError: tensors are missing, unexpected, doubled, deleted or not finite, or have a
                 wrong shape or dtype; or another argument is invalid. Nothing is changed.
-            RuntimeError: the engine is closed, is being updated, or has several nodes; this is a
-                forked child of its process, or a call from within a step. Or an earlier update
-                ended before it was complete, and `keep` would leave some of its weights.
+            RuntimeError: the engine is closed, is being updated, or has its weights on the host
+                (`sleep`); this is a forked child of its process, or a call from within a step. Or
+                `keep` would leave weights of an update that was not completed, or dropped ones.
         """
         self.session.require_open()
         self._check_arguments(weights, mode, keep, drafter, check_finite)
-        if not self._updating.acquire(blocking=False):
-            raise RuntimeError(
-                "One update of weights runs at a time, and another thread's has not ended. Call "
-                "update_weights again after it."
-            )
-        try:
+        with self._no_update("update_weights"):
+            self._check_awake(weights, keep, drafter)
             if version is None:
                 version = self._next_version()
             if check_version(version) in self._versions:
@@ -162,8 +159,6 @@ class WeightUpdates(Diagnostics):
             # Steps go on meanwhile. DLPack shares memory that the caller may write to afterwards.
             await_copies((*self._runner.weights, *self._runner.drafter_weights))
             return updated
-        finally:
-            self._updating.release()
 
     def export_weights(self) -> dict[str, np.ndarray]:
         """Return copies of the model's weights on the host, by published names.
@@ -177,7 +172,7 @@ class WeightUpdates(Diagnostics):
         Raises:
             ValueError: matrices are held in 8 or 4 bits.
             RuntimeError: the engine is closed or has several nodes, or this is a forked child of
-                its process.
+                its process, or it sleeps.
         """
         self.session.require_usable()
         self._check_nodes_of_weights()
@@ -188,7 +183,20 @@ class WeightUpdates(Diagnostics):
                 "this engine are held in 8 or 4. Create the LLM with quantization='dequantise', or "
                 "save the weights of the trainer."
             )
-        return exported(model, self.session.in_turn(lambda: self._runner.weights))
+        return exported(model, self.session.in_turn(self._weights_in_turn))
+
+    @contextlib.contextmanager
+    def _no_update(self, call: str) -> Iterator[None]:
+        """Exclude other threads that replace or move weights."""
+        if not self._updating.acquire(blocking=False):
+            raise RuntimeError(
+                "Weights are updated or moved by one call at a time, and another thread's has not "
+                f"ended. Call {call} again after it."
+            )
+        try:
+            yield
+        finally:
+            self._updating.release()
 
     def _compile_updates(self, fillings: _Fillings) -> None:
         """Compile programs for trees of new names or dtypes, while steps go on."""
@@ -200,6 +208,10 @@ class WeightUpdates(Diagnostics):
 
     # In a turn
 
+    def _weights_in_turn(self) -> tuple[jax.Array, ...]:
+        self.session.gate.check_awake("weights")
+        return self._runner.weights
+
     def _update_in_turn(self, fillings: _Fillings, version: str, mode: Mode) -> WeightUpdate:
         session, runner = self.session, self._runner
         session.require_open()  # another thread may have closed the session
@@ -210,6 +222,7 @@ class WeightUpdates(Diagnostics):
             runner.replace_weights(_values(fillings.model), _values(fillings.drafter))
             num_requests = session.guarded(lambda: self._renew(version, mode))
             session.mend()
+            session.gate.open("weights")  # after `sleep(2)`
             self._versions.add(version)
         except BaseException:
             if before != runner.num_changes:
@@ -256,11 +269,21 @@ class WeightUpdates(Diagnostics):
                 "update_weights takes weights, drafter or both, got None for both. Pass a mapping "
                 "from the names of weight_specs() to arrays."
             )
-        has_all = weights is not None and (drafter is not None or self._layouts.drafter is None)
-        if self.session.is_broken and (keep or not has_all):
+
+    def _check_awake(self, weights: Any, keep: Sequence[str], drafter: Any) -> None:
+        """Refuse to replace weights on the host, or a part of weights that are not there."""
+        if self._runner.has_put_away:
             raise RuntimeError(
-                "An earlier update ended before it was complete, so no parameter may stay as it "
-                "is. Pass all tensors, without keep."
+                "Weights must be on the devices to be updated, and this LLM sleeps with its "
+                "weights on the host. Call wake_up(['weights']) first, or sleep(2) to drop them."
+            )
+        has_all = weights is not None and (drafter is not None or self._layouts.drafter is None)
+        is_lost = self.session.gate.is_closed_by("weights")
+        if (self.session.is_broken or is_lost) and (keep or not has_all):
+            why = "sleep(2) dropped all weights" if is_lost else "An earlier update broke off"
+            raise RuntimeError(
+                f"{why}, so no parameter can stay as it is. Pass all tensors, without keep"
+                f"{', and those of the drafter' if self._layouts.drafter else ''}."
             )
 
     def _check_nodes_of_weights(self) -> None:

@@ -107,10 +107,15 @@ class Admission:
 
     def drain(self) -> concurrent.futures.Future[None]:
         """Refuse new requests; the returned future is done when all others have finished."""
+        with self._lock:
+            self._why_not = self._why_not or DrainingError
+        return self.idle()
+
+    def idle(self) -> concurrent.futures.Future[None]:
+        """Return a future that is done once no request is unfinished."""
         idle = concurrent.futures.Future[None]()
         idle.set_running_or_notify_cancel()  # makes it impossible to cancel
         with self._lock:
-            self._why_not = self._why_not or DrainingError
             self._idle.append(idle)
         self._tell_if_idle()
         return idle

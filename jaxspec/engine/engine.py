@@ -158,10 +158,16 @@ class Engine:
         copy_in(self.scheduler.prefixes, request, copied)
         self._dispatch_copies()
 
-    def drain(self) -> None:
-        """Collect all dispatches in flight. Outputs for finished requests are ignored."""
+    def drain(self) -> list[Progress]:
+        """Collect all dispatches in flight. Outputs for finished requests are ignored.
+
+        Returns:
+            The progress of the other requests.
+        """
+        progress = list[Progress]()
         while self._in_flight:
-            self._collect()
+            progress += self._collect()
+        return progress
 
     def reset(self) -> None:
         """Drop all dispatches in flight and empty the device; all requests must have finished."""
@@ -213,8 +219,7 @@ class Engine:
 
         The device runs the first half meanwhile.
         """
-        while self._in_flight:
-            progress += self._collect()
+        progress += self.drain()
         started = time.perf_counter()
         step = self.scheduler.complete(step)
         planned = time.perf_counter()

@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jaxspec.engine.admission import Admission
 from jaxspec.engine.errors import DrainingError, EngineDeadError
@@ -23,6 +23,7 @@ from jaxspec.requests.outputs import Sample
 MakeSampleStream = Callable[[Sample], SampleStream]
 Settle = Callable[[SampleStream, int | None], None]
 _Receiver = TypeVar("_Receiver", bound=Receiver)
+_Result = TypeVar("_Result")
 Delta = tuple[Receiver, SampleStream, TokenDelta]
 _Batch = list[Delta]
 _Mail = queue.SimpleQueue[Callable[[], object] | None]
@@ -64,6 +65,8 @@ class EngineThread:
         # alone, so that a reference to `stop` does not keep the thread's objects alive.
         self.stop = functools.partial(self._mail.put, None)
         session.listener = functools.partial(_report, self._mail)  # threads that compile may fail
+        self._calls = list[concurrent.futures.Future[Any]]()  # those of `call` without a result
+        self._calls_error: Callable[[], Exception] | None = None  # makes the error of all others
         # Used by the engine thread only:
         self._live: dict[SampleStream, Receiver] = {}  # samples without a last delta
         self._waiting: dict[Receiver, None] = {}  # requests without a first row
@@ -116,12 +119,26 @@ class EngineThread:
         """Pass on the ends of requests that the session has ended, such as all at an update."""
         self._mail.put(self._end_finished)
 
-    # Called in the engine thread, except `_note_settled` and `_at_exit`.
+    def call(self, act: Callable[[], _Result]) -> concurrent.futures.Future[_Result]:
+        """Call `act` in the engine thread between two steps.
+
+        Returns:
+            Its result. The future fails with EngineDeadError or DrainingError if the thread has
+            failed or ended before.
+        """
+        future = concurrent.futures.Future[_Result]()
+        self._calls.append(future)
+        self._mail.put(functools.partial(self._answer, future, act))
+        if self._calls_error is not None:
+            self._end_calls(self._calls_error)
+        return future
+
+    # Called in the engine thread, except `_note_settled`, `_end_calls` and `_at_exit`.
 
     def _run(self) -> None:
         try:
             while self._take_mail():
-                if self._session.has_work:
+                if self._session.can_step:
                     self._session.step()
                 if self._session.is_broken:
                     self._end_finished()  # the step has aborted what came meanwhile
@@ -135,8 +152,8 @@ class EngineThread:
         atexit.unregister(self._at_exit)
 
     def _take_mail(self) -> bool:
-        """Process all mail, and wait for mail if there is no work. Return False to stop."""
-        is_idle = not self._session.has_work
+        """Process all mail, and wait for mail if no step can run. Return False to stop."""
+        is_idle = not self._session.can_step
         while is_idle or not self._mail.empty():
             act = self._mail.get()
             if act is None:
@@ -144,6 +161,24 @@ class EngineThread:
             act()
             is_idle = False
         return True
+
+    def _answer(
+        self, future: concurrent.futures.Future[_Result], act: Callable[[], _Result]
+    ) -> None:
+        self._calls.remove(future)
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(act())
+        except Exception as error:
+            future.set_exception(error)
+        self._end_finished()  # requests that the call has aborted
+
+    def _end_calls(self, error: Callable[[], Exception]) -> None:
+        self._calls_error = error
+        while self._calls:
+            with contextlib.suppress(IndexError, concurrent.futures.InvalidStateError):
+                self._calls.pop().set_exception(error())
 
     def _let_in(self, receiver: Receiver) -> None:
         self._live.update(dict.fromkeys(receiver.sample_streams, receiver))
@@ -227,6 +262,7 @@ class EngineThread:
     def _fail(self, error: BaseException) -> None:
         """End every stream with the error, after its pending tokens."""
         self.error = error
+        self._end_calls(functools.partial(EngineDeadError, error))
         for sample_stream in self._live:
             sample_stream.release()
         self._send()
@@ -239,6 +275,7 @@ class EngineThread:
 
     def _close(self) -> None:
         receivers, failure = self.admission.close(DrainingError), None
+        self._end_calls(self._calls_error or DrainingError)
         try:
             self._session.close()
         except BaseException as error:

@@ -43,6 +43,14 @@ class DrainingError(ServiceError):
         )
 
 
+class PausedError(ServiceError):
+    """The engine is paused, and does not take the request or can't wait for it."""
+
+
+class AsleepError(PausedError):
+    """The engine sleeps, so that it can't compute anything."""
+
+
 class QueueTimeoutError(ServiceError):
     """A request waited for a row longer than `queue_timeout` and was aborted."""
 

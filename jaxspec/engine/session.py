@@ -11,10 +11,12 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeVar
 
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.gate import Gate, Reason
 from jaxspec.plan.block_plan import Copied
 from jaxspec.process import check_process
 from jaxspec.requests.outputs import Sample, TextDelta, taken
 from jaxspec.requests.request import Finish, Request
+from jaxspec.scheduler.scheduled_step import Progress
 
 _Result = TypeVar("_Result")
 
@@ -95,7 +97,7 @@ class Session:
         self._samples: dict[Request, Sample] = {}  # samples passed to the scheduler
         self._added: deque[tuple[Sample, ...]] = deque()
         self._notes: deque[Callable[[], None]] = deque()  # calls due at the end of the turn
-        self._turns = FairLock()
+        self._turns, self.gate = FairLock(), Gate()
         self.listener: Callable[[Exception], None] | None = None
         self._is_whole = True  # False during a step and until recovery from a failed one
         self._process = os.getpid()
@@ -104,6 +106,11 @@ class Session:
     @property
     def has_work(self) -> bool:
         return bool(self._added) or self.engine.has_work
+
+    @property
+    def can_step(self) -> bool:
+        """True if there is work, and no pause."""
+        return self.has_work and (self.gate.is_open or self.is_broken)
 
     def require_usable(self) -> None:
         """Raise unless the session can serve calls.
@@ -174,9 +181,13 @@ class Session:
     def step(self) -> list[Sample]:
         """Run one `Engine.step` and return the samples with new tokens or a finish reason.
 
-        After an exception all samples have finished with "error", and the session is reset.
+        While steps are paused it waits a moment. After an exception all samples have finished with
+        "error", and the session is reset.
         """
-        return self.in_turn(lambda: self.guarded(self._step_once))
+        progressed = self.in_turn(lambda: self.guarded(self._step_once))
+        if not progressed:
+            self._await_gate()
+        return progressed
 
     def run(self, samples: Sequence[Sample]) -> Generator[Sequence[Sample], None, None]:
         """Add samples and step until all have finished; yield the unfinished ones after each step.
@@ -204,7 +215,10 @@ class Session:
         try:
             self.add(samples)
             while not all(sample.is_taken for sample in samples):
-                yield from self.in_turn(lambda: self._next_deltas(samples))
+                deltas = self.in_turn(lambda: self._next_deltas(samples))
+                if not deltas:
+                    self._await_gate()
+                yield from deltas
         finally:
             self._notes.append(lambda: self._end_each(samples))
             self._do_notes()
@@ -247,12 +261,26 @@ class Session:
         finally:
             self._do_notes()
 
+    def _await_gate(self) -> None:
+        if not self.is_broken:
+            self.gate.wait()
+
     # Called within a turn
 
     @property
     def is_broken(self) -> bool:
         """True between `break_off` and `mend`."""
         return self._fault is not None
+
+    def pause(self, *reasons: Reason) -> None:
+        """Take no steps while there is one of `reasons`; collect the steps in flight."""
+        new: list[Reason] = [each for each in reasons if not self.gate.is_closed_by(each)]
+        self.gate.close(*reasons)
+        try:
+            self.guarded(lambda: self._read_each(self.engine.drain()))
+        except BaseException:
+            self.gate.open(*new)
+            raise
 
     def break_off(self, fault: str) -> None:
         """Abort all samples and drop all cached prefixes; refuse others until `mend`.
@@ -314,7 +342,13 @@ class Session:
         if self.is_closed or self.is_broken:
             self._end_each(None)  # samples added meanwhile
             return []
-        progress = self.engine.step()  # of several steps, if the last one runs in halves
+        if not self.gate.is_open:
+            return []
+        # Progress of several steps, if the last one runs in halves.
+        return self._read_each(self.engine.step())
+
+    def _read_each(self, progress: Iterable[Progress]) -> list[Sample]:
+        """Read the requests of several steps."""
         return [self._read(request) for request in dict.fromkeys(each.request for each in progress)]
 
     def _withdraw(self, sample: Sample) -> Copied | None:
@@ -331,7 +365,8 @@ class Session:
 
     def _bring(self, request: Request, copied: Copied, weight_version: str) -> None:
         self.require_usable()  # another thread may have closed the session
-        if weight_version == self.scheduler.weight_version:
+        is_asleep = self.gate.is_closed_by("weights", "kv_cache")
+        if weight_version == self.scheduler.weight_version and not is_asleep:
             self.guarded(lambda: self.engine.copy_in(request, copied))
 
     def _next_deltas(self, samples: Sequence[Sample]) -> list[TextDelta]:
@@ -379,6 +414,7 @@ class Session:
 
     def _close(self) -> None:
         self.is_closed = True
+        self.gate.open("pause", "weights", "kv_cache")
         try:
             self.guarded(lambda: self._end_each(None))
         finally:

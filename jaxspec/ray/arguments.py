@@ -72,7 +72,7 @@ _FIELDS = {**engine.OPTIONS, **SERVER, **OPTIONS}
 _REFUSED = (
     *("host", "port", "api_processes", "data_parallel_size"),
     *("nnodes", "node_rank", "master_addr", "master_port", "nodes_key_file"),
-    *("exit_on_failure", "max_stored_responses"),
+    *("exit_on_failure", "max_stored_responses", "enable_rollouts", "weights_folders"),
 )
 
 
@@ -110,7 +110,7 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
             raise ValueError(
                 f"{name} must be left out under Ray, got {shown(value)}. Ray has the port, the "
                 "processes (num_replicas) and restarts, a replica is on one host (nnodes=1), and "
-                "replicas share no stored responses."
+                "replicas share neither stored responses nor new weights."
             )
         if name not in OPTIONS and name not in vars(args):
             known = [*vars(args), *OPTIONS]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -43,6 +44,17 @@ def spans(starts: Sequence[tuple[str, int]], first: int, end: int) -> list[Weigh
         for (version, start), stop in zip(each, ends, strict=False)
         if start < stop
     ]
+
+
+def joined_spans(parts: Iterable[Sequence[WeightVersionSpan]]) -> list[WeightVersionSpan]:
+    """Return the spans of consecutive deltas as those of all their tokens."""
+    found, end = list[WeightVersionSpan](), 0
+    for span in itertools.chain.from_iterable(parts):
+        start, end = end, end + span.end - span.start
+        if found and found[-1].version == span.version:
+            start = found.pop().start
+        found.append(WeightVersionSpan(span.version, start, end))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

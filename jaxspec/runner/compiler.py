@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax.stages
 
+from jaxspec.engine.errors import AsleepError
 from jaxspec.plan.plan import AnyProgram, Program
 from jaxspec.plan.step_shapes import SchedulerLimits
 from jaxspec.requests.sampling_features import LADDER, SamplingFeatures, rung
@@ -29,6 +30,7 @@ _log = logging.getLogger(__name__)
 _BATCH = 8  # programs traced concurrently; the interpreter's exit waits for them
 _MOST_AT_ONCE = 4  # programs compiled concurrently; XLA uses several cores for each
 _EMPTY_RUNS = 3  # a GPU records its command buffers in the second run; the third is timed
+_POLL = 0.1  # seconds between looks whether the engine sleeps
 _SECONDS_AT_EXIT = 60.0  # longest wait for a compiling program at interpreter exit
 Guarded = Callable[[Callable[[], object]], object]
 
@@ -59,7 +61,8 @@ class Compiler:
         Args:
             runner: Compiles and runs programs.
             limits: Limits of the scheduler, whose plans use the programs.
-            in_turn: Calls a function while no step is dispatched.
+            in_turn: Calls a function while no step is dispatched; raises AsleepError while the
+                engine sleeps.
             guard: Calls a function, and resets the engine if it raises; used within a turn.
             publish: Called within a turn with programs that plans may use from now on.
             on_run: Called within a turn with each program and the seconds of an empty run.
@@ -81,7 +84,7 @@ class Compiler:
         """Compile the programs that requests with these features need, unless compiled.
 
         Raises:
-            RuntimeError: as in `in_turn`.
+            AsleepError, RuntimeError: as in `in_turn`.
         """
         rungs = frozenset(map(rung, feature_sets))
         if rungs <= self._served:
@@ -148,9 +151,22 @@ class Compiler:
         times = []
         for _ in range(_EMPTY_RUNS):
             run = self._guarded(lambda: times.append(self._runner.run_empty(program, compiled)))
-            self._in_turn(run)
-        self._in_turn(lambda: self._add(program, compiled, times[-1]))
+            self._in_turn_awake(run)
+        self._in_turn_awake(lambda: self._add(program, compiled, times[-1]))
         self.seconds[label(program)] = seconds
+
+    def _in_turn_awake(self, act: Callable[[], object]) -> None:
+        """Call `act` in a turn, once the engine does not sleep."""
+        while True:
+            try:
+                self._in_turn(act)
+            except AsleepError:
+                time.sleep(_POLL)
+                is_stopped = self._background is not None and self._background.stop.is_set()
+                if self._is_closed or is_stopped:
+                    raise _ClosedError from None
+            else:
+                return
 
     def _guarded(self, act: Callable[[], object]) -> Callable[[], object]:
         def run() -> object:

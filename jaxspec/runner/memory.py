@@ -33,6 +33,8 @@ HOLDER_WORDS = {
     "mailboxes": "mailboxes for the\nother devices",
 }
 """Labels in plots for the keys of `MemoryUsage.bytes`."""
+OF_WEIGHTS = frozenset({"weights", "proposer_tables"})
+"""Keys of `MemoryUsage.bytes` that are no part of the state."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,10 +34,12 @@ from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.runner.batch_state import EngineState
 from jaxspec.runner.blocks import BlockCopies
 from jaxspec.runner.blueprint import Blueprint
+from jaxspec.runner.memory import OF_WEIGHTS
 from jaxspec.runner.output import DeviceOutput, PendingOutput
 from jaxspec.runner.portable_blocks import PortableBlocks
 from jaxspec.runner.programs import program_cache, trace_processes
 from jaxspec.runner.programs.trace_processes import EarlyTraces, TraceProcesses
+from jaxspec.runner.put_away import PutAway
 from jaxspec.runner.step import jitted_step
 
 SomeProgram = TypeVar("SomeProgram", bound=AnyProgram)
@@ -72,10 +74,11 @@ class ModelRunner:
         self._holdings, self._early = blueprint.memory_usage, early
         if early is not None:
             weakref.finalize(self, early.close)
-        self._weights = tuple(jax.tree.leaves(nnx.split(model)[1]))
+        # Arrays, or their shapes while the weights are put away or dropped.
+        self._weights: tuple[Any, ...] = tuple(jax.tree.leaves(nnx.split(model)[1]))
         self._drafter, of_drafter = nnx.split(drafter)
         leaves, self._drafter_tree = jax.tree.flatten(of_drafter)
-        self._of_drafter = tuple(leaves)
+        self._of_drafter: tuple[Any, ...] = tuple(leaves)
         self._drafter_tables: Any = ()
         if proposer is not None:
             self._renew_tables(proposer)
@@ -83,6 +86,7 @@ class ModelRunner:
         # Shapes to lower programs with: weights and tables may change while other threads lower.
         operands = self._weights, self._tables
         self._operands = jax.tree.map(_like if self.group.size > 1 else _unplaced, operands)
+        self._put_away: PutAway | None = None  # weights on the host, while they are not here
         self.num_changes = 0  # of the weights; it also grows before each and after the last
         self._digest = -1, ""  # the fingerprint after this number of changes
         self._places: dict[AnyProgram, Path | None] = {}  # files in the program cache
@@ -189,6 +193,44 @@ class ModelRunner:
             self._renew_tables(self._config.proposer)
         self.num_changes += 1
 
+    @property
+    def has_weights(self) -> bool:
+        """False while they are dropped or on the host."""
+        return all(isinstance(leaf, jax.Array) for leaf in self._weights)
+
+    @property
+    def has_put_away(self) -> bool:
+        """True between `put_away` and `bring_back`."""
+        return self._put_away is not None
+
+    def put_away(self) -> None:
+        """Move the weights, and what is computed from them, to host memory, if they are here.
+
+        Other holders of the arrays keep their memory. An error changes nothing.
+        """
+        if self.has_weights:
+            tables, self._tables_tree = jax.tree.flatten(self._drafter_tables)
+            self._put_away = PutAway.of(self._weights, self._of_drafter, tuple(tables))
+            self._forget_weights()
+
+    def drop_weights(self) -> None:
+        """Drop the weights, also those in host memory, until `replace_weights` has all of them."""
+        self._put_away = None
+        self._forget_weights()
+
+    def bring_back(self) -> None:
+        """Undo `put_away`; an error changes nothing."""
+        assert self._put_away is not None
+        self._weights, self._of_drafter, tables = self._put_away.on_devices()
+        self._drafter_tables = jax.tree.unflatten(self._tables_tree, tables)
+        self._put_away = None
+
+    def _forget_weights(self) -> None:
+        """Replace the arrays by their shapes and devices, which an update needs."""
+        self._weights = tuple(map(_like, self._weights))
+        self._of_drafter = tuple(map(_like, self._of_drafter))
+        self._drafter_tables = ()
+
     @functools.cached_property
     def portable(self) -> PortableBlocks:
         """Conversions of blocks for request migration."""
@@ -199,7 +241,11 @@ class ModelRunner:
 
         By then the memory of the old state is free, and an interrupted allocation is repeated.
         """
-        self._state = None
+        self._state = self._mailbox = None
+
+    def allocate(self) -> None:
+        """Allocate the state now, if it was dropped, and not at its next use."""
+        self._state = self.state
 
     def copy_state(self) -> list[np.ndarray]:
         """Wait for the current state and return copies of its leaves on the host."""
@@ -226,7 +272,7 @@ class ModelRunner:
         """Free the device memory; no plan may be dispatched after this."""
         self._state, self._weights = None, ()
         self._of_drafter = self._drafter_tables = ()
-        self._mailbox = None
+        self._mailbox = self._put_away = None
         self._steps.clear()
         self._programs.clear()
         self.blocks.close()
@@ -313,8 +359,16 @@ class ModelRunner:
         return program in self._programs or self.blocks.is_warm(program)
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of each part of device memory; see `MemoryUsage.bytes`."""
-        return self._holdings.bytes(self.shapes)
+        """Return the bytes of each part of device memory; see `MemoryUsage.bytes`.
+
+        Parts are 0 while they are freed.
+        """
+        return {
+            name: size
+            if (self.has_weights if name in OF_WEIGHTS else self._state is not None)
+            else 0
+            for name, size in self._holdings.bytes(self.shapes).items()
+        }
 
     def _args(self, program: AnyProgram) -> tuple[Any, ...]:
         return *self._operands, self._like.of(program), self._empty_plan(program)
@@ -357,11 +411,14 @@ class ModelRunner:
 
     def _new_state(self) -> EngineState:
         """Return an empty state committed to its device like a step's outputs, to lower equally."""
-        group = self.group
-        if group.size > 1:
-            return jax.jit(group.on_each(lambda: self._holdings.empty_state(self.shapes)))()
+        if self.group.size > 1:
+            return self._allocate()
         state = self._holdings.empty_state(self.shapes)
         return jax.device_put(state, state.page_tables.sharding)
+
+    @functools.cached_property
+    def _allocate(self) -> Callable[[], EngineState]:
+        return jax.jit(self.group.on_each(lambda: self._holdings.empty_state(self.shapes)))
 
     def _renew_tables(self, proposer: Proposer) -> None:
         if self.group.size == 1:

@@ -325,6 +325,12 @@ class Scheduler:
         for parent in self.running:
             self._forked_samples.dismiss(parent)
 
+    def forget_device(self) -> None:
+        """Preempt all requests and drop all that is on the device, which will be empty."""
+        self.preempt_all()
+        self.prefixes.clear()
+        self.automata.clear()
+
     def preempt_all(self) -> None:
         """Move all running requests to the queue, in their order."""
         for request in reversed(self.running.copy()):

@@ -13,6 +13,7 @@ from jaxspec.server.endpoints import (
     completions,
     control,
     monitoring,
+    rollouts,
     tokens,
     tokens_in,
     translated,
@@ -57,6 +58,8 @@ def app_of(service: Service) -> FastAPI:
     app.state.service = service
     for endpoints in _ENDPOINTS:
         app.include_router(endpoints.router)
+    if service.options.enable_rollouts:
+        app.include_router(rollouts.router)
     return app
 
 

@@ -42,6 +42,14 @@ class ServerOptions:
     )
     protect_metrics: bool = option(False, "require an API key for /metrics, too")
     allowed_origins: tuple[str, ...] = option((), "origins allowed by CORS; * allows all")
+    enable_rollouts: bool = option(
+        False,
+        "serve the routes of trainers, such as /pause, /sleep and /update_weights, to clients with "
+        "an API key",
+    )
+    weights_folders: tuple[str, ...] = option(
+        (), "folders in which /update_weights may read weights"
+    )
     trust_request_chat_template: bool = option(
         False, "accept chat templates in requests, which run in a sandbox"
     )
@@ -152,8 +160,26 @@ class ServerOptions:
                 f"api_processes must be 1 on Windows, where processes can't share a port, got "
                 f"{self.api_processes}."
             )
+        self._check_rollouts()
         if self.port > 65535:
             raise ValueError(f"port must be at most 65535, got {self.port}.")
+
+    def _check_rollouts(self) -> None:
+        if self.enable_rollouts and not (self.api_key or self.api_key_file):
+            raise ValueError(
+                "enable_rollouts needs api_key_file or api_key, for clients change the model, got "
+                "neither. Write a key to a file."
+            )
+        if self.enable_rollouts and self.api_processes > 1:
+            raise ValueError(
+                "enable_rollouts needs api_processes=1, whose routes call the engine in their own "
+                f"process, got {self.api_processes}."
+            )
+        if self.weights_folders and not self.enable_rollouts:
+            raise ValueError(
+                "weights_folders is an option of enable_rollouts, got "
+                f"{shown(self.weights_folders)} without it. Set enable_rollouts."
+            )
 
     def keys(self) -> tuple[str, ...]:
         """Return all API keys, including those of `api_key_file`.

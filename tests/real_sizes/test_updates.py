@@ -17,7 +17,7 @@ NAMES = ("qwen3.5-0.8b", soak("nemotron-3.5-lightning-30b-a3b"), soak("lfm2-8b-a
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_follows_an_update_is_of_the_new_weights(name, tmp_path):
-    """As the text so far is continued by them; and what comes after an update back is the same."""
+    """As the text so far is continued by them, also after a sleep; an update back undoes it."""
     with make_llm(write_small(name, tmp_path), max_model_len=128, skip_tokenizer_init=True) as llm:
         whole = llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids
         old = llm.export_weights()
@@ -28,6 +28,8 @@ def test_what_follows_an_update_is_of_the_new_weights(name, tmp_path):
         with llm.stream(PROMPT, PARAMS) as deltas:
             first = next(deltas)
             update = llm.update_weights(new, mode="recompute")
+            llm.sleep()
+            llm.wake_up()
             rest = list(deltas)
         tokens = [token for delta in (first, *rest) for token in delta.token_ids]
         spans = [span for delta in (first, *rest) for span in delta.weight_versions]

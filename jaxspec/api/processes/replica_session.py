@@ -10,6 +10,7 @@ from typing import Any
 from jaxspec.api.processes.replica_group import ReplicaGroup
 from jaxspec.engine.async_stream import OutputBuffer
 from jaxspec.engine.engine_thread import MakeSampleStream, Settle
+from jaxspec.engine.gate import Gate
 from jaxspec.plan.step_shapes import StepShapes
 from jaxspec.prefix.page_pool import check_fits
 from jaxspec.process import check_process
@@ -77,6 +78,7 @@ class ReplicaSession:
 
     def __init__(self, group: ReplicaGroup, shapes: StepShapes):
         self._group, self._shapes = group, shapes
+        self.gate = Gate()  # replicas are never paused
         self._process = os.getpid()
         self._buffers: dict[Sample, Buffer] = {}  # unfinished samples
         self._added, self._mailbox = set[Buffer](), Mailbox()  # of `add`, which `step` reads

@@ -150,6 +150,7 @@ def _choice(number: int, delta: TextDelta, params: SamplingParams, service: Serv
         "logprobs": logprobs,
         "finish_reason": delta.finish_reason,
         "token_ids": delta.token_ids,
+        "weight_versions": delta.weight_versions,
     }
     if delta.routed_experts is not None:
         choice["routed_experts"] = _npy(delta.routed_experts)

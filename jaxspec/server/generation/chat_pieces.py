@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from jaxspec.requests.outputs import TextDelta
+from jaxspec.requests.outputs import TextDelta, WeightVersionSpan, joined_spans
 from jaxspec.server.generation.logprobs import chat_logprobs
 from jaxspec.server.protocol import ChatCompletionRequest
 from jaxspec.server.translate.fields import new_id
@@ -113,6 +113,7 @@ class ChatPiece(NamedTuple):
     token_ids: list[int] | None = None
     unfinished: Mapping[int, str] = {}  # `OutputParser.unfinished`, in the last piece
     tokens: Sequence[Sequence[Token]] | None = None  # of each of `pieces`
+    weight_versions: Sequence[WeightVersionSpan] = ()  # of `token_ids`
 
     def without_reasoning(self) -> "ChatPiece":
         kept = [n for n, piece in enumerate(self.pieces) if piece.kind != "reasoning"]
@@ -129,6 +130,7 @@ class ChatPiece(NamedTuple):
             extras = orjson.dumps({"content": self.logprobs, "refusal": None})
         if self.token_ids is not None:
             extras += b',"token_ids":' + orjson.dumps(self.token_ids)
+            extras += b',"weight_versions":' + orjson.dumps(self.weight_versions)
         found = []
         for place, delta in enumerate(deltas):
             if self.tokens:
@@ -190,7 +192,16 @@ class ChatPieces:
             places = delta.logprobs or ()
             logprobs = chat_logprobs(places, num_top, self._tokenizer, as_ids=as_ids)
         ids = list(delta.token_ids) if self._body.return_token_ids else None
-        return ChatPiece(pieces, logprobs, reason, delta.stop_reason, ids, unfinished, tokens)
+        return ChatPiece(
+            pieces,
+            logprobs,
+            reason,
+            delta.stop_reason,
+            ids,
+            unfinished,
+            tokens,
+            delta.weight_versions if ids else (),
+        )
 
     def _begin(self, number: int) -> OutputParser:
         parser = self._parsers[number] = self._make_parser()
@@ -217,11 +228,13 @@ class Choice:
     last: ChatPiece = ChatPiece(())
     logprobs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     token_ids: list[int] = dataclasses.field(default_factory=list)
+    weight_versions: list[WeightVersionSpan] = dataclasses.field(default_factory=list)
 
     def add(self, piece: ChatPiece) -> None:
         self.pieces += piece.pieces
         self.logprobs += piece.logprobs or ()
         self.token_ids += piece.token_ids or ()
+        self.weight_versions = joined_spans([self.weight_versions, piece.weight_versions])
         self.last = piece
 
     def as_object(self, number: int) -> dict[str, Any]:
@@ -244,7 +257,8 @@ class Choice:
             "finish_reason": self.last.finish_reason,
             "stop_reason": self.last.stop_reason,
         }
-        return choice | {"token_ids": self.token_ids} if has_ids else choice
+        ids = {"token_ids": self.token_ids, "weight_versions": self.weight_versions}
+        return choice | ids if has_ids else choice
 
 
 def _choice(number: int, delta: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:

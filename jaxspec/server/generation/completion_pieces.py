@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from jaxspec.api.async_llm import AsyncStream
-from jaxspec.requests.outputs import TextDelta
+from jaxspec.requests.outputs import TextDelta, WeightVersionSpan, joined_spans
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.server.generation.logprobs import LegacyLogprobs, prompt_logprobs
 from jaxspec.server.protocol import CompletionRequest
@@ -21,6 +21,7 @@ class CompletionPiece(NamedTuple):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: Sequence[int] | None = None
+    weight_versions: Sequence[WeightVersionSpan] | None = None  # of `token_ids`
     prompt_token_ids: Sequence[int] | None = None  # in the first piece
     prompt_logprobs: Sequence[Any] | None = None  # in the first piece
 
@@ -43,7 +44,7 @@ class CompletionPiece(NamedTuple):
 
 
 # Fields of vLLM's API.
-_EXTRAS = ("stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs")
+_EXTRAS = ("stop_reason", "token_ids", "weight_versions", "prompt_token_ids", "prompt_logprobs")
 
 
 class CompletionPieces:
@@ -65,6 +66,7 @@ class CompletionPieces:
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             token_ids=tokens if body.return_token_ids else None,
+            weight_versions=delta.weight_versions if body.return_token_ids and tokens else None,
         )
         if is_first:
             self._begin(number)
@@ -104,16 +106,18 @@ def is_for_prompt_alone(body: CompletionRequest) -> bool:
 
 def joined(pieces: Sequence[CompletionPiece]) -> CompletionPiece:
     first, last = pieces[0], pieces[-1]
-    logprobs, token_ids = None, None
+    logprobs, token_ids, weight_versions = None, None, None
     if first.logprobs is not None:
         parts = [piece.logprobs or {} for piece in pieces]
         logprobs = {name: [x for each in parts for x in each[name]] for name in first.logprobs}
     if first.token_ids is not None:
         token_ids = [token for piece in pieces for token in piece.token_ids or ()]
+        weight_versions = joined_spans(piece.weight_versions or () for piece in pieces)
     return first._replace(
         text="".join(piece.text for piece in pieces),
         logprobs=logprobs,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         token_ids=token_ids,
+        weight_versions=weight_versions,
     )

@@ -12,7 +12,13 @@ from starlette.requests import Request
 
 from jaxspec.api.async_calls import AsyncCalls
 from jaxspec.engine.async_stream import AsyncStream
-from jaxspec.engine.errors import DrainingError, EngineDeadError, NoReplicaError, QueueFullError
+from jaxspec.engine.errors import (
+    DrainingError,
+    EngineDeadError,
+    NoReplicaError,
+    PausedError,
+    QueueFullError,
+)
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.server.generation.generation import Generation
 from jaxspec.server.generation.response_store import ResponseStore
@@ -33,6 +39,7 @@ _REJECTIONS = {
     DrainingError: "draining",
     EngineDeadError: "engine_dead",
     NoReplicaError: "no_replica",
+    PausedError: "paused",
 }
 
 
@@ -84,6 +91,7 @@ class Service:
         # A later turn may come to another process.
         num_stored = options.max_stored_responses if options.api_processes == 1 else 0
         self.responses = ResponseStore(num_stored, options.max_stored_mib * 2**20)
+        self.weight_update: dict[str, dict[str, Any]] | None = None  # see `endpoints.rollouts`
         self.is_draining = False  # True during shutdown: new requests are refused
 
     def check_model(self, name: str | None) -> str:

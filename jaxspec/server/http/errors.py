@@ -15,6 +15,7 @@ from jaxspec.engine.errors import (
     DrainingError,
     EngineDeadError,
     NoReplicaError,
+    PausedError,
     QueueFullError,
     QueueTimeoutError,
     ReplicaDiedError,
@@ -29,6 +30,7 @@ _TYPES = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
+    409: "ConflictError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
     500: "InternalServerError",
@@ -43,6 +45,7 @@ ENGINE_ERRORS: dict[type[Exception], tuple[int, int | None]] = {
     EngineDeadError: (503, 8),
     ReplicaDiedError: (503, 1),
     NoReplicaError: (503, 8),
+    PausedError: (503, 1),
     QueueTimeoutError: (408, None),
 }
 

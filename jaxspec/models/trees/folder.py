@@ -1,0 +1,35 @@
+"""Tensors of a folder of safetensors, in host memory."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from jaxspec.checks import shown
+from jaxspec.models.checkpoint import SafetensorsCheckpoint
+from jaxspec.models.safetensors_file import DTYPES, INTEGERS, QUANTISED
+
+_KINDS = DTYPES | INTEGERS | QUANTISED
+
+
+def read_folder(folder: Path) -> dict[str, np.ndarray]:
+    """Return all tensors of a folder by their names.
+
+    Raises:
+        FileNotFoundError, ValueError: as `SafetensorsCheckpoint`; a tensor has an unsupported
+            dtype, or a file was written to meanwhile.
+    """
+    found: dict[str, np.ndarray] = {}
+    with SafetensorsCheckpoint(folder) as checkpoint:
+        for name in sorted(checkpoint.names):
+            stored = checkpoint.stored(name)
+            if stored.dtype not in _KINDS:
+                raise ValueError(
+                    f"{shown(name)} must have one of the dtypes {', '.join(_KINDS)}, got "
+                    f"{shown(stored.dtype)}. Save it in another one."
+                )
+            values = np.empty(math.prod(stored.shape), _KINDS[stored.dtype])
+            checkpoint.read(name, 0, values)
+            found[name] = values.reshape(stored.shape)
+        checkpoint.check_unchanged()
+    return found

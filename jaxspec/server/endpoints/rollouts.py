@@ -1,0 +1,212 @@
+"""Routes of trainers, with vLLM's names: pauses, sleep, and weights from a folder.
+
+They are served with `--enable-rollouts` and an API key, because their clients change the model.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+from fastapi import Query
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.api.pausing import PauseMode
+from jaxspec.checks import shown
+from jaxspec.engine.errors import ServiceError
+from jaxspec.models.trees.folder import read_folder
+from jaxspec.server.generation.service import Service, ServiceOf
+from jaxspec.server.http.errors import ApiError, json_response
+from jaxspec.server.http.routing import make_router
+
+router = make_router()
+Collected = dict[str, dict[str, Any]]
+"""Tensors of an update that is not finished, by argument of `update_weights`."""
+
+
+class WeightFolder(BaseModel):
+    """Where new weights are: a folder of safetensors on the server's host."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    backend: Literal["checkpoint"] = "checkpoint"
+    path: str
+
+
+class WeightUpdateRequest(BaseModel):
+    """Body of /update_weights; outside of a started update, the weights are replaced at once."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    update_info: WeightFolder
+    weight_version: str | None = None
+
+
+class FinishRequest(BaseModel):
+    """Body of /finish_weight_update."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    weight_version: str | None = None
+
+
+@router.post("/pause")
+async def pause(
+    service: ServiceOf, mode: PauseMode = "abort", clear_cache: bool = True
+) -> Response:
+    """Run no steps until /resume; the defaults are vLLM's."""
+    with _answering():
+        await _llm(service).pause(mode, clear_cache=clear_cache)
+    return json_response({"status": "paused"})
+
+
+@router.post("/resume")
+async def resume(service: ServiceOf) -> Response:
+    """End a pause."""
+    with _answering():
+        await _llm(service).resume()
+    return json_response({"status": "resumed"})
+
+
+@router.get("/is_paused")
+async def is_paused(service: ServiceOf) -> Response:
+    """Return whether steps are paused."""
+    return json_response({"is_paused": _llm(service).is_paused})
+
+
+_Tags = Annotated[list[Literal["weights", "kv_cache"]] | None, Query()]
+
+
+@router.post("/sleep")
+async def sleep(
+    service: ServiceOf, level: int = 1, mode: PauseMode = "abort", tags: _Tags = None
+) -> Response:
+    """Free the device memory until /wake_up."""
+    with _answering():
+        await _llm(service).sleep(level, mode, tags=tags)  # pyright: ignore[reportArgumentType]
+    return Response()
+
+
+@router.post("/wake_up")
+async def wake_up(service: ServiceOf, tags: _Tags = None) -> Response:
+    """Restore what /sleep freed."""
+    with _answering():
+        await _llm(service).wake_up(tags)
+    return Response()
+
+
+@router.get("/is_sleeping")
+async def is_sleeping(service: ServiceOf) -> Response:
+    """Return whether device memory is freed."""
+    return json_response({"is_sleeping": _llm(service).is_sleeping})
+
+
+@router.get("/get_world_size")
+async def get_world_size(service: ServiceOf) -> Response:
+    """Return 1: trainers hand their weights to one process, on however many devices."""
+    return json_response({"world_size": 1})
+
+
+# Weights
+
+
+@router.post("/start_weight_update")
+async def start_weight_update(service: ServiceOf) -> Response:
+    """Collect the tensors of the following /update_weights until /finish_weight_update.
+
+    An earlier update that was not finished is dropped.
+    """
+    service.weight_update = {"weights": {}}
+    return json_response({"status": "started"})
+
+
+@router.post("/start_draft_weight_update")
+async def start_draft_weight_update(service: ServiceOf) -> Response:
+    """Collect the following tensors for the drafter's own checkpoint."""
+    service.weight_update = (service.weight_update or {}) | {"drafter": {}}
+    return json_response({"status": "started"})
+
+
+@router.post("/update_weights")
+async def update_weights(body: WeightUpdateRequest, service: ServiceOf) -> Response:
+    """Read weights from a folder, and replace those of the engine."""
+    folder = _allowed(service, body.update_info.path)
+    with _answering():
+        tensors = await service.llm.prepare(lambda: read_folder(folder), is_long=True)
+    if service.weight_update is None:
+        return await _apply(service, {"weights": tensors}, body.weight_version)
+    *_, last = service.weight_update.values()
+    last.update(tensors)
+    return json_response({"status": "collected", "num_tensors": len(last)})
+
+
+@router.post("/finish_weight_update")
+async def finish_weight_update(service: ServiceOf, request: Request) -> Response:
+    """Replace the weights by those collected; a refused update changes nothing and is dropped.
+
+    The body is a `FinishRequest`, or empty.
+    """
+    try:
+        body = FinishRequest.model_validate_json(await request.body() or b"{}")
+    except ValidationError as error:
+        raise ApiError.of(error) from error
+    collected, service.weight_update = service.weight_update, None
+    if not collected:
+        raise ApiError(409, "No update was started. Call /start_weight_update first.")
+    return await _apply(service, collected, body.weight_version)
+
+
+async def _apply(service: Service, trees: Collected, version: str | None) -> Response:
+    with _answering():
+        update = await _llm(service).update_weights(
+            trees.get("weights") or None, version=version, drafter=trees.get("drafter") or None
+        )
+    return json_response({"weight_version": update.version, "seconds": update.seconds})
+
+
+def _allowed(service: Service, path: str) -> Path:
+    """Return a folder whose files are in `weights_folders`, also as targets of links.
+
+    Raises:
+        ApiError: 400, it is not, or there is none.
+    """
+    roots = [Path(root).expanduser().resolve() for root in service.options.weights_folders]
+    folder = Path(path)
+    try:
+        if not folder.is_absolute() or not _is_in(folder.resolve(), roots):
+            raise ValueError
+        files = list(folder.iterdir())
+        if not all(_is_in(file.resolve(), roots) for file in files):
+            raise ValueError
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ApiError(
+            400,
+            "update_info.path must be a folder, with all of its files, in one of the server's "
+            f"weights_folders, got {shown(path)}. Start the server with --weights-folders.",
+            param="update_info.path",
+        ) from error
+    return folder.resolve()
+
+
+def _is_in(path: Path, roots: list[Path]) -> bool:
+    return any(path.is_relative_to(root) for root in roots)
+
+
+def _llm(service: Service) -> AsyncLLM:
+    return cast(AsyncLLM, service.llm)  # `enable_rollouts` needs one process
+
+
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    """Convert refusals of the engine to errors of HTTP."""
+    try:
+        yield
+    except ServiceError:
+        raise
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        raise ApiError(400, str(error)) from error
+    except RuntimeError as error:
+        raise ApiError(409, str(error)) from error

@@ -1,0 +1,221 @@
+"""The routes of trainers: pauses, sleep, weights from a folder, and versions in answers."""
+
+import json
+import threading
+import time
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from served import serving
+from trees import changed, tensors_of
+
+from jaxspec import LLM, AsyncLLM
+from jaxspec.server.options import ServerOptions
+
+KEY = "secret"
+OPTIONS = {
+    "dtype": "float32",
+    "max_num_seqs": 2,
+    "decode_buckets": [2],
+    "prefill_buckets": [32],
+    "max_model_len": 64,
+    "page_size": 4,
+    "background_compilation": False,
+}
+PROMPT = list(range(10, 30))
+ASKED = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, short_model):
+    """A folder that the server may read, with weights in two files, and one that it may not."""
+    root = tmp_path_factory.mktemp("weights")
+    new = {name: np.asarray(each) for name, each in changed(tensors_of(short_model)).items()}
+    names = sorted(new)
+    for name, some in (("allowed/new", names), ("secret", names)):
+        (root / name).mkdir(parents=True)
+        save_file({each: new[each] for each in some}, root / name / "model.safetensors")
+    for number, some in enumerate((names[::2], names[1::2])):
+        folder = root / "allowed" / f"part-{number}"
+        folder.mkdir()
+        save_file({each: new[each] for each in some}, folder / "model.safetensors")
+    (root / "allowed" / "empty").mkdir()
+    (root / "allowed" / "linked").mkdir()
+    target = root / "secret" / "model.safetensors"
+    (root / "allowed" / "linked" / "model.safetensors").symlink_to(target)
+    return root
+
+
+@pytest.fixture(scope="module")
+def trained(short_model, folders):
+    options = {"enable_rollouts": True, "api_key": [KEY]}
+    options["weights_folders"] = [str(folders / "allowed")]
+    with serving(lambda: AsyncLLM(short_model, **OPTIONS), **options) as found:
+        yield found
+
+
+@pytest.fixture
+def client(trained):
+    with trained.client(headers={"authorization": f"Bearer {KEY}"}) as found:
+        yield found
+
+
+def posted(client, path, **body):
+    answer = client.post(path, json=body) if body else client.post(path)
+    assert answer.status_code == 200, answer.text
+    return answer.json() if answer.content else None
+
+
+def choice(client, path="/v1/completions", **others):
+    return posted(client, path, **{**ASKED, **others})["choices"][0]
+
+
+def update(client, path, **others):
+    return client.post("/update_weights", json={"update_info": {"path": str(path)}, **others})
+
+
+def test_requests_wait_while_it_is_paused_or_asleep(client, trained):
+    want = choice(client)["token_ids"]
+    rounds = [
+        ("/pause?mode=keep&clear_cache=false", "/resume", (True, False)),
+        ("/sleep?level=1&mode=keep", "/wake_up", (True, True)),
+        ("/sleep?mode=wait&tags=kv_cache", "/wake_up?tags=weights&tags=kv_cache", None),
+    ]
+    for begin, end, state in rounds:
+        posted(client, begin)
+        states = client.get("/is_paused").json()["is_paused"], client.get("/is_sleeping").json()
+        if state is None:  # it refuses requests
+            assert client.post("/v1/completions", json=ASKED).status_code == 503
+        else:
+            assert (states[0], states[1]["is_sleeping"]) == state
+            found = []
+            thread = threading.Thread(target=lambda: found.append(choice(client)))  # noqa: B023
+            thread.start()
+            while not trained.llm.num_waiting:
+                time.sleep(0.001)
+            assert not found
+        posted(client, end)
+        if state is not None:
+            thread.join()
+            assert found[0]["token_ids"] == want
+        assert not client.get("/is_paused").json()["is_paused"]
+    assert choice(client)["token_ids"] == want
+
+
+def test_the_defaults_are_those_of_vllm(client):
+    """A pause aborts what runs, and refuses what comes."""
+    assert posted(client, "/pause") == {"status": "paused"}
+    refused = client.post("/v1/completions", json=ASKED)
+    assert refused.status_code == 503 and refused.headers["retry-after"]
+    assert posted(client, "/resume") == {"status": "resumed"}
+    assert posted(client, "/resume") == {"status": "resumed"}
+    assert client.get("/get_world_size").json() == {"world_size": 1}
+
+
+def test_weights_are_read_from_a_folder(client, trained, folders, short_model):
+    """At once, in parts, and after a sleep that dropped them."""
+    tensors = load_file(folders / "allowed" / "new" / "model.safetensors")
+    with LLM(short_model, weights=tensors, show_progress=False, **OPTIONS) as llm:
+        params = llm.get_default_sampling_params()
+        params.temperature, params.max_tokens = 0.0, 8
+        want = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids
+    before = choice(client)
+    assert before["token_ids"] != want
+    answer = update(client, folders / "allowed" / "new", weight_version="one")
+    assert answer.status_code == 200 and answer.json()["weight_version"] == "one"
+    found = choice(client)
+    assert found["token_ids"] == want
+    assert found["weight_versions"] == [{"version": "one", "start": 0, "end": len(want)}]
+    posted(client, "/sleep?level=2&mode=keep")
+    posted(client, "/start_weight_update")
+    for number in range(2):
+        assert update(client, folders / "allowed" / f"part-{number}").status_code == 200
+    posted(client, "/wake_up?tags=weights")
+    assert client.get("/is_sleeping").json()["is_sleeping"]
+    assert posted(client, "/finish_weight_update", weight_version="two")["weight_version"] == "two"
+    posted(client, "/wake_up?tags=kv_cache")
+    assert choice(client)["token_ids"] == want
+    assert trained.llm.weight_version == "two"
+
+
+def test_answers_have_the_versions_of_their_token_ids(client, trained):
+    version = trained.llm.weight_version
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 6}
+    chat |= {"temperature": 0, "return_token_ids": True}
+    asked = [
+        ("/v1/completions", ASKED),
+        ("/v1/chat/completions", chat),
+        ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"max_tokens": 6}}),
+    ]
+    for path, body in asked:
+        found = posted(client, path, **body)["choices"][0]
+        count = len(found["token_ids"])
+        assert found["weight_versions"] == [{"version": version, "start": 0, "end": count}]
+        chunks = client.post(path, json=body | {"stream": True}).text.split("data: ")[1:-1]
+        each = [c for chunk in chunks for c in json.loads(chunk)["choices"] if c.get("token_ids")]
+        for one in each:
+            (span,) = one["weight_versions"]
+            assert span == {"version": version, "start": 0, "end": len(one["token_ids"])}
+        assert sum(len(one["token_ids"]) for one in each) == count
+    plain = client.post("/v1/completions", json=ASKED | {"return_token_ids": False})
+    assert "weight_versions" not in plain.json()["choices"][0]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/sleep?level=3", None, 400),
+        ("/sleep?level=a", None, 400),
+        ("/sleep?tags=keys", None, 400),
+        ("/wake_up?tags=all", None, 400),
+        ("/pause?mode=in_place", None, 400),
+        ("/update_weights", {}, 400),
+        ("/update_weights", {"update_info": {"backend": "ipc", "path": "/"}}, 400),
+        ("/update_weights", {"update_info": {"path": "allowed/new"}}, 400),
+        ("/finish_weight_update", {}, 409),
+        ("/finish_weight_update", {"weight_version": 3}, 400),
+    ],
+)
+def test_a_malformed_request_changes_nothing(client, trained, path, body, status):
+    version = trained.llm.weight_version
+    answer = client.post(path) if body is None else client.post(path, json=body)
+    assert answer.status_code == status and answer.json()["error"]["message"]
+    assert not trained.llm.is_paused and trained.llm.weight_version == version
+
+
+@pytest.mark.parametrize("name", ["secret", "allowed/../secret", "allowed/linked", "none", ""])
+def test_other_folders_are_not_read(client, folders, name):
+    answer = update(client, folders / name)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "update_info.path"
+
+
+def test_refused_updates_are_errors(client, folders, trained):
+    """An empty folder, a part of the weights, a version that was used; and while it sleeps."""
+    allowed, used = folders / "allowed", trained.llm.weight_version
+    assert update(client, allowed / "empty").status_code == 400
+    assert update(client, allowed / "part-0").status_code == 400
+    assert update(client, allowed / "new", weight_version=used).status_code == 400
+    posted(client, "/start_draft_weight_update")
+    posted(client, "/update_weights", update_info={"path": str(allowed / "new")})
+    assert client.post("/finish_weight_update").status_code == 400
+    posted(client, "/sleep")
+    assert update(client, allowed / "new").status_code == 409
+    posted(client, "/wake_up")
+    assert trained.llm.weight_version == used
+    assert choice(client)["token_ids"]
+
+
+def test_the_routes_need_the_option_and_a_key(trained, served):
+    for path in ("/pause", "/sleep", "/update_weights"):
+        assert trained.post(path).status_code == 401
+        assert served.post(path).status_code == 404
+    with pytest.raises(ValueError, match="api_key"):
+        ServerOptions(enable_rollouts=True)
+    with pytest.raises(ValueError, match="api_processes"):
+        ServerOptions(enable_rollouts=True, api_key=[KEY], api_processes=2)
+    with pytest.raises(ValueError, match="enable_rollouts"):
+        ServerOptions(weights_folders=["/tmp"])
+    with httpx.Client(base_url=trained.root) as other:
+        assert other.get("/is_paused").status_code == 401
