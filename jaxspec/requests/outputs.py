@@ -68,7 +68,7 @@ class CompletionOutput(DeferredLogprobs):
         routed_experts: Experts that each token was routed to, best first, uint8 or uint16
             `[tokens - 1, layers, top_k]`: of the prompt and then of `token_ids` but the last, which
             is not computed, by each layer with experts. None while the sample runs, if it ended
-            before its prompt was computed or by an error, and without
+            before its prompt was computed, after an error of the engine, and without
             `enable_return_routed_experts`.
     """
 
