@@ -78,6 +78,7 @@ class OutputBuffer(Receiver):
         if self.error is None and not self.has_ended:
             self.error = error
             self.stop_timer()
+            self._give_up_routes()
             self._wake()
 
     def close(self) -> None:
@@ -99,6 +100,11 @@ class OutputBuffer(Receiver):
                 self._num_unread -= sample.is_taken
                 return delta
         return None
+
+    def _give_up_routes(self) -> None:
+        """Let samples that a stop string has ended be read without their routes."""
+        self._due |= dict.fromkeys(self._unrouted)
+        self._unrouted.clear()
 
     def _look_for_stops(self, sample_stream: SampleStream) -> None:
         request, num_tokens = sample_stream.reader.request, sample_stream.reader.read()

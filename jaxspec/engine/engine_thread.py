@@ -72,6 +72,7 @@ class EngineThread:
         self._waiting: dict[Receiver, None] = {}  # requests without a first row
         self._looked_at = (0, 0)  # scheduler counts when `_waiting` was last searched
         self._out: dict[Calls, _Batch] = {}  # deltas of the step
+        self._routed = _Batch()  # last deltas of samples, whose routes are being copied
         self._over = list[Receiver]()  # requests that finished in the step
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="jaxspec-engine", daemon=True)
@@ -152,8 +153,8 @@ class EngineThread:
         atexit.unregister(self._at_exit)
 
     def _take_mail(self) -> bool:
-        """Process all mail, and wait for mail if no step can run. Return False to stop."""
-        is_idle = not self._session.can_step
+        """Process all mail, and wait for mail if there is no work. Return False to stop."""
+        is_idle = not (self._session.can_step or self._routed)
         while is_idle or not self._mail.empty():
             act = self._mail.get()
             if act is None:
@@ -226,9 +227,16 @@ class EngineThread:
 
     def _hand_on(self, sample_stream: SampleStream, token_delta: TokenDelta) -> None:
         if (receiver := self._live.get(sample_stream)) is not None:
-            self._out.setdefault(receiver.loop, []).append((receiver, sample_stream, token_delta))
+            delta = receiver, sample_stream, token_delta
+            if token_delta.routes is None:
+                self._queue(delta)
+            else:
+                self._routed.append(delta)
             if sample_stream.is_over:
                 self._forget(sample_stream)
+
+    def _queue(self, delta: Delta) -> None:
+        self._out.setdefault(delta[0].loop, []).append(delta)
 
     def _forget(self, sample_stream: SampleStream) -> None:
         receiver = self._live.pop(sample_stream)
@@ -236,6 +244,19 @@ class EngineThread:
         if all(each.is_over for each in receiver.sample_streams):
             self._waiting.pop(receiver, None)
             self._over.append(receiver)
+
+    def _queue_routed(self) -> None:
+        """Queue the last deltas whose routes are copied: event loops must not wait for a step.
+
+        Without steps in flight all are queued, because their copies end at once.
+        """
+        deltas, self._routed = self._routed, []
+        for delta in deltas:
+            routes = delta[2].routes
+            if routes is None or routes.is_ready or not self._session.can_step:
+                self._queue(delta)
+            else:
+                self._routed.append(delta)
 
     def _note_begun(self) -> None:
         """Report the requests that got their first row, if the scheduler's counts changed."""
@@ -249,6 +270,7 @@ class EngineThread:
                 receiver.begin()
 
     def _send(self) -> None:
+        self._queue_routed()
         batches, self._out = self._out, {}
         for loop, batch in batches.items():
             try:
@@ -265,6 +287,7 @@ class EngineThread:
         self._end_calls(functools.partial(EngineDeadError, error))
         for sample_stream in self._live:
             sample_stream.release()
+        self._drop_routes()
         self._send()
         self._live.clear()
         self._waiting.clear()
@@ -272,6 +295,13 @@ class EngineThread:
             with contextlib.suppress(RuntimeError):  # the event loop may be closed
                 receiver.loop.call_soon_threadsafe(receiver.fail, EngineDeadError(error))
             self.admission.over(receiver)
+
+    def _drop_routes(self) -> None:
+        """Let the last deltas be sent without routes, whose copies may have failed or not begun."""
+        self._routed = [
+            (receiver, sample_stream, token_delta._replace(routes=None))
+            for receiver, sample_stream, token_delta in self._routed
+        ]
 
     def _close(self) -> None:
         receivers, failure = self.admission.close(DrainingError), None
@@ -289,6 +319,8 @@ class EngineThread:
         )
         for sample_stream in list(self._live):
             sample_stream.end()
+        if failure is not None:
+            self._drop_routes()
         self._send()
         if failure is None:
             self.ended.set_result(None)

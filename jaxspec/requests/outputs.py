@@ -80,7 +80,8 @@ class CompletionOutput(DeferredLogprobs):
         routed_experts: Experts that each token was routed to, best first, uint8 or uint16
             `[tokens - 1, layers, top_k]`: of the prompt and then of `token_ids` but the last, which
             is not computed, by each layer with experts. None while the sample runs, if it ended
-            before its prompt was computed, and without `enable_return_routed_experts`.
+            before its prompt was computed, after an error of the engine, and without
+            `enable_return_routed_experts`.
     """
 
     index: int
@@ -415,7 +416,8 @@ class Sample:
 
     def _routed_experts(self) -> Experts | None:
         request = self.request
-        if not request.finish or request.routes is None:
+        # After an error the copies of an earlier preemption may have failed, too.
+        if request.finish in (Finish.RUNNING, Finish.ERROR) or request.routes is None:
             return None
         return request.routes.first(len(request.tokens) - 1)
 

@@ -16,6 +16,11 @@ class RoutedTokens:
 
     copies: Sequence[Any]
 
+    @property
+    def is_ready(self) -> bool:
+        """True if `first` would not wait."""
+        return all(isinstance(copy, np.ndarray) or copy.is_ready() for copy in self.copies)
+
     def first(self, num_tokens: int) -> Experts:
         """Return the experts of the first tokens; wait for the copies."""
         parts = [np.asarray(copy) for copy in self.copies]

@@ -2,7 +2,7 @@
 # pyright: reportMissingImports=false
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -189,17 +189,29 @@ def _params(decoding: DecodingConfig, n: int) -> SamplingParams:
 def _joined(
     tensors: Mapping[str, Any], specs: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, Any]:
-    """Return the tensors with the shapes of `specs` where these have as many elements."""
-
-    fitting = {
-        name: specs[name].shape
-        for name, tensor in tensors.items()
-        if name in specs and specs[name].size == tensor.size
-    }
+    """Return the tensors, those that have the axes of `specs` in parts with these joined."""
     return {
-        name: tensor.reshape(fitting[name]) if name in fitting else tensor
+        name: tensor.reshape(specs[name].shape)
+        if name in specs and _is_split(tensor.shape, specs[name].shape)
+        else tensor
         for name, tensor in tensors.items()
     }
+
+
+def _is_split(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """Return whether consecutive axes of `shape`, joined, are those of `whole`.
+
+    Other shapes of as many elements, such as that of a transposed matrix, are left to
+    `LLM.update_weights`, which refuses them.
+    """
+    sizes = list(shape)
+    for size in whole:
+        joined = 1
+        while sizes and joined < size:
+            joined *= sizes.pop(0)
+        if joined != size:
+            return False
+    return all(size == 1 for size in sizes)
 
 
 def _is_number(value: Any) -> bool:

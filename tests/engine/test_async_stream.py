@@ -98,6 +98,23 @@ def test_a_stop_string_is_told_at_once_and_what_comes_behind_it_is_nothing(kind)
     asyncio.run(read())
 
 
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_a_sample_that_waits_for_its_routes_is_read_before_an_error(kind):
+    async def read():
+        source = Source(Ask(prompt=1, max_tokens=12, ends_at=5, letters=2), kind)
+        source.output_queue.sample_streams[0].reader.request.returns_routes = True
+        tokens, _, text = source.want[0]
+        for _ in range(11):
+            source.emit(1)
+        assert source.output_queue.take() is None  # the engine will send the routes
+        source.output_queue.fail(QueueTimeoutError(1))
+        delta = await anext(source.stream)
+        assert (delta.text, delta.token_ids, delta.finish_reason) == (text, tokens, "stop")
+        assert delta.routed_experts is None
+
+    asyncio.run(read())
+
+
 def test_one_that_ends_without_its_stop_string_is_settled_too():
     async def read():
         source = Source(Ask(prompt=1, max_tokens=12, ends_at=9, letters=2))

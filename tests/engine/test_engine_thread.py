@@ -14,6 +14,7 @@ from jaxspec.engine.engine_thread import EngineThread
 from jaxspec.engine.errors import DrainingError, EngineDeadError
 from jaxspec.requests.request import Finish
 from jaxspec.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.scheduler.request_observer import RequestObserver
 
 LONG = Ask(prompt=0, max_tokens=12)
 
@@ -280,6 +281,58 @@ def test_a_session_that_can_t_be_closed_says_so(monkeypatch):
         harness.end()
     loop.run()
     assert output_queue.take().finish_reason
+
+
+class Recorder(RequestObserver):
+    """Gives requests routes whose copies have ended, or never end."""
+
+    def __init__(self, is_ready, at_end=lambda: None):
+        self.is_ready, self.at_end = is_ready, at_end
+
+    def leave(self, request):
+        request.routes = self
+        self.at_end()
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_last_delta_is_sent_once_its_routes_are_copied(harness, is_ready):
+    """Or once there is no work."""
+    loop, may_go = Loop(), harness.hold()
+    scheduler = harness.engine.session.scheduler
+    scheduler.observers = *scheduler.observers, Recorder(is_ready)
+    harness.submit(LONG, loop)
+    harness.wait(lambda: "result" not in harness.runner.at)
+    short = harness.submit(Ask(prompt=1, max_tokens=2), loop)
+
+    def ends():
+        """Of each last delta, the number of its call, and whether it is that of `short`."""
+        for number, (_, (batch,)) in enumerate(loop.calls):
+            for receiver, _, token_delta in batch:
+                if token_delta.finish:
+                    yield number, receiver is short
+
+    may_go()
+    harness.wait(lambda: len(list(ends())) == 2)
+    (first, is_short), (last, _) = ends()
+    assert (first < last and is_short) if is_ready else first == last
+
+
+def test_routes_whose_copies_may_have_failed_are_not_sent(harness):
+    loop, may_go = Loop(), harness.hold()
+    scheduler = harness.engine.session.scheduler
+    mail = harness.thread._mail
+    recorder = Recorder(is_ready=False, at_end=lambda: mail.put(lambda: 1 / 0))
+    scheduler.observers = *scheduler.observers, recorder
+    long = harness.submit(LONG, loop)
+    harness.wait(lambda: "result" not in harness.runner.at)
+    short = harness.submit(Ask(prompt=1, max_tokens=1), loop)
+    may_go()
+    harness.wait(lambda: harness.thread.error is not None)
+    harness.end()
+    loop.run()
+    assert isinstance(long.error, EngineDeadError) and short.error is None
+    delta = short.take()
+    assert (delta.finish_reason, delta.routed_experts) == ("length", None)
 
 
 def test_who_reads_the_end_alone_is_called_once(harness):

@@ -21,6 +21,7 @@ from jaxspec import LLM, AsyncLLM, SamplingParams, transfer
 from jaxspec.api.route_recorder import RouteRecorder
 from jaxspec.cache import RoutedExperts
 from jaxspec.pallas.moe import routes
+from jaxspec.requests.routed_tokens import RoutedTokens
 
 LONG = True
 LENGTH = 96
@@ -216,6 +217,41 @@ def test_an_aborted_sample_has_those_of_its_tokens(busy, plain):
     count = len(PROMPTS[0]) + len(found.token_ids) - 1
     assert found.finish_reason == "abort" and 8 <= len(found.token_ids) < len(want.token_ids)
     np.testing.assert_array_equal(found.routed_experts, want.routed_experts[:count])
+
+
+def preempted(llm, num_output):
+    """A sample with about so many tokens, back in the queue."""
+    ((sample,),) = llm.prepare([{"prompt_token_ids": PROMPTS[4]}], [GREEDY])
+    llm.session.add([sample])
+    while sample.request.num_output < num_output:
+        llm.session.step()
+    llm.session.in_turn(lambda: llm.session.scheduler.preempt(sample.request))
+    return sample
+
+
+def test_one_that_ends_while_it_is_computed_again_has_those_of_its_tokens(plain):
+    sample = preempted(plain, 20)
+    plain.session.step()
+    assert sample.request.generation == 2 and sample.request.is_prefilling
+    plain.session.abort([sample])
+    found, (output,) = sample.output(), asked(plain, PROMPTS[4:5], GREEDY)
+    count = len(PROMPTS[4]) + len(found.token_ids) - 1
+    assert found.finish_reason == "abort"
+    np.testing.assert_array_equal(found.routed_experts, output.outputs[0].routed_experts[:count])
+
+
+def test_copies_of_before_a_failed_step_are_not_read(plain, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("planted")
+
+    sample = preempted(plain, 20)
+    with monkeypatch.context() as planted:
+        planted.setattr(RoutedTokens, "first", fails)  # as a copy that waits for a failed step
+        planted.setattr(plain._runner, "dispatch", fails)
+        with pytest.raises(RuntimeError):
+            plain.session.step()
+        found = sample.output()
+    assert found.finish_reason == "error" and found.routed_experts is None
 
 
 @pytest.mark.parametrize("stop", [soak(None), "text"])

@@ -142,6 +142,15 @@ def test_greedy_decoding_repeats_itself(context):
     np.testing.assert_array_equal(*tokens)
 
 
+def test_a_transposed_matrix_is_refused(context, policy):
+    """It has as many elements as the engine's, and its axes are in another order."""
+    sent = {name: np.asarray(each) for name, each in policy.to_state_dict().items()}
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert sent[name].ndim == 2 and sent[name].shape != sent[name].T.shape
+    with pytest.raises(ValueError, match=name):
+        context.reload_model(None, sent | {name: sent[name].T})
+
+
 def test_weights_must_be_given(context):
     with pytest.raises(ValueError):
         context.reload_model(None, {})

@@ -64,8 +64,7 @@ class Buffer(OutputBuffer):
             if not sample.request.finish:
                 sample.request.finish = Finish.ERROR
                 self._due[sample] = None
-        self._due |= dict.fromkeys(self._unrouted)  # their routes will not come
-        self._unrouted.clear()
+        self._give_up_routes()
         self.error = None
         self._wake()
 
