@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, NamedTuple
 
@@ -117,13 +117,14 @@ def register_model(architecture: str, model: type[Model]) -> None:
 
     Args:
         architecture: The name in `architectures` of config.json, or its `model_type`.
-        model: The class. The same class may be registered again.
+        model: The class. It may be registered again, also after a notebook defined it anew; engines
+            keep the class that they were made with.
 
     Raises:
         TypeError: `model` is no subclass of `Model`, or lacks one of its methods.
         ValueError: `architecture` is no name, or is that of another model or draft head.
     """
-    if not isinstance(architecture, str) or not architecture.isidentifier():
+    if not isinstance(architecture, str) or architecture.split() != [architecture]:
         raise ValueError(
             "architecture must be a name as in `architectures` of config.json, got "
             f"{shown(architecture)}. Pass one such as 'MyModelForCausalLM'."
@@ -139,12 +140,16 @@ def register_model(architecture: str, model: type[Model]) -> None:
             f"{', '.join(missing)}. docs/models.md has an example."
         )
     taken = MODELS.get(architecture, HEADS.get(architecture))
-    if taken not in (None, model):
+    if taken is not None and _place_of(taken) != _place_of(model):
         raise ValueError(
             f"architecture must be one that no other class has, and {shown(architecture)} is that "
             f"of {taken}. Give config.json and the model another name."
         )
     MODELS[architecture] = model
+
+
+def _place_of(model: str | type[Model]) -> str | tuple[str, str]:
+    return model if isinstance(model, str) else (model.__module__, model.__qualname__)
 
 
 def dtype_of(word: str) -> jnp.dtype:
@@ -278,25 +283,6 @@ class _Asked(NamedTuple):
     scales_kv: bool = False
     weights: Mapping[str, Tensor] | None = None
 
-    def tensors_of_leaves(
-        self,
-        family: type[CheckpointModule],
-        config: ModelConfig,
-        dtype: jnp.dtype,
-        *,
-        in_few_bits: bool,
-    ) -> frozenset[str] | None:
-        """Return the published tensors if `weights` are leaves; only 16 or 32 bits have them."""
-        if self.weights is None:
-            return None
-        found = tensors_of_leaves(family, config, dtype, self.weights)
-        if found and in_few_bits:
-            raise ValueError(
-                "weights must be published tensors for a model with weights in 8 or 4 bits, got "
-                "leaves of a model. Pass LLM.export_weights(), or load the model in 16 bits."
-            )
-        return found
-
 
 @contextlib.contextmanager
 def _unread(
@@ -318,13 +304,16 @@ def _unread(
     quantised = asked.quantised.fitting(scheme, folder)
     rounds = quantised.rounds(scheme, folder)
     dtype = jnp.dtype(dtype)
-    leaves = asked.tensors_of_leaves(family, config, dtype, in_few_bits=bool(scheme or rounds))
+    given = asked.weights
+    leaves = None if given is None else tensors_of_leaves(family, config, dtype, given)
     if asked.load_format == "dummy" or leaves:
         whole, model = (undefined(family, sizes, dtype, leaves) for sizes in (config, shared))
         of_ranks = of_devices(whole.checkpoint(), model.checkpoint(), group.size)
         hold_drawn(of_ranks, ROUNDED if rounds else scheme, quantised)
         layout = WeightLayout.of(model, dtype, group, scheme, rounds=rounds)
-        read = _filled_or_drawn(model, layout, asked.weights, group)
+        if leaves:
+            _check_leaves(config, leaves, layout, rounds=rounds)
+        read = _filled_or_drawn(model, layout, given, group)
         yield AbstractModel(model, read, layout, quantised.of_drafter(is_rounded=rounds))
         return
     if asked.weights is not None:
@@ -333,13 +322,8 @@ def _unread(
         config = with_scales_of(checkpoint, config)
         with giving_sizes(fields, folder):
             whole = compared(family, config, dtype, checkpoint)
-        lacks_head = config.num_draft_layers and not has_draft_head(config, whole.published)
-        if asked.weights is not None and lacks_head:
-            _LOG.warning(
-                "config.json names a draft head, and weights has no %s* tensors: it makes no "
-                "drafts, and later updates can't add it. Pass its tensors, too.",
-                PREFIX,
-            )
+        if asked.weights is not None:
+            _warn_without_head(config, whole.published)
         shared = config.local(group.size)
         model, of_ranks = whole.on_devices(shared, dtype, checkpoint, group.size)
         published = whole.published
@@ -356,6 +340,28 @@ def _unread(
         if asked.weights is not None:
             read = functools.partial(fill, model, layout, asked.weights)
         yield AbstractModel(model, read, layout, quantised.of_drafter(is_rounded=rounds))
+
+
+def _check_leaves(
+    config: ModelConfig, tensors: Collection[str], layout: WeightLayout, *, rounds: bool
+) -> None:
+    """Refuse leaves of a model whose matrices are in 8 or 4 bits; warn if a head is missing."""
+    if rounds or any(layout.forms):
+        raise ValueError(
+            "weights must be published tensors for a model with weights in 8 or 4 bits, got leaves "
+            "of a model. Pass LLM.export_weights(), or keep the model in 16 bits: without "
+            "quantization='fp8', or for a quantised folder with quantization='dequantise'."
+        )
+    _warn_without_head(config, tensors)
+
+
+def _warn_without_head(config: ModelConfig, tensors: Collection[str]) -> None:
+    if config.num_draft_layers and not has_draft_head(config, tensors):
+        _LOG.warning(
+            "config.json names a draft head, and weights has no %s* tensors: it makes no "
+            "drafts, and later updates can't add it. Pass its tensors, too.",
+            PREFIX,
+        )
 
 
 def _filled_or_drawn(

@@ -1,13 +1,16 @@
 """Fingerprint of a model: its architecture, weights and dtype."""
 
+import contextlib
 import functools
 import hashlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Bool, Int
 
 from jaxspec import parallel
@@ -18,6 +21,7 @@ from jaxspec.models.layers.weight_matrix import stored
 from jaxspec.models.shards import shards
 from jaxspec.parallel import ALONE, Group
 
+_COVERED = {"abc", "builtins", "flax", "jaxspec", "typing"}  # packages without digests of sources
 _Axis = tuple[Int[np.ndarray, " values"], Int[np.ndarray, " values"]]
 _Region = list[_Axis]
 """Values of an array: by axis, their indices on one device and in the whole model."""
@@ -36,8 +40,9 @@ def fingerprint(model_spec: ModelSpec, weights: Sequence[Array], group: Group = 
     They are the SHA-256 of the model's configuration, the shapes and dtypes of its weights, and a
     checksum of all values of each weight and their places, all as on a single device, and of
     whether activations are rounded. A change of one value changes the fingerprint. Weights in 8 or
-    4 bits have another one than the same weights dequantised. Engine sizes, the number of devices
-    and separately loaded drafters are not included.
+    4 bits have another one than the same weights dequantised. Classes of other packages count by
+    their names and sources, because others may compute something else from the same weights. Engine
+    sizes, the number of devices and separately loaded drafters are not included.
 
     Waits for the devices.
 
@@ -50,6 +55,7 @@ def fingerprint(model_spec: ModelSpec, weights: Sequence[Array], group: Group = 
     leaves = ModelSpec.weights_of(whole)
     digest = hashlib.sha256(repr(sharing_experts(whole.config, None)).encode())
     digest.update(repr([(leaf.shape, leaf.dtype.name) for leaf in leaves]).encode())
+    digest.update("".join(_foreign_sources(whole)).encode())
     if any(form is not None and form.terms == 1 for form in model_spec.forms):
         digest.update(b"activations are rounded")
     places = _places_of(model_spec, group.size)
@@ -57,6 +63,22 @@ def fingerprint(model_spec: ModelSpec, weights: Sequence[Array], group: Group = 
     for each in zip(weights, places, strict=True):  # a program per shape, and one sum at a time
         digest.update(np.asarray(checksum(*each)).tobytes())
     return digest.hexdigest()
+
+
+def _foreign_sources(model: CheckpointModule) -> list[str]:
+    """Return the names and sources of the model's classes that are of other packages.
+
+    Classes without a source, such as those of an interactive session, have a name alone.
+    """
+    kinds = {kind for _, module in nnx.iter_modules(model) for kind in type(module).__mro__}
+    found = []
+    for kind in kinds:
+        if kind.__module__.partition(".")[0] not in _COVERED:
+            source = ""
+            with contextlib.suppress(OSError, TypeError):
+                source = inspect.getsource(kind)
+            found.append(f"{kind.__qualname__}\0{source}\0")
+    return sorted(found)
 
 
 @functools.lru_cache(8)

@@ -1,6 +1,7 @@
 """Fingerprints: one for a model and its weights, whatever the engine; another for any other."""
 
 import dataclasses
+import importlib
 
 import jax.numpy as jnp
 import pytest
@@ -21,6 +22,7 @@ LEAVES = (jnp.arange(2000, dtype=jnp.float32).reshape(50, 40), jnp.ones(3, jnp.b
 class Config:
     name: str
     leaves: tuple = dataclasses.field(repr=False)  # shapes and dtypes
+    layer: type = dataclasses.field(default=nnx.Module, repr=False)
 
     @property
     def whole(self):
@@ -32,7 +34,7 @@ class Config:
 
 class Made(nnx.Module):
     def __init__(self, config, dtype, tensors):
-        self.config = config
+        self.config, self.layer = config, config.layer()
         for number, leaf in enumerate(config.leaves):
             setattr(self, f"leaf{number}", declare(*leaf))
 
@@ -42,8 +44,8 @@ class Made(nnx.Module):
             yield Placement(f"{number}", param.shape, param)
 
 
-def made(name, leaves):
-    config = Config(name, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+def made(name, leaves, layer=nnx.Module):
+    config = Config(name, tuple((leaf.shape, leaf.dtype) for leaf in leaves), layer)
     return fingerprint(ModelSpec(Made, config, FLOAT32, (), ()), leaves)
 
 
@@ -123,3 +125,16 @@ def test_how_devices_share_experts_does_not_show():
         )
         weights = ModelSpec.weights_of(loaded)
         assert fingerprint(ModelSpec.of(loaded, FLOAT32), weights, pair) == alone
+
+
+def test_classes_of_other_packages_count_by_their_sources(tmp_path, monkeypatch):
+    """Another version of a registered model must not continue from keys and states of this one."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def of(module, factor):
+        text = f"from flax import nnx\n\nclass Layer(nnx.Module):\n    factor = {factor}\n"
+        (tmp_path / f"{module}.py").write_text(text)
+        return made("config", LEAVES, importlib.import_module(module).Layer)
+
+    assert of("layers_here", 2) == of("layers_there", 2)
+    assert len({of("layers_here", 2), of("layers_before", 3), made("config", LEAVES)}) == 3

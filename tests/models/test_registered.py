@@ -12,7 +12,7 @@ from harness import prompts
 
 import jaxspec
 from jaxspec import LLM, SamplingParams
-from jaxspec.models import HEADS, MODELS
+from jaxspec.models import HEADS, MODELS, family_of
 from jaxspec.models.llama import Llama
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -106,3 +106,11 @@ def test_a_class_may_be_registered_again(monkeypatch):
         jaxspec.register_model("Mine", Llama)
     with pytest.raises(ValueError, match="no other class"):
         jaxspec.register_model("Mine", type("Other", (Llama,), {}))
+
+
+def test_a_class_that_a_notebook_defines_anew_takes_its_place(monkeypatch):
+    monkeypatch.setattr("jaxspec.models.MODELS", MODELS.copy())
+    for _ in range(2):
+        again = type("Again", (Llama,), {})
+        jaxspec.register_model("my-model", again)
+        assert family_of("my-model", "config.json") is again

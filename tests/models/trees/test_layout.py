@@ -146,6 +146,39 @@ def test_first_weights_may_be_own_leaves(fixture, devices):
         assert made.has_draft_head == any(name.startswith("draft_head") for name in weights)
 
 
+def test_a_draft_head_that_leaves_lack_is_missed(caplog):
+    folder = FIXTURES / "qwen3_5"
+    own = state_of(load_model(folder, FLOAT32))
+    without = {name: leaf for name, leaf in own.items() if not name.startswith("draft_head")}
+    for weights, lines in ((own, 0), (without, 1)):
+        with unread(folder, FLOAT32, weights=weights):
+            assert sum("draft head" in each for each in caplog.messages) == lines
+
+
+@pytest.mark.parametrize("option", [None, "dequantise"])
+@pytest.mark.parametrize("form", ["ct fp8 rows", "w4a16 rows"])
+def test_a_quantised_folder_takes_leaves_where_it_runs_in_16_bits(form, option, tmp_path):
+    """Such as those of another engine of the folder; there are no kernels here."""
+    folder = write_pair(FIXTURES / "llama", tmp_path, FORMATS[form]).quantised
+    own = {name: leaf * 2.0 for name, leaf in state_of(load_model(folder, FLOAT32)).items()}
+    with unread(folder, FLOAT32, quantization=option, weights=own) as found:
+        made = found.read()
+    check_equal(state_of(made).values(), own.values())
+
+
+def test_a_leaf_too_many_is_named():
+    """Such as the adapter of a trainer, in first weights and in an update."""
+    folder = FIXTURES / "qwen3"
+    own = state_of(load_model(folder, BFLOAT16)) | {"trunk.adapter": np.zeros(3, np.float32)}
+    for weights in (own, None):
+        with (
+            pytest.raises(ValueError, match="leaves of.*adapter is none"),
+            unread(folder, BFLOAT16, weights=weights) as found,
+        ):
+            found.read()
+            found.layout.fitting("weights", own, ())
+
+
 @pytest.mark.parametrize("fixture, options", [("qwen3_5", {"quantization": "fp8"}), ("qwen3", {})])
 def test_first_leaves_that_do_not_fit_are_refused(fixture, options):
     own = state_of(load_model(FIXTURES / fixture, BFLOAT16))

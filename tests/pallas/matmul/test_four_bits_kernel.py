@@ -55,6 +55,18 @@ def test_the_ring_is_refilled(monkeypatch, interpreter, kind, warpgroups, turns)
     assert_no_races()
 
 
+@pytest.mark.parametrize(("inner", "parts"), [(256, 1), (1408, 4)])
+def test_a_turn_may_have_no_stage(interpreter, inner, parts):
+    """Of a single one, and of parts of one or two stages whose last has a half."""
+    from jaxspec.pallas.matmul.four_bits_kernel import four_bits_kernel
+
+    x, (weight, expected) = rows_with_nan(3, inner), weight_of((32, True), inner, 64)
+    tiling = FourBitsTiling(8, 1, 1, parts, 2)
+    y = four_bits_kernel(x, weight, tiling=tiling, interpret=interpreter)
+    assert_is_product(y, x, expected)
+    assert_no_races()
+
+
 @pytest.mark.mosaic
 @pytest.mark.parametrize("kind", ["nvfp4", (64, True)])
 def test_more_rows_have_all_shared_memory_however_many_blocks(kind):
