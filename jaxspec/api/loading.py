@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jaxspec.api.inputs import end_ids
 from jaxspec.api.logits_processors import LogitsProcessors
 from jaxspec.api.nodes import Node, join
-from jaxspec.api.route_recorder import RouteRecorder
 from jaxspec.api.settling import ResolvedOptions, settle
 from jaxspec.api.weight_updates import Layouts
 from jaxspec.files import writable_folder
@@ -44,6 +43,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runner.blueprint import Blueprint
 from jaxspec.runner.memory import MemoryBudget
 from jaxspec.runner.model_runner import ModelRunner
+from jaxspec.runner.page_reader import RouteRecorder
 from jaxspec.runner.programs.compilation_cache import enable_compilation_cache
 from jaxspec.runner.warmup import first_programs
 from jaxspec.sampling import make_verifier

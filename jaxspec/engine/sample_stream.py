@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jaxspec.requests.outputs import Sample
-from jaxspec.requests.request import Finish, PageTable, Request, RequestMetrics
-from jaxspec.requests.routed_tokens import RoutedTokens
+from jaxspec.requests.request import Finish, PageTable, Request, RequestMetrics, RoutedTokens
 from jaxspec.requests.sampling_params import RequestOutputKind
 
 

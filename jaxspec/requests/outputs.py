@@ -8,8 +8,7 @@ from typing import Any
 
 from jaxspec.checks import shown
 from jaxspec.requests.logprobs import Deferred, DeferredLogprobs, Logprob, none, readable
-from jaxspec.requests.request import Finish, Request, RequestMetrics
-from jaxspec.requests.routed_tokens import Experts
+from jaxspec.requests.request import Experts, Finish, Request, RequestMetrics
 from jaxspec.requests.sampling_params import RequestOutputKind
 from jaxspec.requests.stop_strings import StopStrings
 from jaxspec.text.text_stream import TextStream

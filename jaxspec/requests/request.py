@@ -8,14 +8,17 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+from jaxtyping import Integer
+
 from jaxspec.requests.logits_processors import ProcessorArgs
-from jaxspec.requests.routed_tokens import RoutedTokens
 from jaxspec.requests.sampling_features import BIAS, SamplingFeatures
 from jaxspec.requests.sampling_params import SamplingParams
 
 INT32_MAX = 2**31 - 1
 ROW_STOP_IDS = 16
 """Stop ids stored in a row; further ones are stored in the sampling tables of its slot."""
+Experts = Integer[np.ndarray, "tokens layers top_k"]
 
 
 class Finish(enum.IntEnum):
@@ -31,6 +34,28 @@ class Finish(enum.IntEnum):
     def reason(self) -> str | None:
         """Public name: "stop", "length", "error", "abort", or None while running."""
         return self.name.lower() if self else None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RoutedTokens:
+    """Copies of a request's pages, `[pages, page_size, layers, top_k]`, that may be in flight."""
+
+    copies: Sequence[Any]
+
+    @property
+    def is_ready(self) -> bool:
+        """True if `first` would not wait."""
+        return all(isinstance(copy, np.ndarray) or copy.is_ready() for copy in self.copies)
+
+    def first(self, num_tokens: int) -> Experts:
+        """Return the experts of the first tokens; wait for the copies."""
+        parts = [np.asarray(copy) for copy in self.copies]
+        tokens = [part.reshape(part.shape[0] * part.shape[1], *part.shape[2:]) for part in parts]
+        return np.concatenate(tokens)[:num_tokens]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle NumPy arrays; another process may have no device."""
+        return RoutedTokens, ([np.asarray(copy) for copy in self.copies],)
 
 
 @dataclasses.dataclass

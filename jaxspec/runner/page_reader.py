@@ -1,4 +1,4 @@
-"""PageReader: copies pages of a pool to the host without waiting for the device."""
+"""Copies of pages on the host, without waiting for the device: of any pool, and routed experts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int, Shaped
 
+from jaxspec.cache import RoutedExperts
+from jaxspec.requests.request import Request, RoutedTokens
 from jaxspec.runner.model_runner import ModelRunner
+from jaxspec.scheduler.request_observer import RequestObserver
 
 _TOKENS = 256  # tokens per copy: one program for all lengths, and little device memory
 
@@ -40,6 +43,27 @@ class PageReader:
             some[: len(pages) - first] = pages[first : first + size]
             copies.append(self._copy(pool, some))
         return copies
+
+
+class RouteRecorder(RequestObserver):
+    """Set `Request.routes` when a request leaves its row, after the steps in flight.
+
+    A preempted request may end while it waits, by tokens of steps in flight or by an abort, or
+    while its tokens are computed again: it then has those of its earlier entry, which cover all its
+    tokens, because it emits none until it is computed.
+    """
+
+    def __init__(self, runner: ModelRunner):
+        """Compile the copy of pages."""
+        self._reader = PageReader(runner, RoutedExperts.name)
+
+    def leave(self, request: Request) -> None:
+        """Enqueue copies of the request's pages."""
+        if request.is_prefilling:
+            return  # not all its tokens are computed
+        num_routes = (len(request.tokens) if request.finish else request.tokens_bound) - 1
+        pages = request.pages[: -(-num_routes // self._reader.page_size)]
+        request.routes = RoutedTokens(self._reader.read(pages))
 
 
 def _copy(pool: Pages, pages: Int[Array, " pages"]) -> Pages:

@@ -18,10 +18,10 @@ from tokenizer_folders import with_bytes
 
 import jaxspec
 from jaxspec import LLM, AsyncLLM, SamplingParams, transfer
-from jaxspec.api.route_recorder import RouteRecorder
 from jaxspec.cache import RoutedExperts
 from jaxspec.pallas.moe import routes
-from jaxspec.requests.routed_tokens import RoutedTokens
+from jaxspec.requests.request import RoutedTokens
+from jaxspec.runner.page_reader import RouteRecorder
 
 LONG = True
 LENGTH = 96
