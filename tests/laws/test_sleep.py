@@ -404,6 +404,48 @@ def test_a_closed_engine_neither_pauses_nor_sleeps():
             call()
 
 
+@pytest.mark.parametrize("place", ["bring_back", "allocate"])
+def test_an_interrupted_wake_up_is_repeated(llm, want, monkeypatch, place):
+    """Also one that is interrupted right after the weights are back."""
+    act = getattr(llm._runner, place)
+
+    def interrupted():
+        act()
+        raise KeyboardInterrupt
+
+    llm.sleep()
+    with monkeypatch.context() as planted:
+        planted.setattr(llm._runner, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.wake_up()
+    assert llm.is_sleeping
+    llm.wake_up()
+    assert not llm.is_sleeping
+    check_same(run(llm), want)
+
+
+def test_a_loop_of_steps_waits_while_another_thread_pauses(llm):
+    """It would take the interpreter from the thread that updates weights."""
+    llm.add_request("a", PROMPTS[0], GREEDY)
+    pausing = threading.Thread(target=llm.pause)
+    pausing.start()
+    pausing.join()
+    waits, wait = [], llm.session.gate.wait
+
+    def noted():
+        waits.append(True)
+        wait()
+
+    llm.session.gate.wait = noted
+    try:
+        assert llm.step() == [] and waits
+    finally:
+        del llm.session.gate.wait
+    llm.resume()
+    while llm.has_unfinished_requests():
+        llm.step()
+
+
 # Tasks
 
 
@@ -458,9 +500,11 @@ def test_streams_wait_finish_or_end(in_tasks):
             running = await started(engine)
             await engine.pause(mode)
             assert (await running).finish_reason == reason
+            assert engine.is_healthy and not engine.is_ready
             with pytest.raises(PausedError):
                 await last_of(engine)
             await engine.resume()
+            assert engine.is_ready
         running = await started(engine)
         await engine.sleep(2, mode="wait")
         await engine.wake_up()

@@ -12,6 +12,7 @@ from served import serving
 from trees import changed, tensors_of
 
 from jaxspec import LLM, AsyncLLM
+from jaxspec.server.endpoints import rollouts
 from jaxspec.server.options import ServerOptions
 
 KEY = "secret"
@@ -42,6 +43,7 @@ def folders(tmp_path_factory, short_model):
         folder.mkdir()
         save_file({each: new[each] for each in some}, folder / "model.safetensors")
     (root / "allowed" / "empty").mkdir()
+    (root / "allowed" / "nested" / "model.safetensors").mkdir(parents=True)
     (root / "allowed" / "linked").mkdir()
     target = root / "secret" / "model.safetensors"
     (root / "allowed" / "linked" / "model.safetensors").symlink_to(target)
@@ -195,6 +197,7 @@ def test_refused_updates_are_errors(client, folders, trained):
     """An empty folder, a part of the weights, a version that was used; and while it sleeps."""
     allowed, used = folders / "allowed", trained.llm.weight_version
     assert update(client, allowed / "empty").status_code == 400
+    assert update(client, allowed / "nested").status_code == 400
     assert update(client, allowed / "part-0").status_code == 400
     assert update(client, allowed / "new", weight_version=used).status_code == 400
     posted(client, "/start_draft_weight_update")
@@ -205,6 +208,22 @@ def test_refused_updates_are_errors(client, folders, trained):
     posted(client, "/wake_up")
     assert trained.llm.weight_version == used
     assert choice(client)["token_ids"]
+
+
+def test_a_folder_read_meanwhile_belongs_to_no_other_update(client, folders, trained, monkeypatch):
+    """A client that does not await its calls replaces no weights by a part of them."""
+    version, read = trained.llm.weight_version, rollouts.read_folder
+
+    def slowly(folder):
+        client.post("/start_weight_update")
+        return read(folder)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(rollouts, "read_folder", slowly)
+        for _ in range(2):  # before and within a started update
+            assert update(client, folders / "allowed" / "part-0").status_code == 409
+    assert client.post("/finish_weight_update").status_code == 400  # none was collected
+    assert trained.llm.weight_version == version
 
 
 def test_the_routes_need_the_option_and_a_key(trained, served):
