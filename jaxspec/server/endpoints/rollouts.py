@@ -136,10 +136,7 @@ async def update_weights(body: WeightUpdateRequest, service: ServiceOf) -> Respo
     """Read weights from a folder, and replace those of the engine."""
     folder, started = _allowed(service, body.update_info.path), service.weight_update
     with _answering():
-        try:
-            tensors = await service.llm.prepare(lambda: read_folder(folder), is_long=True)
-        except OSError as error:
-            raise ApiError(400, str(error)) from error
+        tensors = await service.llm.prepare(lambda: read_folder(folder), is_long=True)
     if service.weight_update is not started:
         raise ApiError(
             409,
@@ -216,7 +213,7 @@ def _answering() -> Iterator[None]:
         yield
     except ServiceError:
         raise
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, FileNotFoundError) as error:
         raise ApiError(400, str(error)) from error
     except jax.errors.JaxRuntimeError:
         raise  # a failure of the device, such as a lack of memory

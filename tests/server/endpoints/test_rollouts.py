@@ -5,6 +5,7 @@ import threading
 import time
 
 import httpx
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -43,7 +44,6 @@ def folders(tmp_path_factory, short_model):
         folder.mkdir()
         save_file({each: new[each] for each in some}, folder / "model.safetensors")
     (root / "allowed" / "empty").mkdir()
-    (root / "allowed" / "nested" / "model.safetensors").mkdir(parents=True)
     (root / "allowed" / "linked").mkdir()
     target = root / "secret" / "model.safetensors"
     (root / "allowed" / "linked" / "model.safetensors").symlink_to(target)
@@ -197,7 +197,6 @@ def test_refused_updates_are_errors(client, folders, trained):
     """An empty folder, a part of the weights, a version that was used; and while it sleeps."""
     allowed, used = folders / "allowed", trained.llm.weight_version
     assert update(client, allowed / "empty").status_code == 400
-    assert update(client, allowed / "nested").status_code == 400
     assert update(client, allowed / "part-0").status_code == 400
     assert update(client, allowed / "new", weight_version=used).status_code == 400
     posted(client, "/start_draft_weight_update")
@@ -207,6 +206,24 @@ def test_refused_updates_are_errors(client, folders, trained):
     assert update(client, allowed / "new").status_code == 409
     posted(client, "/wake_up")
     assert trained.llm.weight_version == used
+    assert choice(client)["token_ids"]
+
+
+def test_a_failure_of_the_device_is_no_conflict(client, trained, monkeypatch):
+    """Such as a lack of memory; the call may be repeated."""
+    posted(client, "/sleep")
+
+    def fail():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(trained.llm._engine._runner, "bring_back", fail)
+        assert client.post("/wake_up").status_code == 500
+    assert client.get("/is_sleeping").json()["is_sleeping"]
+    assert client.get("/ready").status_code == 503 and client.get("/health").status_code == 200
+    assert client.get("/metrics").status_code == 200
+    posted(client, "/wake_up")
+    assert client.get("/ready").status_code == 200
     assert choice(client)["token_ids"]
 
 
