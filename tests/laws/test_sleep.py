@@ -305,6 +305,29 @@ def test_a_sleeping_engine_computes_nothing(llm, tensors):
     llm.wake_up()
 
 
+def test_a_sleep_after_the_copy_loses_no_exported_request(llm, monkeypatch):
+    """Its state has the fingerprint of weights that were freed meanwhile."""
+    ((sample,),) = llm.prepare(PROMPTS[:1], GREEDY, ["a"])
+    llm.session.add([sample])
+    for _ in range(6):
+        llm.session.step()
+    withdraw = llm.session.withdraw
+    llm._runner.num_changes += 1  # the fingerprint of the new weights is not known yet
+
+    def then_sleep(sample):
+        copied = withdraw(sample)
+        llm.sleep()
+        return copied
+
+    with monkeypatch.context() as planted:
+        planted.setattr(llm.session, "withdraw", then_sleep)
+        state = llm.export_request("a")
+    llm.wake_up()
+    ((first, *_),) = run(llm, prompts=PROMPTS[:1], params=GREEDY)
+    found = [token for delta in llm.import_request(state) for token in delta.token_ids]
+    assert [*state.token_ids, *found] == first
+
+
 def test_programs_compile_in_the_background_once_it_is_awake():
     sizes = SIZES | {"background_compilation": True, "max_num_seqs": 2, "decode_buckets": [1, 2]}
     with LLM(QWEN3, **sizes, speculative_config=None) as llm:
