@@ -296,8 +296,12 @@ class AsyncLLM(AsyncRollouts):
 
     @property
     def is_ready(self) -> bool:
-        """True if new requests are taken: healthy, and not all replicas are being restarted."""
-        return self._thread.is_ready
+        """True if new requests are taken.
+
+        False after a failure, while all replicas are being restarted, and during a pause with the
+        mode "wait" or "abort".
+        """
+        return self._thread.is_ready and not self._engine.session.gate.is_refusing
 
     @property
     def error(self) -> BaseException | None:

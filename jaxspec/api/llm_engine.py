@@ -282,6 +282,7 @@ class LLMEngine(Pausing):
         """Run one step, and return the requests of `add_request` with new output.
 
         A dispatch is awaited up to `max_in_flight` steps later, so the first steps return nothing.
+        While another thread has paused the engine, it waits a moment.
 
         Returns:
             One output per request, as `SamplingParams.output_kind` specifies.
@@ -291,8 +292,9 @@ class LLMEngine(Pausing):
             Exception: the step failed; all requests end with "error".
         """
         self.session.require_usable()
-        if self.session.can_step:
-            self.session.step()
+        session = self.session
+        if session.can_step or (session.has_work and not session.gate.is_closed_here):
+            session.step()
         outputs = list[RequestOutput]()
         for request_id, samples in list(self._added.items()):
             deltas = taken(samples)

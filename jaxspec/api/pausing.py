@@ -23,8 +23,8 @@ class Pausing(WeightUpdates):
 
         Args:
             mode: "keep" pauses after the steps in flight; requests continue later, and new ones
-                are queued. "wait" first finishes all unfinished requests, "abort" ends them; both
-                refuse new ones until `resume`.
+                are queued. "wait" first finishes all unfinished requests, or keeps them if the
+                engine is paused already; "abort" ends them. Both refuse new ones until `resume`.
             clear_cache: Drop the cached prefixes, too.
 
         Raises:
@@ -169,9 +169,11 @@ class Pausing(WeightUpdates):
         session, runner = self.session, self._runner
         session.require_open()
         gate = session.gate
-        if "weights" in parts and runner.has_put_away:
-            runner.bring_back()
-            gate.open("weights")
+        if "weights" in parts:
+            if runner.has_put_away:
+                runner.bring_back()
+            if runner.has_weights:  # also if an interrupt came right after they were brought back
+                gate.open("weights")
         if "kv_cache" in parts and gate.is_closed_by("kv_cache"):
             runner.allocate()
             gate.open("kv_cache")

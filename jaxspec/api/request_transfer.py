@@ -53,14 +53,14 @@ class TransferEngine(LLMEngine):
                 "its own (n=1) with another id."
             )
         self._compile_copies()
-        version = self.weight_version
+        weights = self._weights_now()
         copied = self.session.withdraw(samples[0])
         if copied is None:
             raise ValueError(
                 f"export_request takes the id of a request that runs or waits, and {shown(name)} "
                 "has just ended. Its output is whole."
             )
-        return self._state_of(samples[0], copied, version)
+        return self._state_of(samples[0], copied, weights)
 
     def prefill(
         self,
@@ -104,14 +104,14 @@ class TransferEngine(LLMEngine):
         self._check_prefill(request)
         self.admit([sample])
         if len(request.prompt) == 1:  # only the last token, so there is nothing to compute
-            return self._state_of(sample, Copied(0), self.weight_version)
+            return self._state_of(sample, Copied(0), self._weights_now())
         request.is_prefill_only = True
         self._compile_copies()
         try:
             session.add([sample])
             while not request.finish:
                 session.step()
-            version = self.weight_version
+            weights = self._weights_now()
             copied = session.withdraw(sample)
         finally:
             session.abort([sample])
@@ -120,7 +120,7 @@ class TransferEngine(LLMEngine):
                 f"Request {shown(sample.request_id)} ended with {request.finish.reason!r} before "
                 "its prompt was computed. Call prefill again."
             )
-        return self._state_of(sample, copied, version)
+        return self._state_of(sample, copied, weights)
 
     def import_request(self, state: RequestState) -> Stream:
         """Continue a request exported by another engine.
@@ -186,12 +186,18 @@ class TransferEngine(LLMEngine):
                 "prefill would have no effect. Send the prompt to the other engine."
             )
 
-    def _state_of(self, sample: Sample, copied: Copied, weight_version: str) -> RequestState:
+    def _weights_now(self) -> tuple[str, str]:
+        """Return the version and the fingerprint of the weights; `sleep` may free them later."""
+        return self.weight_version, self._runner.fingerprint
+
+    def _state_of(
+        self, sample: Sample, copied: Copied, weights_before: tuple[str, str]
+    ) -> RequestState:
         """Return the state; its arrays are dropped if weights were of another version before."""
         arrays = self._runner.portable.to_arrays(copied)
-        fingerprint = self._runner.fingerprint
-        if weight_version != self.weight_version:  # updated meanwhile: the copy is of either
-            arrays, copied = {}, Copied(0)
+        version, fingerprint = weights_before
+        if version != self.weight_version:  # updated meanwhile: the copy is of either
+            arrays, copied, fingerprint = {}, Copied(0), self._runner.fingerprint
         return RequestState.of(sample.request, fingerprint, copied.num_tokens, arrays)
 
     def _compile_copies(self) -> None:

@@ -52,13 +52,23 @@ class Gate:
         if not self._closers:
             self._opened.set()
 
+    @property
+    def is_refusing(self) -> bool:
+        """True if new requests are refused."""
+        return bool(self._refusing)
+
+    @property
+    def is_closed_here(self) -> bool:
+        """True if the calling thread closed it."""
+        return threading.current_thread() in list(self._closers.values())
+
     def wait(self) -> None:
         """Wait until it is open, but only a moment, since the caller's requests may be aborted.
 
         Raises:
             PausedError: the calling thread itself closed it, and would wait for itself.
         """
-        if threading.current_thread() in list(self._closers.values()):
+        if self.is_closed_here:
             raise PausedError(
                 "The thread that paused an LLM can't wait for its requests, which would never "
                 f"end. Call {self._way_out()} first, or generate in another thread."
@@ -67,7 +77,7 @@ class Gate:
 
     def check_admits(self) -> None:
         """Raise PausedError if new requests are refused."""
-        if self._refusing:
+        if self.is_refusing:
             raise PausedError(
                 "New requests are refused, for this LLM was paused with the mode 'wait' or "
                 f"'abort'. Call {self._way_out()}, or pause with the mode 'keep'."

@@ -196,7 +196,8 @@ class ModelRunner:
     @property
     def has_weights(self) -> bool:
         """False while they are dropped or on the host."""
-        return all(isinstance(leaf, jax.Array) for leaf in self._weights)
+        leaves = *self._weights, *self._of_drafter
+        return all(isinstance(leaf, jax.Array) for leaf in leaves)
 
     @property
     def has_put_away(self) -> bool:

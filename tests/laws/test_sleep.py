@@ -305,6 +305,29 @@ def test_a_sleeping_engine_computes_nothing(llm, tensors):
     llm.wake_up()
 
 
+def test_a_sleep_after_the_copy_loses_no_exported_request(llm, monkeypatch):
+    """Its state has the fingerprint of weights that were freed meanwhile."""
+    ((sample,),) = llm.prepare(PROMPTS[:1], GREEDY, ["a"])
+    llm.session.add([sample])
+    for _ in range(6):
+        llm.session.step()
+    withdraw = llm.session.withdraw
+    llm._runner.num_changes += 1  # the fingerprint of the new weights is not known yet
+
+    def then_sleep(sample):
+        copied = withdraw(sample)
+        llm.sleep()
+        return copied
+
+    with monkeypatch.context() as planted:
+        planted.setattr(llm.session, "withdraw", then_sleep)
+        state = llm.export_request("a")
+    llm.wake_up()
+    ((first, *_),) = run(llm, prompts=PROMPTS[:1], params=GREEDY)
+    found = [token for delta in llm.import_request(state) for token in delta.token_ids]
+    assert [*state.token_ids, *found] == first
+
+
 def test_programs_compile_in_the_background_once_it_is_awake():
     sizes = SIZES | {"background_compilation": True, "max_num_seqs": 2, "decode_buckets": [1, 2]}
     with LLM(QWEN3, **sizes, speculative_config=None) as llm:
@@ -404,6 +427,48 @@ def test_a_closed_engine_neither_pauses_nor_sleeps():
             call()
 
 
+@pytest.mark.parametrize("place", ["bring_back", "allocate"])
+def test_an_interrupted_wake_up_is_repeated(llm, want, monkeypatch, place):
+    """Also one that is interrupted right after the weights are back."""
+    act = getattr(llm._runner, place)
+
+    def interrupted():
+        act()
+        raise KeyboardInterrupt
+
+    llm.sleep()
+    with monkeypatch.context() as planted:
+        planted.setattr(llm._runner, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.wake_up()
+    assert llm.is_sleeping
+    llm.wake_up()
+    assert not llm.is_sleeping
+    check_same(run(llm), want)
+
+
+def test_a_loop_of_steps_waits_while_another_thread_pauses(llm):
+    """It would take the interpreter from the thread that updates weights."""
+    llm.add_request("a", PROMPTS[0], GREEDY)
+    pausing = threading.Thread(target=llm.pause)
+    pausing.start()
+    pausing.join()
+    waits, wait = [], llm.session.gate.wait
+
+    def noted():
+        waits.append(True)
+        wait()
+
+    llm.session.gate.wait = noted
+    try:
+        assert llm.step() == [] and waits
+    finally:
+        del llm.session.gate.wait
+    llm.resume()
+    while llm.has_unfinished_requests():
+        llm.step()
+
+
 # Tasks
 
 
@@ -458,9 +523,11 @@ def test_streams_wait_finish_or_end(in_tasks):
             running = await started(engine)
             await engine.pause(mode)
             assert (await running).finish_reason == reason
+            assert engine.is_healthy and not engine.is_ready
             with pytest.raises(PausedError):
                 await last_of(engine)
             await engine.resume()
+            assert engine.is_ready
         running = await started(engine)
         await engine.sleep(2, mode="wait")
         await engine.wake_up()

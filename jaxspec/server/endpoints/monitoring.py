@@ -91,7 +91,7 @@ async def health(service: ServiceOf) -> Response:
 async def ready(service: ServiceOf) -> Response:
     """Return 200 while new requests are accepted; 503 after a failure or during shutdown.
 
-    Also 503 while all replicas are being restarted.
+    Also 503 while all replicas are being restarted, or a pause refuses requests.
     """
     is_ready = service.llm.is_ready and not service.is_draining
     return Response(status_code=200 if is_ready else 503)

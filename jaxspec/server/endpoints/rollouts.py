@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
+import jax
 from fastapi import Query
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
@@ -133,12 +134,18 @@ async def start_draft_weight_update(service: ServiceOf) -> Response:
 @router.post("/update_weights")
 async def update_weights(body: WeightUpdateRequest, service: ServiceOf) -> Response:
     """Read weights from a folder, and replace those of the engine."""
-    folder = _allowed(service, body.update_info.path)
+    folder, started = _allowed(service, body.update_info.path), service.weight_update
     with _answering():
         tensors = await service.llm.prepare(lambda: read_folder(folder), is_long=True)
-    if service.weight_update is None:
+    if service.weight_update is not started:
+        raise ApiError(
+            409,
+            "An update of weights was started or finished while the folder was read, so its "
+            "tensors were dropped. Await each /update_weights before the next call.",
+        )
+    if started is None:
         return await _apply(service, {"weights": tensors}, body.weight_version)
-    *_, last = service.weight_update.values()
+    *_, last = started.values()
     last.update(tensors)
     return json_response({"status": "collected", "num_tensors": len(last)})
 
@@ -208,5 +215,7 @@ def _answering() -> Iterator[None]:
         raise
     except (ValueError, TypeError, FileNotFoundError) as error:
         raise ApiError(400, str(error)) from error
+    except jax.errors.JaxRuntimeError:
+        raise  # a failure of the device, such as a lack of memory
     except RuntimeError as error:
         raise ApiError(409, str(error)) from error

@@ -5,6 +5,7 @@ import threading
 import time
 
 import httpx
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -12,6 +13,7 @@ from served import serving
 from trees import changed, tensors_of
 
 from jaxspec import LLM, AsyncLLM
+from jaxspec.server.endpoints import rollouts
 from jaxspec.server.options import ServerOptions
 
 KEY = "secret"
@@ -205,6 +207,40 @@ def test_refused_updates_are_errors(client, folders, trained):
     posted(client, "/wake_up")
     assert trained.llm.weight_version == used
     assert choice(client)["token_ids"]
+
+
+def test_a_failure_of_the_device_is_no_conflict(client, trained, monkeypatch):
+    """Such as a lack of memory; the call may be repeated."""
+    posted(client, "/sleep")
+
+    def fail():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(trained.llm._engine._runner, "bring_back", fail)
+        assert client.post("/wake_up").status_code == 500
+    assert client.get("/is_sleeping").json()["is_sleeping"]
+    assert client.get("/ready").status_code == 503 and client.get("/health").status_code == 200
+    assert client.get("/metrics").status_code == 200
+    posted(client, "/wake_up")
+    assert client.get("/ready").status_code == 200
+    assert choice(client)["token_ids"]
+
+
+def test_a_folder_read_meanwhile_belongs_to_no_other_update(client, folders, trained, monkeypatch):
+    """A client that does not await its calls replaces no weights by a part of them."""
+    version, read = trained.llm.weight_version, rollouts.read_folder
+
+    def slowly(folder):
+        client.post("/start_weight_update")
+        return read(folder)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(rollouts, "read_folder", slowly)
+        for _ in range(2):  # before and within a started update
+            assert update(client, folders / "allowed" / "part-0").status_code == 409
+    assert client.post("/finish_weight_update").status_code == 400  # none was collected
+    assert trained.llm.weight_version == version
 
 
 def test_the_routes_need_the_option_and_a_key(trained, served):
