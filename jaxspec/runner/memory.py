@@ -1,12 +1,13 @@
-"""Device memory: its use by weights, pools and tables, and the number of pages that fit."""
+"""Device memory: its use by weights, pools and tables, the pages that fit, weights put away."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Sharding
 
 from jaxspec.cache import MEMORY_LABELS, CacheOptions, CacheSpec, holders, state_policy
 from jaxspec.models.base import CheckpointModule, ForwardOutput, Model
@@ -17,6 +18,7 @@ from jaxspec.proposers.base import Proposer
 from jaxspec.requests.logits_processors import LogitsProcessor
 from jaxspec.runner.batch_state import EngineState, empty_state
 
+Leaves = tuple[jax.Array, ...]
 HOLDER_WORDS = {
     **{name: f"{held.words}\n({' x '.join(held.per)})" for name, held in MEMORY_LABELS.items()},
     "weights": "weights",
@@ -280,3 +282,31 @@ def human(num_bytes: int) -> str:
         if size >= 1024:
             size, unit = size / 1024, larger
     return f"{size:.1f} {unit}"
+
+
+class PutAway(NamedTuple):
+    """Copies of several tuples of leaves in pinned host memory, while devices are used otherwise.
+
+    A leaf that is in several places is copied once, and is one array again afterwards.
+    """
+
+    copies: dict[int, jax.Array]  # by id of the leaf
+    shardings: dict[int, Sharding]  # of the leaves on their devices
+    places: tuple[tuple[int, ...], ...]  # the id of each leaf of each tuple
+
+    @staticmethod
+    def of(*tuples: Leaves) -> "PutAway":
+        """Copy leaves, and wait for the copies."""
+        leaves = {id(leaf): leaf for each in tuples for leaf in each}
+        copies = {
+            number: jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host"))
+            for number, leaf in leaves.items()
+        }
+        shardings = {number: leaf.sharding for number, leaf in leaves.items()}
+        places = tuple(tuple(map(id, each)) for each in tuples)
+        return PutAway(jax.block_until_ready(copies), shardings, places)
+
+    def on_devices(self) -> list[Leaves]:
+        """Return copies of the tuples on the devices of the leaves, and wait for them."""
+        there = jax.block_until_ready(jax.device_put(self.copies, self.shardings))
+        return [tuple(there[number] for number in numbers) for numbers in self.places]

@@ -34,12 +34,11 @@ from jaxspec.requests.sampling_features import GREEDY
 from jaxspec.runner.batch_state import EngineState
 from jaxspec.runner.blocks import BlockCopies
 from jaxspec.runner.blueprint import Blueprint
-from jaxspec.runner.memory import OF_WEIGHTS
+from jaxspec.runner.memory import OF_WEIGHTS, PutAway
 from jaxspec.runner.output import DeviceOutput, PendingOutput
 from jaxspec.runner.portable_blocks import PortableBlocks
 from jaxspec.runner.programs import program_cache, trace_processes
 from jaxspec.runner.programs.trace_processes import EarlyTraces, TraceProcesses
-from jaxspec.runner.put_away import PutAway
 from jaxspec.runner.step import jitted_step
 
 SomeProgram = TypeVar("SomeProgram", bound=AnyProgram)

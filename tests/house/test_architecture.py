@@ -82,7 +82,7 @@ def test_only_the_output_waits_for_the_device():
     waiting = re.compile(r"block_until_ready|device_get|\.item\(\)|np\.asarray\(self\._packed")
     found = {name(path) for path in SOURCES if waiting.search(path.read_text())}
     of_weights = {"models/transfer.py", "models/trees/leaves.py", "models/trees/checkpoint.py"}
-    of_weights.add("runner/put_away.py")
+    of_weights.add("runner/memory.py")
     assert found == {"runner/output.py", "pallas/norm/mailbox.py"} | of_weights
 
 

@@ -409,7 +409,7 @@ def test_a_failed_sleep_leaves_an_engine_that_runs(llm, want, monkeypatch):
         check_same(run(llm, 4, try_to_sleep), want)
     llm.sleep()
     with monkeypatch.context() as planted:
-        planted.setattr("jaxspec.runner.put_away.PutAway.on_devices", fail)
+        planted.setattr("jaxspec.runner.memory.PutAway.on_devices", fail)
         with pytest.raises(MemoryError):
             llm.wake_up()
     assert llm.is_sleeping
