@@ -32,8 +32,9 @@ QUANTISED = {
     "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
     "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
     "U8": np.dtype(np.uint8),
+    "U16": np.dtype(np.uint16),
 }
-"""Supported dtypes of quantised values and their scales, by their names in the format."""
+"""Supported dtypes of quantised values, stored or held, and of scales, by names in the format."""
 
 _SIZES = {name: dtype.itemsize for name, dtype in (DTYPES | INTEGERS | QUANTISED).items()}
 
