@@ -137,7 +137,7 @@ class JaxspecInferenceContext(BaseInferenceContext):
                 f"{output.request_id} ended with {sample.finish_reason!r}. Ask for it again."
             )
         found = sample.token_logprobs
-        assert found is not None  # `_params` asks for them
+        assert found is not None  # `_params` sets `logprobs`
         content = [
             ChatCompletionTokenLogprob(
                 token=self.tokenizer.decode([token]), logprob=logprob, top_logprobs=[]

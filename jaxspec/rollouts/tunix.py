@@ -170,7 +170,7 @@ class JaxspecRollout(BaseRollout):
         return self._tokenizer.eos_id()
 
     def model(self) -> None:
-        """Return None: tunix never updates an engine whose model shares the actor's arrays."""
+        """Return None, so that tunix updates no engine whose model shares the actor's arrays."""
         return None
 
     def _params(self, config: RolloutConfig, group: int, count: int) -> SamplingParams:

@@ -332,7 +332,7 @@ class _Block:
     def _moved(self, words, first, to, mask, others=0):
         """Return the bits from `first` on of each word, moved to bit `to`, that are in `mask`.
 
-        `others` are set, too. A thread holds two adjacent words, and takes three instructions.
+        `others` are set, too. A thread holds two adjacent words, which two instructions move.
         """
         left = to - first
         if self.is_interpreted:

@@ -29,7 +29,7 @@ Collected = dict[str, dict[str, Any]]
 
 
 class WeightFolder(BaseModel):
-    """Where new weights are: a folder of safetensors on the server's host."""
+    """Source of new weights: a folder of safetensors on the server's host."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

@@ -10,22 +10,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from served import serving
-from trees import changed, tensors_of
+from trees import SIZES, changed, tensors_of
 
 from jaxspec import LLM, AsyncLLM
 from jaxspec.server.endpoints import rollouts
 from jaxspec.server.options import ServerOptions
 
 KEY = "secret"
-OPTIONS = {
-    "dtype": "float32",
-    "max_num_seqs": 2,
-    "decode_buckets": [2],
-    "prefill_buckets": [32],
-    "max_model_len": 64,
-    "page_size": 4,
-    "background_compilation": False,
-}
+OPTIONS = SIZES | {"background_compilation": False}
 PROMPT = list(range(10, 30))
 ASKED = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
 
@@ -119,7 +111,7 @@ def test_the_defaults_are_those_of_vllm(client):
 def test_weights_are_read_from_a_folder(client, trained, folders, short_model):
     """At once, in parts, and after a sleep that dropped them."""
     tensors = load_file(folders / "allowed" / "new" / "model.safetensors")
-    with LLM(short_model, weights=tensors, show_progress=False, **OPTIONS) as llm:
+    with LLM(short_model, weights=tensors, **OPTIONS) as llm:
         params = llm.get_default_sampling_params()
         params.temperature, params.max_tokens = 0.0, 8
         want = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids
