@@ -149,6 +149,13 @@ def test_what_only_one_engine_can_do_is_refused_by_name(two, tmp_path):
         "export_request": lambda: two.export_request("a"),
         "prefill": lambda: two.prefill("a"),
         "import_request": lambda: two.import_request(None),
+        "weight_specs": lambda: two.weight_specs(),
+        "update_weights": lambda: two.update_weights({}),
+        "export_weights": lambda: two.export_weights(),
+        "pause": lambda: two.pause(),
+        "resume": lambda: two.resume(),
+        "sleep": lambda: two.sleep(),
+        "wake_up": lambda: two.wake_up(),
     }
     for name, call in calls.items():
         with pytest.raises(ValueError, match=f"{name}.*data_parallel_size=2"):
