@@ -27,6 +27,7 @@ _OPTIONS = {
     "sliding_window": (),
 }
 _LAYER_COUNT = whole(1, MAX_LAYERS)
+_DENSE_COUNT = whole(0, MAX_LAYERS)
 _FEED_FORWARDS = {"dense": DENSE, "sparse": SPARSE}  # words of `mlp_layer_types`
 _LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
 # Tensors of the draft head's layer that are no part of its decoder layer.
@@ -132,18 +133,27 @@ def _check_mixers(fields: Fields, count: int, allowed: tuple[str, ...]) -> None:
 
 
 def _feed_forward_types(fields: Fields, count: int) -> tuple[str, ...]:
-    """Return the feed-forward type of each layer, by a list or the number of first dense layers."""
+    """Return the feed-forward type of each layer; either field suffices, and both must agree."""
     listed = fields.find("mlp_layer_types", words(MAX_LAYERS))
+    read = fields.need if listed is None else fields.find
+    dense = read("first_k_dense_replace", _DENSE_COUNT)
+    by_number = tuple(DENSE if layer < (dense or 0) else SPARSE for layer in range(count))
     if listed is None:
-        dense = min(fields.need("first_k_dense_replace", whole(0, MAX_LAYERS)), count)
-        return (DENSE,) * dense + (SPARSE,) * (count - dense)
-    if len(listed) != count or not set(listed) <= _FEED_FORWARDS.keys():
+        return by_number
+    kinds = tuple(_FEED_FORWARDS.get(word, word) for word in listed)
+    if len(kinds) != count or set(kinds) - set(_FEED_FORWARDS.values()):
         raise ValueError(
             f"config.json: `mlp_layer_types` must name {' or '.join(map(repr, _FEED_FORWARDS))} "
             f"for each of {count} layers, got {shown(listed)}. Take the config.json that was "
             "published with the weights."
         )
-    return tuple(_FEED_FORWARDS[word] for word in listed)
+    if dense is not None and by_number != kinds:
+        raise ValueError(
+            f"config.json: `mlp_layer_types` and `first_k_dense_replace` mean the same, and "
+            f"differ: {shown(listed)} and {dense}. Take the config.json that was published with "
+            "the weights."
+        )
+    return kinds
 
 
 def _experts(fields: Fields) -> MoEConfig:

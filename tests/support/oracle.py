@@ -85,9 +85,10 @@ class Oracle:
 
     def start(self) -> "Run":
         import hybrid_oracle
+        import latent_oracle
         import mamba_oracle
 
-        runs = hybrid_oracle.RUNS | mamba_oracle.RUNS
+        runs = hybrid_oracle.RUNS | latent_oracle.RUNS | mamba_oracle.RUNS
         return runs.get(self.config["model_type"], Run)(self)
 
 
