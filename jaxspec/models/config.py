@@ -1,11 +1,13 @@
 """ModelConfig: a model's sizes and constants, parsed from config.json by its family."""
 
 import dataclasses
+import math
 from collections.abc import Collection
 from typing import Any, TypeVar
 
 FULL_ATTENTION = "full_attention"
 LINEAR_ATTENTION = "linear_attention"
+LATENT_ATTENTION = "latent_attention"
 MAMBA2 = "mamba2"
 PARALLEL = "parallel"  # attention and Mamba2 on the same input
 SHORT_CONV = "short_conv"
@@ -35,10 +37,53 @@ class Llama3Scaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN: slow pairs are divided by `factor`, and queries and keys are multiplied by a constant.
+
+    Peng et al. 2023, arXiv 2309.00071. A pair of channels is slow if it makes at most `beta_slow`
+    turns within the original context, and fast from `beta_fast` turns on (`layers.rope`).
+    """
+
+    factor: float
+    original_max_position_embeddings: int  # original context length in tokens
+    beta_fast: float = 32.0  # at least `beta_slow`
+    beta_slow: float = 1.0
+    truncate: bool = True  # the first and last pair between slow and fast are rounded outwards
+    attention_factor: float | None = None  # of rotated queries and keys; None means from mscale
+    mscale: float = 0.0  # 0 means that config.json has none
+    mscale_all_dim: float = 0.0  # likewise
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of rotated queries and keys."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self.growth(self.mscale) / self.growth(self.mscale_all_dim)
+        return self.growth(1.0)
+
+    def growth(self, scale: float) -> float:
+        """Return `1 + 0.1 scale ln(factor)`."""
+        return 0.1 * scale * math.log(self.factor) + 1.0
+
+
+@dataclasses.dataclass(frozen=True)
 class RopeConfig:
     theta: float
     rotary_dim: int  # number of rotated channels, the first of `head_dim`
-    scaling: Llama3Scaling | None = None
+    scaling: Llama3Scaling | YarnScaling | None = None
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of rotated queries and keys."""
+        return self.scaling.magnitude if isinstance(self.scaling, YarnScaling) else 1.0
+
+    @property
+    def extended_length(self) -> int:
+        """Context length in tokens that YaRN extends to; 0 without it."""
+        if not isinstance(self.scaling, YarnScaling):
+            return 0
+        return int(self.scaling.original_max_position_embeddings * self.scaling.factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +114,8 @@ class ModelConfig:
     normed_heads: bool = True  # RMS norms per head of queries and keys
     attention_inputs: int | None = None  # input features of attention; None means `hidden_size`
     num_draft_layers: int = 0  # as config.json or the family declares; a checkpoint may lack them
-    draft_feed_forward_type: str = DENSE  # feed-forward type of the draft layers
+    draft_mixer_type: str = FULL_ATTENTION  # as in `layer_types`, of the draft layers
+    draft_feed_forward_type: str = DENSE  # likewise
     parts: tuple[Any, ...] = ()
     # The checkpoint has a scale for the keys, and one for the values, of each attention layer.
     scales_kv: bool = dataclasses.field(default=False, repr=False)
@@ -125,8 +171,9 @@ class ModelConfig:
 
     @property
     def num_full_attention_layers(self) -> int:
-        """Trunk layers that store keys and values."""
-        return sum(kind in (FULL_ATTENTION, PARALLEL) for kind in self.layer_types)
+        """Trunk layers that store keys and values, or latents of both."""
+        kinds = FULL_ATTENTION, LATENT_ATTENTION, PARALLEL
+        return sum(kind in kinds for kind in self.layer_types)
 
     def is_tied(self, tensors: Collection[str]) -> bool:
         """Return whether the embedding is also the output head.

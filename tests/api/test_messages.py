@@ -65,10 +65,10 @@ DAMAGE = {
     "CUT": cut(-5),
     "NOISE": lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 5000),
     "MISFIT": tensors(misfit),
-    "UNKNOWN": config(architectures=["DeepseekV3ForCausalLM"]),
+    "UNKNOWN": config(architectures=["MiniMaxM3ForCausalLM"]),
     "QUANTIZED": config(quantization_config={"quant_method": "hqq"}),
     "BIASED": config(attention_bias=True),
-    "SCALED": config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
+    "SCALED": config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}),
     "NO_TOKENIZER": lambda folder: (folder / "tokenizer.json").unlink(),
     "PLAIN": lambda folder: None,  # Qwen3: no draft head
 }
@@ -271,14 +271,15 @@ COMMAND = [
     ),
     (
         ["x", "--model", "UNKNOWN"],
-        "UNKNOWN/config.json asks for the model 'DeepseekV3ForCausalLM' in `architectures` or "
-        "`model_type`, and jaxspec runs only "
+        "UNKNOWN/config.json asks for the model 'MiniMaxM3ForCausalLM' in `architectures` or "
+        "`model_type`, and jaxspec runs only DeepseekV32ForCausalLM, DeepseekV3ForCausalLM, "
         "FalconH1ForCausalLM, GraniteMoeHybridForCausalLM, Lfm2ForCausalLM, Lfm2MoeForCausalLM,"
         " LlamaForCausalLM, Mamba2ForCausalLM, NemotronHForCausalLM, Qwen3ForCausalLM, "
         "Qwen3MoeForCausalLM, Qwen3NextForCausalLM, Qwen3_5ForCausalLM, "
         "Qwen3_5ForConditionalGeneration, Qwen3_5MoeForCausalLM, "
-        "Qwen3_5MoeForConditionalGeneration, falcon_h1, granitemoehybrid, lfm2, lfm2_moe, "
-        "llama, mamba2, nemotron_h, qwen3, qwen3_5, qwen3_5_moe, qwen3_5_moe_text, "
+        "Qwen3_5MoeForConditionalGeneration, deepseek_v3, deepseek_v32, falcon_h1, "
+        "granitemoehybrid, lfm2, lfm2_moe, llama, mamba2, nemotron_h, qwen3, qwen3_5, "
+        "qwen3_5_moe, qwen3_5_moe_text, "
         "qwen3_5_text, qwen3_moe, qwen3_next. Use a checkpoint of one of those, or add the "
         "model by jaxspec.register_model: docs/models.md says how.",
     ),
@@ -296,10 +297,10 @@ COMMAND = [
     ),
     (
         ["x", "--model", "SCALED"],
-        "SCALED/config.json: `rope_parameters.rope_type`, the rope type, must be 'default' or "
-        "'llama3', got 'yarn', which jaxspec does not implement. If the model was trained "
-        "without the scaling, remove it to run within the original context length; else use "
-        "another checkpoint.",
+        "SCALED/config.json: `rope_parameters.rope_type`, the rope type, must be 'default', "
+        "'llama3' or 'yarn', got 'dynamic', which jaxspec does not implement. If the model was "
+        "trained without the scaling, remove it to run within the original context length; else "
+        "use another checkpoint.",
     ),
     (
         ["x", "--model", "NO_TOKENIZER"],

@@ -40,6 +40,7 @@ FAMILIES = [
     "falcon_h1",
     "granitemoehybrid",
     "lfm2",
+    "deepseek_v3",
     "mamba2",
     "nemotron_h",
     "nemotron_h_latent",

@@ -35,6 +35,8 @@ SHARED = {
     "granitemoehybrid": 4,
     "mamba2": 4,
     "lfm2": 4,
+    "deepseek_v3": 4,
+    "deepseek_v32": 2,
 }
 
 
