@@ -191,9 +191,16 @@ def _attend(queries, latents, layer, pages, position, num_real, index, value_dim
     length = jnp.where(num_real > 0, position + num_real, 0)
     written = (place[None, :] < length[:, None])[:, :, None]
     is_later = (place[None, :] > position[:, None])[:, :, None]
-    values = held[:, :, :value_dim].astype(jnp.float32)
-    values = jnp.where(written & (~is_later | jnp.isfinite(values)), values, 0.0)
-    out = jnp.einsum("rhwc,rcd->rwhd", weights, values, precision="highest")
+    values = held[:, :, :value_dim].astype(queries.dtype)
+    values = jnp.where(written & (~is_later | jnp.isfinite(values)), values, 0)
+    # Weights of 16 bits for values of 16 bits: GPUs run this, too, as prompts have no kernel.
+    out = jnp.einsum(
+        "rhwc,rcd->rwhd",
+        weights.astype(queries.dtype),
+        values,
+        precision="highest",
+        preferred_element_type=jnp.float32,
+    )
     return out.astype(queries.dtype)
 
 
