@@ -15,6 +15,7 @@ from typing import NamedTuple
 from jaxspec.models.config import (
     DENSE,
     FULL_ATTENTION,
+    LATENT_ATTENTION,
     LINEAR_ATTENTION,
     MAMBA2,
     NO_FEED_FORWARD,
@@ -25,9 +26,11 @@ from jaxspec.models.config import (
     ModelConfig,
 )
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNetConfig
+from jaxspec.models.layers.latent_attention import LatentAttentionConfig
 from jaxspec.models.layers.mamba2 import Mamba2Config
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.models.layers.short_conv import ShortConvConfig
+from jaxspec.models.layers.token_indexer import TokenIndexConfig
 from jaxspec.pallas.moe.route import Routing
 from jaxspec.pallas.recurrent.replay import default_window
 from jaxspec.plan.step_shapes import StateConfig
@@ -39,8 +42,44 @@ EVERY = math.inf  # tokens, of which each expert gets some
 
 def attention_size(config: ModelConfig) -> int:
     """Weights of an attention layer, without its feed-forward layer; queries may have a gate."""
+    if config.find_part(LatentAttentionConfig) is not None:
+        return latent_attention_size(config)
     heads = (2 + config.gated_attention) * config.num_heads + 2 * config.num_kv_heads
     return heads * config.head_dim * config.hidden_size
+
+
+def latent_attention_size(config: ModelConfig) -> int:
+    """The same of attention over latents, with its token index if there is one."""
+    sizes, index = config.part(LatentAttentionConfig), config.find_part(TokenIndexConfig)
+    queries, hidden = config.num_heads * sizes.query_dim, config.hidden_size
+    rank = sizes.query_rank
+    size = hidden * queries if rank is None else rank * (hidden + queries)
+    size += hidden * (sizes.width + config.num_heads * sizes.value_dim)
+    size += config.num_heads * (sizes.plain_dim + sizes.value_dim) * sizes.rank
+    if index is None:
+        return size
+    return (
+        size + hidden * (index.head_dim + index.heads) + (rank or 0) * index.heads * index.head_dim
+    )
+
+
+def stored_size(config: ModelConfig) -> int:
+    """Elements that a token stores in an attention layer."""
+    latent, index = config.find_part(LatentAttentionConfig), config.find_part(TokenIndexConfig)
+    if latent is None:
+        return 2 * config.num_kv_heads * config.head_dim
+    return latent.width + (0 if index is None else index.head_dim)
+
+
+def context_size(config: ModelConfig, context: int) -> int:
+    """Elements of a context of so many tokens that a later token's attention layer reads.
+
+    With a token index: the keys of all tokens, and the latents of those that are selected.
+    """
+    latent, index = config.find_part(LatentAttentionConfig), config.find_part(TokenIndexConfig)
+    if latent is None or index is None:
+        return context * stored_size(config)
+    return context * index.head_dim + min(context, index.top_k) * latent.width
 
 
 class RecurrentSize(NamedTuple):
@@ -90,7 +129,7 @@ def mixer_size(config: ModelConfig, kind: str) -> int:
     """Weights of a layer's token mixer."""
     if kind == NO_MIXER:
         return 0
-    if kind == FULL_ATTENTION:
+    if kind in (FULL_ATTENTION, LATENT_ATTENTION):
         return attention_size(config)
     if kind == SHORT_CONV:
         return config.hidden_size * (4 * config.hidden_size + config.part(ShortConvConfig).taps)
@@ -161,7 +200,8 @@ def step_bytes(
     """
     width, size = 1 + drafts, ITEMSIZES[dtype]
     weight_size = ITEMSIZES[weight_dtype or dtype]
-    kv_token = 2 * config.num_kv_heads * config.head_dim * ITEMSIZES[kv_dtype or dtype]
+    kv_size = ITEMSIZES[kv_dtype or dtype]
+    kv_token, read = kv_size * stored_size(config), kv_size * context_size(config, context)
     scored = config.hidden_size * (draft_vocab or config.vocab_size)
     draft = weight_size * head_size(config, rows) if drafts else 0.0
     draft += ITEMSIZES[draft_head_dtype] * scored
@@ -182,10 +222,10 @@ def step_bytes(
     layers = forward_size(config, rows * width + prompt_tokens) - output_head
     return {
         "weights": weight_size * layers + size * output_head,
-        "kv": attention * kv_token * (rows * (context + width) + prompt_tokens),
+        "kv": attention * (rows * read + (rows * width + prompt_tokens) * kv_token),
         "io": io,
         "states": state,
-        "drafts": drafts * (draft + rows * context * kv_token),
+        "drafts": drafts * (draft + rows * read),
     }
 
 

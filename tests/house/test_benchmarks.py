@@ -268,6 +268,23 @@ def test_the_floor_counts_mixers_beside_each_other_and_short_convolutions(
     assert sum(sizes) == floor.forward_size(model.config, floor.EVERY)
 
 
+@pytest.mark.parametrize("fixture", ["deepseek_v3", "deepseek_v32"])
+def test_the_floor_counts_latent_attention_and_its_index(floor, fixture):
+    """And of a context the latents that are selected, with the keys of all tokens."""
+    model = load_model(FIXTURES / fixture, jnp.float32)
+    published = {placement.name: placement.shape for placement in model.checkpoint()}
+    del published["model.embed_tokens.weight"]
+    sizes = [math.prod(shape) for shape in published.values() if len(shape) > 1]
+    counted = floor.forward_size(model.config, floor.EVERY)
+    assert sum(sizes) == counted + floor.head_size(model.config, floor.EVERY)
+    counts = {"rows": 2, "context": 40, "drafts": 1, "emitted": 1.0, "dtype": "float32"}
+    moved = floor.step_bytes(model.config, **counts, states=StateConfig("snapshot", "float32"))
+    if fixture == "deepseek_v3":
+        assert moved["kv"] == 3 * 4 * 2 * (40 + 2) * 48
+    else:
+        assert moved["kv"] == 3 * 4 * 2 * (24 * 48 + 40 * 32 + 2 * (48 + 32))
+
+
 def test_the_floor_of_a_step_of_these_mixers(floor):
     """In float32: 2 rows of 10 tokens and a draft, by hand."""
     counts = {"rows": 2, "context": 10, "drafts": 1, "emitted": 1.0, "dtype": "float32"}

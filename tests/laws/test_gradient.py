@@ -18,11 +18,12 @@ from safetensors.numpy import load_file
 import jaxspec
 from jaxspec.pallas import dispatch
 
-WITH_HEADS = ["qwen3_5", "qwen3_next", "nemotron_h_latent"]
+WITH_HEADS = ["qwen3_5", "qwen3_next", "nemotron_h_latent", "deepseek_v3", "deepseek_v32"]
 QUICK = ["qwen3_5", "nemotron_h_latent", "qwen3_moe", "falcon_h1", "lfm2"]
 OTHERS = ["qwen3_next", "mamba2", "granitemoehybrid", "llama", "deepseek_v3", "deepseek_v32"]
 UNTIED = ["qwen3_5", "qwen3_moe", "nemotron_h_latent"]
-NOT_TRAINED = ["correction"]  # of experts' scores: it only chooses
+# What only chooses: the correction of experts' scores, and the index of tokens.
+NOT_TRAINED = ["correction", "['indexer']"]
 LENGTHS = np.array([80, 9])  # the first text spans two chunks of 64
 PADDED = 83
 STEPS = [3e-4, 1e-4, 4e-5]  # of central differences, in standard deviations of each parameter
