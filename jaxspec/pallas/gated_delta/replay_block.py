@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas.gpu import layouts
 from jaxspec.pallas.gpu.access import load, store
 from jaxspec.pallas.norm import gated_norm_block
+from jaxspec.pallas.norm.gated_norm import Gate
 from jaxspec.pallas.recurrent.replay_block import RING_GROUP, ReplaySizes, RingBlock
 
 
@@ -24,6 +25,7 @@ class OutputNorm(NamedTuple):
 
     first: int  # first column of the gates
     eps: float
+    gate: Gate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,5 +247,5 @@ class GdnReplayBlock:
         ):
             tokens = pl.ds(start, count)
             o, out = self.smem.v_then_o.at[tokens], self.gmem.out.at[row, tokens, head]
-            normed = gated_norm_block.in_kernel(layout, load(o, layout), z, weight, norm.eps)
+            normed = gated_norm_block.in_kernel(layout, load(o, layout), z, weight, norm)
             store(out, normed.astype(out.dtype))

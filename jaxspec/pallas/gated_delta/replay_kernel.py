@@ -173,7 +173,7 @@ def _plan(tokens, pools, norm, splits):
         sizes,
         splits,
         conv_rows=1 if pools.conv is None else pools.conv.shape[2],
-        norm=norm and OutputNorm(norm.first, norm.eps),
+        norm=norm and OutputNorm(norm.first, norm.eps, norm.gate),
         state=state,
         tokens=LoadedTokens if pools.conv is None else ConvTokens,
     )
