@@ -15,6 +15,8 @@ from typing import NamedTuple
 from jaxspec.models.config import (
     DENSE,
     FULL_ATTENTION,
+    KIMI_DELTA,
+    LATENT_ATTENTION,
     LINEAR_ATTENTION,
     MAMBA2,
     NO_FEED_FORWARD,
@@ -25,6 +27,8 @@ from jaxspec.models.config import (
     ModelConfig,
 )
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNetConfig
+from jaxspec.models.layers.kimi_delta import KimiDeltaConfig
+from jaxspec.models.layers.latent_attention import LatentAttentionConfig
 from jaxspec.models.layers.mamba2 import Mamba2Config
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.models.layers.short_conv import ShortConvConfig
@@ -43,6 +47,17 @@ def attention_size(config: ModelConfig) -> int:
     return heads * config.head_dim * config.hidden_size
 
 
+def latent_attention_size(config: ModelConfig) -> int:
+    """Weights of a layer with latent attention, without a token index."""
+    sizes, heads, hidden = config.part(LatentAttentionConfig), config.num_heads, config.hidden_size
+    queries, inputs = heads * sizes.query_dim, hidden
+    if sizes.query_rank is not None:
+        inputs = sizes.query_rank
+    of_queries = queries * inputs + (0 if inputs == hidden else hidden * inputs)
+    of_heads = heads * (sizes.plain_dim + sizes.value_dim) * sizes.rank
+    return of_queries + hidden * (sizes.width + heads * sizes.value_dim) + of_heads
+
+
 class RecurrentSize(NamedTuple):
     """Sizes of a recurrent layer that the floor counts."""
 
@@ -50,13 +65,26 @@ class RecurrentSize(NamedTuple):
     channels: int  # of its convolution
     taps: int
     scalars: int  # columns of its projection beside channels and gates: b and a, or step sizes
+    rank: int  # channels between two matrices, where gates and decays have two each; or 0
     state: int  # elements of a state
     factors: int  # elements that a token leaves in a ring
     floats: int  # float32 numbers that it leaves there besides
 
     @staticmethod
     def of(config: ModelConfig, kind: str) -> "RecurrentSize":
-        """Return the sizes of the model's Gated DeltaNet or Mamba2 layers."""
+        """Return the sizes of the model's recurrent layers of this kind."""
+        if kind == KIMI_DELTA:
+            kda = config.part(KimiDeltaConfig)
+            return RecurrentSize(
+                features=kda.channels,
+                channels=3 * kda.channels,
+                taps=kda.conv_kernel,
+                scalars=kda.heads,
+                rank=kda.rank,
+                state=kda.channels * kda.head_dim,
+                factors=2 * kda.channels,
+                floats=kda.channels,
+            )
         if kind == LINEAR_ATTENTION:
             gdn = config.part(GatedDeltaNetConfig)
             keys = gdn.key_heads * gdn.key_dim
@@ -65,6 +93,7 @@ class RecurrentSize(NamedTuple):
                 channels=gdn.conv_dim,
                 taps=gdn.conv_kernel,
                 scalars=2 * gdn.value_heads,
+                rank=0,
                 state=gdn.values * gdn.key_dim,
                 factors=gdn.values + keys,
                 floats=gdn.value_heads,
@@ -75,6 +104,7 @@ class RecurrentSize(NamedTuple):
             channels=heads.channels,
             taps=taps,
             scalars=heads.heads,
+            rank=0,
             state=heads.features * heads.state_dim,
             factors=heads.features + heads.groups * heads.state_dim,
             floats=heads.heads,
@@ -83,7 +113,11 @@ class RecurrentSize(NamedTuple):
     def weights(self, hidden_size: int) -> int:
         """Those of a layer."""
         columns = self.channels + 2 * self.features + self.scalars
-        return columns * hidden_size + self.taps * self.channels
+        between = 0
+        if self.rank:  # instead of the columns of the output gate
+            columns += 2 * self.rank - self.features
+            between = 2 * self.rank * self.features
+        return columns * hidden_size + between + self.taps * self.channels
 
 
 def mixer_size(config: ModelConfig, kind: str) -> int:
@@ -92,6 +126,8 @@ def mixer_size(config: ModelConfig, kind: str) -> int:
         return 0
     if kind == FULL_ATTENTION:
         return attention_size(config)
+    if kind == LATENT_ATTENTION:
+        return latent_attention_size(config)
     if kind == SHORT_CONV:
         return config.hidden_size * (4 * config.hidden_size + config.part(ShortConvConfig).taps)
     beside = attention_size(config) if kind == PARALLEL else 0
@@ -121,7 +157,7 @@ def feed_forward_size(config: ModelConfig, kind: str, tokens: float) -> float:
 def head_size(config: ModelConfig, tokens: float) -> float:
     """Weights of the draft head that a pass of so many tokens reads, without the output head."""
     layer = feed_forward_size(config, config.draft_feed_forward_type, tokens)
-    return attention_size(config) + layer + 2 * config.hidden_size**2
+    return mixer_size(config, config.draft_mixer_type) + layer + 2 * config.hidden_size**2
 
 
 def forward_size(config: ModelConfig, tokens: float) -> float:
@@ -161,12 +197,12 @@ def step_bytes(
     """
     width, size = 1 + drafts, ITEMSIZES[dtype]
     weight_size = ITEMSIZES[weight_dtype or dtype]
-    kv_token = 2 * config.num_kv_heads * config.head_dim * ITEMSIZES[kv_dtype or dtype]
+    kv_token = _kv_width(config) * ITEMSIZES[kv_dtype or dtype]
     scored = config.hidden_size * (draft_vocab or config.vocab_size)
     draft = weight_size * head_size(config, rows) if drafts else 0.0
     draft += ITEMSIZES[draft_head_dtype] * scored
     io = state = 0.0
-    for kind in (LINEAR_ATTENTION, MAMBA2, PARALLEL):
+    for kind in (KIMI_DELTA, LINEAR_ATTENTION, MAMBA2, PARALLEL):
         if layers := config.layer_types.count(kind):
             sizes = RecurrentSize.of(config, kind)
             moved = sizes.channels * (width + _window(sizes.taps, drafts))
@@ -187,6 +223,12 @@ def step_bytes(
         "states": state,
         "drafts": drafts * (draft + rows * context * kv_token),
     }
+
+
+def _kv_width(config: ModelConfig) -> int:
+    """Return the elements that an attention layer reads per token of the context."""
+    latent = config.find_part(LatentAttentionConfig)
+    return 2 * config.num_kv_heads * config.head_dim if latent is None else latent.width
 
 
 def _window(taps: int, drafts: int) -> int:

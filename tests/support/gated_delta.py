@@ -76,5 +76,5 @@ def gated_norm(heads, norm):
     gate = np.asarray(norm.gates, np.float64)[:, norm.first : norm.first + x[0].size]
     gate = gate.reshape(x.shape)
     x = x / np.sqrt((x**2).mean(axis=2, keepdims=True) + norm.eps) * weight
-    x = x * gate / (1 + np.exp(-gate))
+    x = x * (gate if norm.gate == "silu" else 1) / (1 + np.exp(-gate))
     return x.reshape(len(x), -1).astype(norm.gates.dtype).astype(np.float64)

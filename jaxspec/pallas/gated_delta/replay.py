@@ -113,7 +113,9 @@ def replayed_states(
     checkpoint = state_select_reference(states, layer, rows)
     decay = over_state(jnp.exp(jnp.sum(g, axis=1)), checkpoint)
     if g.ndim == u.ndim:
-        k = jnp.exp(sums_after(g.reshape(*g.shape[:2], -1))).reshape(g.shape) * k
+        heads, channels = g.shape[2:]
+        flat = g.reshape(*g.shape[:2], heads * channels)
+        k = jnp.exp(sums_after(flat)).reshape(g.shape) * k
         added = jnp.einsum("rwhv,rwhk->rhvk", u, k, precision="highest")
     else:
         after = jnp.exp(sums_after(g))
