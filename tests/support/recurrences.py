@@ -78,6 +78,7 @@ class Family(NamedTuple):
     factors: Callable  # shape -> dimensions of the ring's fields; the last is float32
     sign: int  # of the last
     replay: Op  # operands: tokens, states, ring, layer, rows
+    gate: str = "silu"  # of the output norm, if it is a `GatedNorm`
 
     def __str__(self) -> str:
         return self.name
@@ -182,6 +183,7 @@ KDA = GDN._replace(
     published=shapes.KDA,
     scale=_kda_scale,
     factors=lambda shape: (*GDN.factors(shape)[:2], (shape.value_heads, shape.key_dim)),
+    gate="sigmoid",
 )
 MAMBA2 = Family(
     name="mamba2",

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from recurrences import GDN, MAMBA2, REPLAYED, at, both, every, spoil
+from recurrences import GDN, KDA, MAMBA2, REPLAYED, at, both, every, spoil
 from regions import decode_region
 
 from benchmarks.measure.shapes import GdnShape, Mamba2Shape
@@ -161,6 +161,8 @@ def check(family, run, shape, dtype, x_dtype, width, seed=0):
         (GDN, GdnShape(2, 4, 128, 64), jnp.bfloat16, jnp.float32, 4),
         (GDN, GdnShape(2, 4, 64, 64), jnp.bfloat16, jnp.float32, 2),
         (GDN, GdnShape(2, 4, 128, 64), jnp.float16, jnp.float32, 3),
+        (KDA, GdnShape(2, 2, 128, 128), jnp.float32, jnp.float32, 4),
+        (KDA, GdnShape(2, 2, 64, 64), jnp.bfloat16, jnp.float32, 1),
         (MAMBA2, Mamba2Shape(4, 2, 64, 128), jnp.float32, jnp.float32, 3),
         (MAMBA2, Mamba2Shape(4, 2, 64, 64), jnp.float32, jnp.bfloat16, 8),
         (MAMBA2, Mamba2Shape(4, 2, 64, 128), jnp.bfloat16, jnp.bfloat16, 4),
