@@ -15,6 +15,7 @@ from typing import NamedTuple
 from jaxspec.models.config import (
     DENSE,
     FULL_ATTENTION,
+    KIMI_DELTA,
     LATENT_ATTENTION,
     LINEAR_ATTENTION,
     MAMBA2,
@@ -26,6 +27,7 @@ from jaxspec.models.config import (
     ModelConfig,
 )
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNetConfig
+from jaxspec.models.layers.kimi_delta import KimiDeltaConfig
 from jaxspec.models.layers.latent_attention import LatentAttentionConfig
 from jaxspec.models.layers.mamba2 import Mamba2Config
 from jaxspec.models.layers.moe import MoEConfig
@@ -89,13 +91,26 @@ class RecurrentSize(NamedTuple):
     channels: int  # of its convolution
     taps: int
     scalars: int  # columns of its projection beside channels and gates: b and a, or step sizes
+    rank: int  # channels between two matrices, where gates and decays have two each; or 0
     state: int  # elements of a state
     factors: int  # elements that a token leaves in a ring
     floats: int  # float32 numbers that it leaves there besides
 
     @staticmethod
     def of(config: ModelConfig, kind: str) -> "RecurrentSize":
-        """Return the sizes of the model's Gated DeltaNet or Mamba2 layers."""
+        """Return the sizes of the model's recurrent layers of this kind."""
+        if kind == KIMI_DELTA:
+            kda = config.part(KimiDeltaConfig)
+            return RecurrentSize(
+                features=kda.channels,
+                channels=3 * kda.channels,
+                taps=kda.conv_kernel,
+                scalars=kda.heads,
+                rank=kda.rank,
+                state=kda.channels * kda.head_dim,
+                factors=2 * kda.channels,
+                floats=kda.channels,
+            )
         if kind == LINEAR_ATTENTION:
             gdn = config.part(GatedDeltaNetConfig)
             keys = gdn.key_heads * gdn.key_dim
@@ -104,6 +119,7 @@ class RecurrentSize(NamedTuple):
                 channels=gdn.conv_dim,
                 taps=gdn.conv_kernel,
                 scalars=2 * gdn.value_heads,
+                rank=0,
                 state=gdn.values * gdn.key_dim,
                 factors=gdn.values + keys,
                 floats=gdn.value_heads,
@@ -114,6 +130,7 @@ class RecurrentSize(NamedTuple):
             channels=heads.channels,
             taps=taps,
             scalars=heads.heads,
+            rank=0,
             state=heads.features * heads.state_dim,
             factors=heads.features + heads.groups * heads.state_dim,
             floats=heads.heads,
@@ -122,7 +139,11 @@ class RecurrentSize(NamedTuple):
     def weights(self, hidden_size: int) -> int:
         """Those of a layer."""
         columns = self.channels + 2 * self.features + self.scalars
-        return columns * hidden_size + self.taps * self.channels
+        between = 0
+        if self.rank:  # instead of the columns of the output gate
+            columns += 2 * self.rank - self.features
+            between = 2 * self.rank * self.features
+        return columns * hidden_size + between + self.taps * self.channels
 
 
 def mixer_size(config: ModelConfig, kind: str) -> int:
@@ -160,7 +181,7 @@ def feed_forward_size(config: ModelConfig, kind: str, tokens: float) -> float:
 def head_size(config: ModelConfig, tokens: float) -> float:
     """Weights of the draft head that a pass of so many tokens reads, without the output head."""
     layer = feed_forward_size(config, config.draft_feed_forward_type, tokens)
-    return attention_size(config) + layer + 2 * config.hidden_size**2
+    return mixer_size(config, config.draft_mixer_type) + layer + 2 * config.hidden_size**2
 
 
 def forward_size(config: ModelConfig, tokens: float) -> float:
@@ -206,7 +227,7 @@ def step_bytes(
     draft = weight_size * head_size(config, rows) if drafts else 0.0
     draft += ITEMSIZES[draft_head_dtype] * scored
     io = state = 0.0
-    for kind in (LINEAR_ATTENTION, MAMBA2, PARALLEL):
+    for kind in (KIMI_DELTA, LINEAR_ATTENTION, MAMBA2, PARALLEL):
         if layers := config.layer_types.count(kind):
             sizes = RecurrentSize.of(config, kind)
             moved = sizes.channels * (width + _window(sizes.taps, drafts))

@@ -80,6 +80,8 @@ MODELS: dict[str, str | type[Model]] = {
     "falcon_h1": "jaxspec.models.falcon_h1:FalconH1",
     "GraniteMoeHybridForCausalLM": "jaxspec.models.granite:Granite",
     "granitemoehybrid": "jaxspec.models.granite:Granite",
+    "KimiLinearForCausalLM": "jaxspec.models.kimi_linear:KimiLinear",
+    "kimi_linear": "jaxspec.models.kimi_linear:KimiLinear",
     "Lfm2ForCausalLM": "jaxspec.models.lfm2:LFM2",
     "lfm2": "jaxspec.models.lfm2:LFM2",
     "Lfm2MoeForCausalLM": "jaxspec.models.lfm2:LFM2Moe",

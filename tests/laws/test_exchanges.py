@@ -39,6 +39,7 @@ FAMILIES = [
     *METHODS,
     "falcon_h1",
     "granitemoehybrid",
+    "kimi_linear",
     "lfm2",
     "deepseek_v3",
     "mamba2",
