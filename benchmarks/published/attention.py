@@ -1,4 +1,4 @@
-"""Qwen3, Qwen3 with experts, and Llama 3.1: attention in every layer."""
+"""Qwen3, Qwen3 with experts, Llama 3.1 and Granite 3.3: attention in every layer."""
 
 from benchmarks.published.model import PublishedModel
 
@@ -91,8 +91,36 @@ _LLAMA_GENERATION = {  # of Llama-3.1-8B-Instruct
     "temperature": 0.6,
     "top_p": 0.9,
 }
+_GRANITE = {  # of Granite-3.3-8B, from memory
+    "architectures": ["GraniteForCausalLM"],
+    "model_type": "granite",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_multiplier": 0.0078125,
+    "bos_token_id": 0,
+    "embedding_multiplier": 12.0,
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12800,
+    "logits_scaling": 16.0,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 10000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 49159,
+}
 ATTENTION_MODELS = {
     "qwen3-8b": PublishedModel(_QWEN3_8B, _QWEN3_GENERATION),
     "qwen3-30b-a3b": PublishedModel(_QWEN3_30B_A3B, _QWEN3_GENERATION),
     "llama-3.1-8b": PublishedModel(_LLAMA, _LLAMA_GENERATION),
+    "granite-3.3-8b": PublishedModel(_GRANITE, {"bos_token_id": 0, "eos_token_id": 0}),
 }

@@ -74,8 +74,10 @@ __all__ = [
 MODELS: dict[str, str | type[Model]] = {
     "FalconH1ForCausalLM": "jaxspec.models.falcon_h1:FalconH1",
     "falcon_h1": "jaxspec.models.falcon_h1:FalconH1",
-    "GraniteMoeHybridForCausalLM": "jaxspec.models.granite:Granite",
-    "granitemoehybrid": "jaxspec.models.granite:Granite",
+    "GraniteForCausalLM": "jaxspec.models.granite:Granite",
+    "granite": "jaxspec.models.granite:Granite",
+    "GraniteMoeHybridForCausalLM": "jaxspec.models.granite:GraniteHybrid",
+    "granitemoehybrid": "jaxspec.models.granite:GraniteHybrid",
     "Lfm2ForCausalLM": "jaxspec.models.lfm2:LFM2",
     "lfm2": "jaxspec.models.lfm2:LFM2",
     "Lfm2MoeForCausalLM": "jaxspec.models.lfm2:LFM2Moe",

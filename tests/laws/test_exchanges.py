@@ -38,6 +38,7 @@ METHODS = {
 FAMILIES = [
     *METHODS,
     "falcon_h1",
+    "granite",
     "granitemoehybrid",
     "lfm2",
     "mamba2",

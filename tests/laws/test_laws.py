@@ -186,6 +186,7 @@ OTHERS = [
     ("mamba2", "oracle-mixed", 3, GREEDY),
     ("granitemoehybrid", "oracle-mixed", 3, GREEDY),
     soak("granitemoehybrid", "oracle-mixed", 3, SAMPLED),
+    soak("granite", "oracle-mixed", 3, SAMPLED),
     soak("qwen3_5_tied", "oracle-mixed", 3, SAMPLED),
     soak("qwen3_5_vl", "mtp", 1, SAMPLED),
     soak("qwen3", "oracle-always", 1, SAMPLED),
@@ -242,6 +243,7 @@ OTHER_RUNS = [
     ("qwen3", "mtp", 0, "snapshot"),
     ("llama", "mtp", 0, "snapshot"),
     ("llama_draft", "mtp", 0, "snapshot"),
+    ("granite", "oracle-mixed", 3, "snapshot"),
     *itertools.product(("mamba2", "granitemoehybrid"), ("mtp",), (0,), ("snapshot", "replay")),
     *itertools.product(
         ("qwen3_5_moe", "qwen3_next", "nemotron_h", "nemotron_h_latent"),

@@ -83,6 +83,7 @@ def assert_equal_on_all_devices(engine: Harness) -> None:
                 ("nemotron_h_latent", FOUR, SNAPSHOT, 0, GREEDY),
                 ("falcon_h1", PAIR, SNAPSHOT, 3, SAMPLED),
                 ("granitemoehybrid", FOUR, SNAPSHOT, 0, GREEDY),
+                ("granite", FOUR, SNAPSHOT, 3, GREEDY),
                 ("mamba2", FOUR, REPLAY, 3, SAMPLED),
                 ("lfm2", FOUR, SNAPSHOT, 3, GREEDY),
                 ("qwen3", FOUR, SNAPSHOT, 3, NUCLEUS),

@@ -579,6 +579,16 @@ GRANITE_FIELDS = {
     "mamba_proj_bias": [*NONE, False],
     "time_step_limit": NONE,
 }
+# The same of Granite with attention and its biases in every layer.
+ATTENDING_GRANITE_FIELDS = {
+    "attention_bias": [True],
+    "embedding_multiplier": [],
+    "residual_multiplier": [],
+    "attention_multiplier": [],
+    "logits_scaling": [],
+    "rope_parameters": [*NONE, {}, {"x": 1}],  # its base is the family's default
+    "rope_parameters.rope_theta": NONE,
+}
 TABLES = FIELDS | EXPERT_FIELDS | LLAMA_FIELDS | FALCON_FIELDS | LFM2_FIELDS
 TABLES |= LFM2_RAW_FIELDS | NEMOTRON_FIELDS | MAMBA2_FIELDS | GRANITE_FIELDS
 # An id that stands for the end of a text is right or wrong by its value alone.
@@ -610,6 +620,7 @@ CULPRITS = {
     "attention_head_dim": "head_dim",  # its other name
     "num_local_experts": "block_sparse_moe",  # without experts there are none of their tensors
     "mamba_rms_norm": "mamba.norm.weight",
+    "attention_bias": "_proj.bias",
     "layer_types": "full_attn_idxs",  # the other field that lists layers
     "block_ff_dim": "intermediate_size",  # its other name
     "block_auto_adjust_ff_dim": ".feed_forward.",  # then the layers have another width
@@ -651,11 +662,12 @@ def with_field(config, path, value):
         ("nemotron_h", NEMOTRON_FIELDS, NOT_WRONG),
         ("mamba2", MAMBA2_FIELDS, NOT_WRONG),
         ("granitemoehybrid", GRANITE_FIELDS, NOT_WRONG),
+        ("granite", ATTENDING_GRANITE_FIELDS, NOT_WRONG),
     ],
     indirect=["corpus"],
     ids=[
         *("dense", "experts", "llama", "Falcon-H1", "LFM2", "LFM2 raw"),
-        *("Nemotron", "Mamba2", "Granite"),
+        *("Nemotron", "Mamba2", "Granite hybrid", "Granite"),
     ],
 )
 def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
@@ -676,7 +688,7 @@ def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
     [
         *("qwen3_5", "qwen3_5_vl", "qwen3", "llama", "falcon_h1", "lfm2", "lfm2_raw"),
         *("nemotron_h", "nemotron_h_latent", "nemotron_h_latent_raw"),
-        *("mamba2", "granitemoehybrid", *EXPERTS),
+        *("mamba2", "granitemoehybrid", "granite", *EXPERTS),
     ],
     indirect=True,
 )
@@ -702,7 +714,7 @@ def test_the_tables_have_every_field_that_is_read(corpus, monkeypatch):
     "corpus",
     [
         *("qwen3_5", "qwen3_5_vl", "qwen3", "qwen3_5_moe", "qwen3_next", "llama", "falcon_h1"),
-        *("lfm2", "nemotron_h", "nemotron_h_latent", "mamba2", "granitemoehybrid"),
+        *("lfm2", "nemotron_h", "nemotron_h_latent", "mamba2", "granitemoehybrid", "granite"),
     ],
     indirect=True,
 )

@@ -33,6 +33,7 @@ SHARED = {
     "nemotron_h_latent": 4,
     "falcon_h1": 2,
     "granitemoehybrid": 4,
+    "granite": 4,
     "mamba2": 4,
     "lfm2": 4,
 }

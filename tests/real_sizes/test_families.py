@@ -27,6 +27,7 @@ OTHER_NAMES = [
     "qwen3-8b",
     "qwen3-30b-a3b",
     "granite-4-h-small",
+    "granite-3.3-8b",
     "mamba2-2.7b",
     "lfm2-1.2b",
 ]

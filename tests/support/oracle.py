@@ -66,10 +66,11 @@ class Oracle:
         self.head = self.weights.get("lm_head.weight", self.embedding)
 
     def start(self) -> "Run":
+        import attending_oracle
         import hybrid_oracle
         import mamba_oracle
 
-        runs = hybrid_oracle.RUNS | mamba_oracle.RUNS
+        runs = hybrid_oracle.RUNS | mamba_oracle.RUNS | attending_oracle.RUNS
         return runs.get(self.config["model_type"], Run)(self)
 
 
@@ -145,10 +146,10 @@ class Run:
         config = self.oracle.config
         heads = config["num_attention_heads"]
         dim = config.get("head_dim") or config["hidden_size"] // heads
-        query = (self._w(prefix + "q_proj") @ x).reshape(heads, -1)
+        query = self._project(x, prefix + "q_proj").reshape(heads, -1)
         query, gate = query[:, :dim], query[:, dim:]
-        key = (self._w(prefix + "k_proj") @ x).reshape(-1, dim)
-        value = (self._w(prefix + "v_proj") @ x).reshape(-1, dim)
+        key = self._project(x, prefix + "k_proj").reshape(-1, dim)
+        value = self._project(x, prefix + "v_proj").reshape(-1, dim)
         query = self._rotate(self._head_norm(query, prefix + "q_norm"))
         key = self._rotate(self._head_norm(key, prefix + "k_norm"))
         memory.setdefault("kv", []).append((key, value))
@@ -160,7 +161,10 @@ class Run:
         mixed = np.einsum("ht,thd->hd", weights / weights.sum(-1, keepdims=True), values)
         if self.oracle.is_hybrid:
             mixed = mixed * _sigmoid(gate)
-        return self._w(prefix + "o_proj") @ mixed.ravel()
+        return self._project(mixed.ravel(), prefix + "o_proj")
+
+    def _project(self, x, name):
+        return self._w(name) @ x + self.oracle.weights.get(name + ".bias", 0.0)
 
     def _score_scale(self, dim):
         return dim**-0.5

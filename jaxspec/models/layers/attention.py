@@ -51,12 +51,13 @@ class Attention(nnx.Module):
         width, kv_width = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
         q_width = 2 * width if config.gated_attention else width
         outputs = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
-        self.qkv = Linear(config.attention_inputs or config.hidden_size, outputs, dtype)
+        features, biased = config.attention_inputs or config.hidden_size, config.attention_biases
+        self.qkv = Linear(features, outputs, dtype, biased=biased)
         initializers = jax.nn.initializers
         init = initializers.zeros if config.zero_centred_norms else initializers.ones
         # Norms of queries and keys in one matrix, which a kernel reads without a copy.
         self.norms = declare((2, config.head_dim), dtype, init) if config.normed_heads else None
-        self.out = Linear(width, {"o_proj": config.hidden_size}, dtype)
+        self.out = Linear(width, {"o_proj": config.hidden_size}, dtype, biased=biased)
         # Keys and values are stored divided by these.
         self.kv_scales = declare((2,), jnp.float32, initializers.ones) if config.scales_kv else None
 
