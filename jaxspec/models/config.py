@@ -1,6 +1,7 @@
 """ModelConfig: a model's sizes and constants, parsed from config.json by its family."""
 
 import dataclasses
+import math
 from collections.abc import Collection
 from typing import Any, TypeVar
 
@@ -37,10 +38,53 @@ class Llama3Scaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN: slow pairs are divided by `factor`, and queries and keys are multiplied by a constant.
+
+    Peng et al. 2023, arXiv 2309.00071. A pair of channels is slow if it makes at most `beta_slow`
+    turns within the original context, and fast from `beta_fast` turns on (`layers.rope`).
+    """
+
+    factor: float
+    original_max_position_embeddings: int  # original context length in tokens
+    beta_fast: float = 32.0  # at least `beta_slow`
+    beta_slow: float = 1.0
+    truncate: bool = True  # the first and last pair between slow and fast are rounded outwards
+    attention_factor: float | None = None  # of rotated queries and keys; None means from mscale
+    mscale: float = 0.0  # 0 means that config.json has none
+    mscale_all_dim: float = 0.0  # likewise
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of rotated queries and keys."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self.growth(self.mscale) / self.growth(self.mscale_all_dim)
+        return self.growth(1.0)
+
+    def growth(self, scale: float) -> float:
+        """Return `1 + 0.1 scale ln(factor)`."""
+        return 0.1 * scale * math.log(self.factor) + 1.0
+
+
+@dataclasses.dataclass(frozen=True)
 class RopeConfig:
     theta: float
     rotary_dim: int  # number of rotated channels, the first of `head_dim`
-    scaling: Llama3Scaling | None = None
+    scaling: Llama3Scaling | YarnScaling | None = None
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of rotated queries and keys."""
+        return self.scaling.magnitude if isinstance(self.scaling, YarnScaling) else 1.0
+
+    @property
+    def extended_length(self) -> int:
+        """Context length in tokens that YaRN extends to; 0 without it."""
+        if not isinstance(self.scaling, YarnScaling):
+            return 0
+        return int(self.scaling.original_max_position_embeddings * self.scaling.factor)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -193,6 +193,7 @@ class Fields(Block):
         if has_attention and has_rotation:
             rope = read_rope(self, heads[2], default_partial_rotary, default_theta)
         vocab_size = self.need("vocab_size", _VOCABULARY)
+        max_positions = max_positions or self.need("max_position_embeddings", _POSITIONS)
         feed_forward_types = feed_forward_types or (DENSE,) * len(layer_types)
         has_dense = not {DENSE, SQUARED_RELU}.isdisjoint(feed_forward_types)
         if beyond := [i for i in self.eos_token_ids if i >= vocab_size]:
@@ -213,8 +214,7 @@ class Fields(Block):
             rms_norm_eps=float(self.need(eps, _EPS)),
             layer_types=layer_types,
             feed_forward_types=feed_forward_types,
-            max_position_embeddings=max_positions
-            or self.need("max_position_embeddings", _POSITIONS),
+            max_position_embeddings=max(max_positions, 0 if rope is None else rope.extended_length),
             eos_token_ids=self.eos_token_ids,
             tie_word_embeddings=self.tie_word_embeddings,
             attention_biases=ATTENTION_PROJECTIONS if biases else (),

@@ -4,20 +4,22 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from jaxspec.checks import shown
-from jaxspec.models.config import Llama3Scaling, RopeConfig
-from jaxspec.models.kinds import WORD, Block, Kind, number, whole
+from jaxspec.models.config import Llama3Scaling, RopeConfig, YarnScaling
+from jaxspec.models.kinds import FLAG, WORD, Block, Kind, number, whole
 
-_Number = TypeVar("_Number", int, float)
+_Value = TypeVar("_Value", int, float)
 
 _THETA = number(10, 1e12)
 _SHARE = number(1e-3, 1)
 _FACTOR = number(1, 1e4)
 _TURNS = number(1e-3, 1e6)
 _POSITIONS = whole(1, 2**31 - 1)
+_MAGNITUDE = number(1e-3, 1e3)
+_MSCALE = number(0, 100)
 
 _NESTED = ("rope_parameters", "rope_scaling")
 # Text has equal positions on all three axes of multimodal RoPE, which is then plain RoPE.
-_TYPES = {"default": "default", "mrope": "default", "llama3": "llama3"}
+_TYPES = {"default": "default", "mrope": "default", "llama3": "llama3", "yarn": "yarn"}
 
 
 def read_rope(
@@ -54,7 +56,7 @@ def read_rope(
     return RopeConfig(float(theta), rotary_dim, scaling)
 
 
-def _scaling(nested: Sequence[Block]) -> Llama3Scaling | None:
+def _scaling(nested: Sequence[Block]) -> Llama3Scaling | YarnScaling | None:
     """Return the scaling in the blocks of RoPE parameters; None if there is none."""
     kinds = sorted({kind for block in nested for kind in _types(block)})
     if len(kinds) > 1:
@@ -64,6 +66,8 @@ def _scaling(nested: Sequence[Block]) -> Llama3Scaling | None:
         )
     if "llama3" in kinds:
         return _llama3(nested)
+    if "yarn" in kinds:
+        return _yarn(nested)
     for block in nested:
         block.refuse_all_but({"factor": ()})  # a scaling without a type
     return None
@@ -78,10 +82,10 @@ def _types(block: Block) -> set[str]:
             continue
         if kind not in _TYPES:
             raise ValueError(
-                f"{block.file}: `{block.prefix}{name}`, the rope type, must be 'default' or "
-                f"'llama3', got {shown(kind)}, which jaxspec does not implement. If the model was "
-                "trained without the scaling, remove it to run within the original context length; "
-                "else use another checkpoint."
+                f"{block.file}: `{block.prefix}{name}`, the rope type, must be 'default', "
+                f"'llama3' or 'yarn', got {shown(kind)}, which jaxspec does not implement. If the "
+                "model was trained without the scaling, remove it to run within the original "
+                "context length; else use another checkpoint."
             )
         kinds.add(_TYPES[kind])
     return kinds
@@ -105,7 +109,30 @@ def _llama3(nested: Sequence[Block]) -> Llama3Scaling:
     )
 
 
-def _needed(name: str, kind: Kind[_Number], nested: Sequence[Block]) -> _Number:
+def _yarn(nested: Sequence[Block]) -> YarnScaling:
+    fast, slow = (_agreed(name, _TURNS, nested) for name in ("beta_fast", "beta_slow"))
+    fast, slow = 32.0 if fast is None else float(fast), 1.0 if slow is None else float(slow)
+    if fast < slow:
+        raise ValueError(
+            f"config.json: `beta_fast` must be at least `beta_slow`, got {fast:g} and {slow:g}. "
+            "Take the config.json that was published with the weights."
+        )
+    attention_factor = _agreed("attention_factor", _MAGNITUDE, nested)
+    return YarnScaling(
+        factor=float(_needed("factor", _FACTOR, nested)),
+        original_max_position_embeddings=_needed(
+            "original_max_position_embeddings", _POSITIONS, nested
+        ),
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=_agreed("truncate", FLAG, nested) is not False,
+        attention_factor=None if attention_factor is None else float(attention_factor),
+        mscale=float(_agreed("mscale", _MSCALE, nested) or 0),
+        mscale_all_dim=float(_agreed("mscale_all_dim", _MSCALE, nested) or 0),
+    )
+
+
+def _needed(name: str, kind: Kind[_Value], nested: Sequence[Block]) -> _Value:
     """Return the value of `name` in the blocks; if all lack it, the error names the typed block."""
     value = _agreed(name, kind, nested)
     if value is not None:
@@ -114,7 +141,7 @@ def _needed(name: str, kind: Kind[_Number], nested: Sequence[Block]) -> _Number:
     return asking.need(name, kind)
 
 
-def _agreed(name: str, kind: Kind[_Number], blocks: Sequence[Block]) -> _Number | None:
+def _agreed(name: str, kind: Kind[_Value], blocks: Sequence[Block]) -> _Value | None:
     """Return the one value of `name` in the `blocks`; None if all lack it."""
     values = {value for block in blocks if (value := block.find(name, kind)) is not None}
     if len(values) > 1:

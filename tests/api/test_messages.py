@@ -68,7 +68,7 @@ DAMAGE = {
     "UNKNOWN": config(architectures=["DeepseekV3ForCausalLM"]),
     "QUANTIZED": config(quantization_config={"quant_method": "hqq"}),
     "BIASED": config(attention_bias=True),
-    "SCALED": config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
+    "SCALED": config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}),
     "NO_TOKENIZER": lambda folder: (folder / "tokenizer.json").unlink(),
     "PLAIN": lambda folder: None,  # Qwen3: no draft head
 }
@@ -296,10 +296,10 @@ COMMAND = [
     ),
     (
         ["x", "--model", "SCALED"],
-        "SCALED/config.json: `rope_parameters.rope_type`, the rope type, must be 'default' or "
-        "'llama3', got 'yarn', which jaxspec does not implement. If the model was trained "
-        "without the scaling, remove it to run within the original context length; else use "
-        "another checkpoint.",
+        "SCALED/config.json: `rope_parameters.rope_type`, the rope type, must be 'default', "
+        "'llama3' or 'yarn', got 'dynamic', which jaxspec does not implement. If the model was "
+        "trained without the scaling, remove it to run within the original context length; else "
+        "use another checkpoint.",
     ),
     (
         ["x", "--model", "NO_TOKENIZER"],

@@ -84,8 +84,8 @@ def test_a_head_of_the_default_size_shares_the_channels_evenly(published):
 
 
 def test_a_scaling_beside_other_rope_parameters_is_not_passed_over(published):
-    published["rope_scaling"] = {"type": "yarn", "factor": 4.0}
-    with pytest.raises(ValueError, match="rope_scaling.type`, the rope type, .*, got 'yarn'"):
+    published["rope_scaling"] = {"type": "dynamic", "factor": 4.0}
+    with pytest.raises(ValueError, match="rope_scaling.type`, the rope type, .*, got 'dynamic'"):
         parse_config(published)
 
 
@@ -131,7 +131,7 @@ def test_a_tied_flag_on_either_level_counts(published):
         ("hidden_act", "gelu"),
         ("use_sliding_window", True),
         ("quantization_config", {"quant_method": "hqq"}),
-        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
+        ("rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}),
         ("rope_scaling", {"type": "linear", "factor": 2.0}),
         ("layer_types", ["full_attention", "sliding_attention"] * 2),
         ("layer_types", ["full_attention"]),
@@ -164,3 +164,12 @@ def test_a_config_that_is_not_json_is_named(tmp_path):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ValueError, match=r"config\.json must"):
             read_fields(tmp_path)
+
+
+def test_yarn_lengthens_the_context(published):
+    del published["rope_parameters"]
+    published["rope_theta"], published["max_position_embeddings"] = 1e4, 64
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert parse_config({**published, "rope_scaling": yarn}).max_position_embeddings == 256
+    published["max_position_embeddings"] = 1024
+    assert parse_config({**published, "rope_scaling": yarn}).max_position_embeddings == 1024

@@ -74,6 +74,17 @@ def test_the_older_spelling_means_the_same(kind, copied, fixture_folder):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_checkpoint_may_ask_for_yarn(name, copied, single_request):
+    """Beyond the original context, too."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    folder = copied(name, rope_parameters={"rope_theta": 1e4, **yarn})
+    run, ids = Oracle(folder).start(), np.arange(40) * 5 % 256
+    _, logits = single_request(load_model(folder, jnp.float32)).prefill(ids, 16)
+    wanted = np.stack([run.feed(token) for token in ids])
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=5e-4)
+
+
 def test_the_embedding_serves_as_head_where_the_two_are_tied(copied, single_request):
     folder = copied("llama_draft", tie_word_embeddings=True)
     held = load_file(folder / "model.safetensors")

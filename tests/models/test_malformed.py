@@ -779,7 +779,7 @@ def test_a_field_on_either_level_of_a_nested_configuration_is_checked(corpus):
     text = corpus.config["text_config"]
     for name, value in {
         "quantization_config": {"quant_method": "hqq"},
-        "rope_scaling": {"type": "yarn", "factor": 4.0},
+        "rope_scaling": {"type": "dynamic", "factor": 4.0},
         "eos_token_id": 264,
         "tie_word_embeddings": "no",
         "attn_output_gate": False,
@@ -801,7 +801,9 @@ def test_a_field_on_either_level_of_a_nested_configuration_is_checked(corpus):
 
 def test_rope_that_contradicts_itself_is_refused(corpus):
     for changes in (
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 64}},
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
         {"rope_scaling": {"factor": 2.0}},
         {"rope_scaling": {"rope_theta": 20000.0}},

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxspec.models.config import Llama3Scaling, RopeConfig
+from jaxspec.models.config import Llama3Scaling, RopeConfig, YarnScaling
 from jaxspec.models.kinds import Block
 from jaxspec.models.rope_fields import read_rope
 
@@ -13,6 +13,17 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 SCALING = Llama3Scaling(8.0, 1.0, 4.0, 8192)
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+DEEPSEEK = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+GPT_OSS = {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 
 
 def read(**fields):
@@ -44,6 +55,19 @@ def scaled(**changes):
             {"rope_parameters": scaled(), "rope_scaling": scaled(type="llama3"), "rope_theta": 5e5},
             RopeConfig(5e5, 64, SCALING),
         ),
+        ({"rope_theta": 1e6, "rope_scaling": YARN}, RopeConfig(1e6, 64, YarnScaling(4.0, 32768))),
+        (
+            {"rope_parameters": {**YARN, "rope_type": "yarn", "rope_theta": 1e6}},
+            RopeConfig(1e6, 64, YarnScaling(4.0, 32768)),
+        ),
+        (
+            {"rope_theta": 1e4, "rope_scaling": DEEPSEEK},
+            RopeConfig(1e4, 64, YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=1.0)),
+        ),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {**GPT_OSS, "attention_factor": 1.25}},
+            RopeConfig(1e4, 64, YarnScaling(4.0, 32768, truncate=False, attention_factor=1.25)),
+        ),
     ],
 )
 def test_every_spelling_is_read(fields, rope):
@@ -61,10 +85,12 @@ def test_what_a_family_assumes_counts_where_config_json_is_silent():
 
 
 @pytest.mark.parametrize("spelling", ["type", "rope_type"])
-@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "longrope", "proportional"])
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "longrope", "proportional"])
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
 def test_a_scaling_that_is_not_implemented_is_refused_by_name(name, kind, spelling):
-    message = f"must be 'default' or 'llama3', got '{kind}', .*; else use another checkpoint"
+    message = (
+        f"must be 'default', 'llama3' or 'yarn', got '{kind}', .*; else use another checkpoint"
+    )
     with pytest.raises(ValueError, match=message):
         read(**{name: {spelling: kind, "factor": 2.0}, "rope_theta": 1e4})
 
@@ -89,6 +115,11 @@ def test_a_scaling_that_is_not_implemented_is_refused_by_name(name, kind, spelli
             },
             r"one `factor`, and gives \[4, 8.0\]",
         ),
+        (
+            {"rope_parameters": {"rope_type": "llama3"}, "rope_scaling": YARN},
+            r"one rope type, and gives \['llama3', 'yarn'\]",
+        ),
+        ({"rope_scaling": {**YARN, "beta_fast": 0.5}}, "`beta_fast` must be at least `beta_slow`"),
         ({"partial_rotary_factor": 0.02}, "rotates 1 channels; it must be an even number in 2..64"),
     ],
 )
@@ -108,3 +139,25 @@ def test_each_number_of_a_scaling_is_needed_and_judged(name, value):
 def test_slow_and_fast_turns_are_apart(high):
     with pytest.raises(ValueError, match="`low_freq_factor` must be below `high_freq_factor`, got"):
         read(rope_parameters=scaled(high_freq_factor=high))
+
+
+@pytest.mark.parametrize("name", ["factor", "original_max_position_embeddings"])
+@pytest.mark.parametrize("value", [None, "8", True, 0, -1.0, float("nan"), float("inf")])
+def test_each_size_of_yarn_is_needed_and_judged(name, value):
+    with pytest.raises(ValueError, match=rf"`rope_scaling\.{name}`"):
+        read(rope_theta=1e4, rope_scaling={**YARN, name: value})
+
+
+@pytest.mark.parametrize(
+    "name", ["beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"]
+)
+@pytest.mark.parametrize("value", ["8", [], -1.0, float("nan"), 1e9])
+def test_each_option_of_yarn_is_judged(name, value):
+    with pytest.raises(ValueError, match=rf"`rope_scaling\.{name}`"):
+        read(rope_theta=1e4, rope_scaling={**YARN, name: value})
+    assert read(rope_theta=1e4, rope_scaling={**YARN, name: None}).scaling == YarnScaling(4, 32768)
+
+
+def test_yarn_extends_the_context_that_a_model_may_have():
+    assert read(rope_theta=1e4, rope_scaling=YARN).extended_length == 131072
+    assert read(rope_theta=1e4).extended_length == 0

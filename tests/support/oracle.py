@@ -17,6 +17,8 @@ from safetensors import safe_open
 from jaxspec.sampling import Use, gumbel_noise
 
 _LAYERS = "model.layers."
+_BETAS = ("fast", 32), ("slow", 1)
+_MSCALES = "mscale", "mscale_all_dim"
 TIE = 1e-3  # two scores nearer than this may fall either way: rounding differs with the batch
 
 
@@ -32,12 +34,28 @@ def _unit(x):
     return x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
 
 
+def magnitude(rope):
+    """What cosines and sines are multiplied by."""
+    if rope.get("rope_type") != "yarn":
+        return 1.0
+    growth = [0.1 * rope.get(name, 0) * np.log(rope["factor"]) + 1 for name in _MSCALES]
+    both = all(rope.get(name) for name in _MSCALES)
+    return growth[0] / growth[1] if both else 0.1 * np.log(rope["factor"]) + 1
+
+
 def turns(rope, dim):
     """Radians that each pair of `dim` channels turns a token, by the wavelength of each."""
     plain = rope["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
-    if rope.get("rope_type", "default") != "llama3":
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
         return plain
     length, factor = rope["original_max_position_embeddings"], rope["factor"]
+    if kind == "yarn":
+        ends = [length / (2 * np.pi * rope.get(f"beta_{end}", at)) for end, at in _BETAS]
+        low, high = (dim * np.log(end) / (2 * np.log(rope["rope_theta"])) for end in ends)
+        low, high = max(np.floor(low), 0), min(np.ceil(high), dim - 1)
+        share = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
+        return plain / factor * share + plain * (1 - share)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     wavelength = 2 * np.pi / plain
     share = (length / wavelength - low) / (high - low)
@@ -176,6 +194,7 @@ class Run:
         dim = int(x.shape[-1] * rope.get("partial_rotary_factor", 1.0))
         angle = self.position * turns(rope, dim)
         cos, sin, half = np.cos(angle), np.sin(angle), dim // 2
+        cos, sin = magnitude(rope) * cos, magnitude(rope) * sin
         a, b, rest = x[:, :half], x[:, half:dim], x[:, dim:]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
 

@@ -16,7 +16,7 @@ from jaxspec.models.config import RopeConfig
 from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import Placement
-from jaxspec.models.layers.rope import frequencies, rotation
+from jaxspec.models.layers.rope import rotation
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.attention.inputs import Rotation
 from jaxspec.pallas.norm.residual import Pending, Stream
@@ -36,7 +36,7 @@ class LayerInputs:
     @classmethod
     def of(cls, inputs: ModelInputs, rope: RopeConfig | None) -> "LayerInputs":
         """Compute the rotation, once for all layers."""
-        turns = None if rope is None else rotation(inputs.positions, frequencies(rope))
+        turns = None if rope is None else rotation(inputs.positions, rope)
         return cls(inputs, turns)
 
 

@@ -8,9 +8,9 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from jaxspec.models.config import Llama3Scaling, RopeConfig
+from jaxspec.models.config import Llama3Scaling, RopeConfig, YarnScaling
 from jaxspec.pallas.attention.inputs import Rotation
 
 
@@ -23,8 +23,10 @@ def frequencies(rope: RopeConfig) -> np.ndarray:
     """
     exponent = np.arange(0, rope.rotary_dim, 2, dtype=np.float64) / rope.rotary_dim
     turns = rope.theta**-exponent
-    if rope.scaling is not None:
+    if isinstance(rope.scaling, Llama3Scaling):
         turns = _scaled(turns, rope.scaling)
+    elif rope.scaling is not None:
+        turns = _extended(turns, rope, rope.scaling)
     turns = turns.astype(np.float32)
     turns.flags.writeable = False  # the cache shares it
     return turns
@@ -41,7 +43,29 @@ def _scaled(turns: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
     return turns * (kept + (1 - kept) / scaling.factor)
 
 
-def rotation(positions: Int[Array, " tokens"], frequencies: Float[np.ndarray, " half"]) -> Rotation:
-    """Return the float32 cosines and sines of all tokens' angles, `positions * frequencies`."""
-    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)[None, :]
-    return jnp.cos(angles), jnp.sin(angles)
+def _extended(turns: np.ndarray, rope: RopeConfig, scaling: YarnScaling) -> np.ndarray:
+    """Keep fast pairs, divide slow ones by the factor, and interpolate by the index between them.
+
+    YaRN's rule, `rope_type` "yarn" in Hugging Face's transformers.
+    """
+    first, last = (
+        _pair_of(times, rope, scaling) for times in (scaling.beta_fast, scaling.beta_slow)
+    )
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.rotary_dim - 1)
+    slow = np.clip((np.arange(len(turns)) - first) / max(last - first, 1e-3), 0, 1)
+    return turns * (1 - slow + slow / scaling.factor)
+
+
+def _pair_of(times: float, rope: RopeConfig, scaling: YarnScaling) -> float:
+    """Return the index of the pair that turns so many times within the original context."""
+    per_turn = scaling.original_max_position_embeddings / (2 * math.pi * times)
+    return rope.rotary_dim * math.log(per_turn) / (2 * math.log(rope.theta))
+
+
+def rotation(positions: Int[Array, " tokens"], rope: RopeConfig) -> Rotation:
+    """Return the cosines and sines of all tokens' angles, times `rope.magnitude`, in float32."""
+    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies(rope))[None, :]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return (cos, sin) if rope.magnitude == 1.0 else (cos * rope.magnitude, sin * rope.magnitude)
