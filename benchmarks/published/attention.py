@@ -1,4 +1,4 @@
-"""Qwen3, Qwen3 with experts, Llama 3.1 and Granite 3.3: attention in every layer."""
+"""Qwen2.5, Qwen3, Llama 3.1, Granite 3.3 and gpt-oss: attention in every layer."""
 
 from benchmarks.published.model import PublishedModel
 
@@ -118,9 +118,97 @@ _GRANITE = {  # of Granite-3.3-8B, from memory
     "use_cache": True,
     "vocab_size": 49159,
 }
+_QWEN2 = {  # of Qwen2.5-7B-Instruct
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+_QWEN2_GENERATION = {
+    "bos_token_id": 151643,
+    "do_sample": True,
+    "eos_token_id": [151645, 151643],
+    "pad_token_id": 151643,
+    "repetition_penalty": 1.05,
+    "temperature": 0.7,
+    "top_k": 20,
+    "top_p": 0.8,
+}
+_GPT_OSS = {  # of gpt-oss-20b, whose experts are published in MXFP4
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 201088,
+}
+_GPT_OSS_GENERATION = {
+    "bos_token_id": 199998,
+    "do_sample": True,
+    "eos_token_id": [200002, 199999, 200012],
+    "pad_token_id": 199999,
+}
 ATTENTION_MODELS = {
     "qwen3-8b": PublishedModel(_QWEN3_8B, _QWEN3_GENERATION),
     "qwen3-30b-a3b": PublishedModel(_QWEN3_30B_A3B, _QWEN3_GENERATION),
     "llama-3.1-8b": PublishedModel(_LLAMA, _LLAMA_GENERATION),
+    "qwen2.5-7b": PublishedModel(_QWEN2, _QWEN2_GENERATION),
+    "gpt-oss-20b": PublishedModel(_GPT_OSS, _GPT_OSS_GENERATION),
     "granite-3.3-8b": PublishedModel(_GRANITE, {"bos_token_id": 0, "eos_token_id": 0}),
 }

@@ -31,10 +31,19 @@ from jaxspec.cache.specs import (
     with_pools_of,
 )
 from jaxspec.cache.token_history import History, TokenHistory
+from jaxspec.cache.window_kv import WindowKV
 
 MEMORY_LABELS: dict[str, MemoryLabel] = {
     name: label
-    for kind in (PagedKV, Recurrent, ShortConv, TokenHistory, HiddenStates, RoutedExperts)
+    for kind in (
+        PagedKV,
+        WindowKV,
+        Recurrent,
+        ShortConv,
+        TokenHistory,
+        HiddenStates,
+        RoutedExperts,
+    )
     for name, label in kind.labels.items()
 }
 
@@ -61,6 +70,7 @@ __all__ = [
     "Snapshot",
     "StatePolicy",
     "TokenHistory",
+    "WindowKV",
     "allocate",
     "allocate_checkpoints",
     "by_slot",

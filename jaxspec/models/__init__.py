@@ -74,6 +74,8 @@ __all__ = [
 MODELS: dict[str, str | type[Model]] = {
     "FalconH1ForCausalLM": "jaxspec.models.falcon_h1:FalconH1",
     "falcon_h1": "jaxspec.models.falcon_h1:FalconH1",
+    "GptOssForCausalLM": "jaxspec.models.gpt_oss:GptOss",
+    "gpt_oss": "jaxspec.models.gpt_oss:GptOss",
     "GraniteForCausalLM": "jaxspec.models.granite:Granite",
     "granite": "jaxspec.models.granite:Granite",
     "GraniteMoeHybridForCausalLM": "jaxspec.models.granite:GraniteHybrid",
@@ -88,6 +90,8 @@ MODELS: dict[str, str | type[Model]] = {
     "mamba2": "jaxspec.models.mamba2:Mamba2",
     "NemotronHForCausalLM": "jaxspec.models.nemotron_h:NemotronH",
     "nemotron_h": "jaxspec.models.nemotron_h:NemotronH",
+    "Qwen2ForCausalLM": "jaxspec.models.qwen2:Qwen2",
+    "qwen2": "jaxspec.models.qwen2:Qwen2",
     "Qwen3_5ForCausalLM": "jaxspec.models.qwen3_5:Qwen3_5",
     "Qwen3_5ForConditionalGeneration": "jaxspec.models.qwen3_5:Qwen3_5",
     "qwen3_5": "jaxspec.models.qwen3_5:Qwen3_5",

@@ -183,7 +183,7 @@ class Fields(Block):
         """
         biases = may_have_biases and self.find("attention_bias", FLAG)
         implemented = {"attention_bias": (biases,)} if biases else {}
-        if SLIDING_ATTENTION in layer_types:
+        if SLIDING_ATTENTION in layer_types:  # then the family has read it
             implemented["use_sliding_window"] = (True,)
         self.refuse_all_but(_COMMON_OPTIONS | implemented)
         self.scheme()

@@ -38,6 +38,7 @@ METHODS = {
 FAMILIES = [
     *METHODS,
     "falcon_h1",
+    "gpt_oss",
     "granite",
     "granitemoehybrid",
     "lfm2",

@@ -61,6 +61,7 @@ ENGINES = {
     "Mamba2, replayed": {"fixture": "nemotron_h", "drafts": 3, "states": REPLAY},
     "attention": {"fixture": "qwen3", "drafts": 3, "mode": "pages"},
     "short convolutions": {"fixture": "lfm2", "drafts": 2},
+    "windows": {"fixture": "gpt_oss", "drafts": 2},
 }
 
 

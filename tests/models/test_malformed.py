@@ -589,8 +589,35 @@ ATTENDING_GRANITE_FIELDS = {
     "rope_parameters": [*NONE, {}, {"x": 1}],  # its base is the family's default
     "rope_parameters.rope_theta": NONE,
 }
+# The same of Qwen2 with windows in its last layers.
+QWEN2_FIELDS = {
+    "layer_types": NONE,  # from the second layer on, as it is
+    "use_sliding_window": [True],
+    "max_window_layers": WRONG,  # the list of layers counts
+    "sliding_window": [],
+    "rope_parameters.partial_rotary_factor": NONE,
+}
+# The same of gpt-oss.
+GPT_OSS_FIELDS = {
+    "attention_bias": [True],
+    "layer_types": NONE,  # alternately, as it is
+    "sliding_window": [],
+    "num_local_experts": [],
+    "num_experts": NONE,  # another name of the same
+    "num_experts_per_tok": [],
+    "experts_per_token": NONE,
+    "intermediate_size": [],
+    "swiglu_alpha": NONE,
+    "swiglu_limit": NONE,
+    "rope_parameters.truncate": [False],
+    "rope_parameters.factor": [],
+    "rope_parameters.original_max_position_embeddings": [],
+    "rope_parameters.beta_fast": NONE,
+    "rope_parameters.beta_slow": NONE,
+}
 TABLES = FIELDS | EXPERT_FIELDS | LLAMA_FIELDS | FALCON_FIELDS | LFM2_FIELDS
 TABLES |= LFM2_RAW_FIELDS | NEMOTRON_FIELDS | MAMBA2_FIELDS | GRANITE_FIELDS
+TABLES |= QWEN2_FIELDS | GPT_OSS_FIELDS
 # An id that stands for the end of a text is right or wrong by its value alone.
 NOT_WRONG = {"eos_token_id": [0, [1]]}
 # Here they mean another model of the same tensors.
@@ -663,11 +690,13 @@ def with_field(config, path, value):
         ("mamba2", MAMBA2_FIELDS, NOT_WRONG),
         ("granitemoehybrid", GRANITE_FIELDS, NOT_WRONG),
         ("granite", ATTENDING_GRANITE_FIELDS, NOT_WRONG),
+        ("qwen2", QWEN2_FIELDS, NOT_WRONG),
+        ("gpt_oss", GPT_OSS_FIELDS, NOT_WRONG),
     ],
     indirect=["corpus"],
     ids=[
         *("dense", "experts", "llama", "Falcon-H1", "LFM2", "LFM2 raw"),
-        *("Nemotron", "Mamba2", "Granite hybrid", "Granite"),
+        *("Nemotron", "Mamba2", "Granite hybrid", "Granite", "Qwen2", "gpt-oss"),
     ],
 )
 def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
@@ -688,7 +717,7 @@ def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
     [
         *("qwen3_5", "qwen3_5_vl", "qwen3", "llama", "falcon_h1", "lfm2", "lfm2_raw"),
         *("nemotron_h", "nemotron_h_latent", "nemotron_h_latent_raw"),
-        *("mamba2", "granitemoehybrid", "granite", *EXPERTS),
+        *("mamba2", "granitemoehybrid", "granite", "qwen2", "gpt_oss", *EXPERTS),
     ],
     indirect=True,
 )
@@ -715,6 +744,7 @@ def test_the_tables_have_every_field_that_is_read(corpus, monkeypatch):
     [
         *("qwen3_5", "qwen3_5_vl", "qwen3", "qwen3_5_moe", "qwen3_next", "llama", "falcon_h1"),
         *("lfm2", "nemotron_h", "nemotron_h_latent", "mamba2", "granitemoehybrid", "granite"),
+        "gpt_oss",
     ],
     indirect=True,
 )

@@ -34,6 +34,9 @@ SHARED = {
     "falcon_h1": 2,
     "granitemoehybrid": 4,
     "granite": 4,
+    "qwen2": 4,
+    "gpt_oss": 4,
+    "gpt_oss_mxfp4": 2,
     "mamba2": 4,
     "lfm2": 4,
 }

@@ -28,6 +28,8 @@ OTHER_NAMES = [
     "qwen3-30b-a3b",
     "granite-4-h-small",
     "granite-3.3-8b",
+    "qwen2.5-7b",
+    "gpt-oss-20b",
     "mamba2-2.7b",
     "lfm2-1.2b",
 ]

@@ -99,6 +99,11 @@ class Linear(nnx.Module):
         return self.weight.part(self.index(0, self.columns))
 
     @property
+    def bias_operand(self) -> Float[Array, " columns"] | None:
+        """The bias of all columns, for an op that takes `operand`; None if no output has one."""
+        return None if self.bias is None else self.bias[...]
+
+    @property
     def _columns(self) -> Weight | Columns:
         return self.weight.columns if self._is_whole else self.operand
 

@@ -15,14 +15,21 @@ class Activation(enum.Enum):
 
     SWIGLU = "silu(gate) * up"  # Shazeer 2020, "GLU Variants Improve Transformer", 2002.05202
     SQUARED_RELU = "relu(up) ** 2"  # So et al. 2021, "Primer", arXiv 2109.08668
+    # gpt-oss: gate and up are clamped, and their columns alternate.
+    CLAMPED_SWIGLU = "gate * sigmoid(1.702 * gate) * (up + 1)"
 
     @property
     def pieces(self) -> int:
         """Columns of the first matmul per output column: gate and up, or up alone."""
-        return 2 if self is Activation.SWIGLU else 1
+        return 1 if self is Activation.SQUARED_RELU else 2
+
+    @property
+    def alternates(self) -> bool:
+        """True if columns of gate and up alternate; otherwise all of the gate's come first."""
+        return self is Activation.CLAMPED_SWIGLU
 
     def __call__(self, x: Float[Array, "tokens columns"]) -> Float[Array, "tokens features"]:
-        """Apply the activation in the dtype of `x`; its columns are the gate's, if any, then up's.
+        """Apply the activation in the dtype of `x`, whose columns are the gate's, if any, and up's.
 
         Raises:
             ValueError: the number of columns is odd, but gate and up need half each.
@@ -30,6 +37,8 @@ class Activation(enum.Enum):
         self.check(x.shape[-1])
         if self is Activation.SQUARED_RELU:
             return jnp.square(jax.nn.relu(x))
+        if self is Activation.CLAMPED_SWIGLU:
+            return _clamped(x[..., ::2], x[..., 1::2], jax.nn.sigmoid)
         gate, up = jnp.split(x, 2, axis=-1)
         return jax.nn.silu(gate) * up
 
@@ -40,6 +49,8 @@ class Activation(enum.Enum):
             positive = jnp.where(up < 0.0, 0.0, up)  # not a maximum, which may drop a NaN
             return positive * positive
         gate, up = pieces
+        if self is Activation.CLAMPED_SWIGLU:
+            return _clamped(gate, up, lambda x: 1.0 / (1.0 + jnp.exp(-x)))
         return gate / (1.0 + jnp.exp(-gate)) * up
 
     def check(self, columns: int) -> None:
@@ -53,3 +64,12 @@ class Activation(enum.Enum):
                 f"Gate and up must have the same number of columns, but {columns} columns came for "
                 "both. Hand over both side by side, gate first."
             )
+
+
+_LIMIT, _ALPHA = 7.0, 1.702  # of gpt-oss
+
+
+def _clamped(gate, up, sigmoid):
+    gate = jnp.where(gate > _LIMIT, _LIMIT, gate)  # not a minimum, which may drop a NaN
+    up = jnp.where(up > _LIMIT, _LIMIT, jnp.where(up < -_LIMIT, -_LIMIT, up))
+    return gate * sigmoid(gate * _ALPHA) * (up + 1.0)
