@@ -273,12 +273,14 @@ COMMAND = [
         ["x", "--model", "UNKNOWN"],
         "UNKNOWN/config.json asks for the model 'DeepseekV3ForCausalLM' in `architectures` or "
         "`model_type`, and jaxspec runs only "
-        "FalconH1ForCausalLM, GraniteMoeHybridForCausalLM, Lfm2ForCausalLM, Lfm2MoeForCausalLM,"
-        " LlamaForCausalLM, Mamba2ForCausalLM, NemotronHForCausalLM, Qwen3ForCausalLM, "
-        "Qwen3MoeForCausalLM, Qwen3NextForCausalLM, Qwen3_5ForCausalLM, "
+        "FalconH1ForCausalLM, GptOssForCausalLM, GraniteForCausalLM, "
+        "GraniteMoeHybridForCausalLM, Lfm2ForCausalLM, Lfm2MoeForCausalLM,"
+        " LlamaForCausalLM, Mamba2ForCausalLM, NemotronHForCausalLM, Qwen2ForCausalLM, "
+        "Qwen3ForCausalLM, Qwen3MoeForCausalLM, Qwen3NextForCausalLM, Qwen3_5ForCausalLM, "
         "Qwen3_5ForConditionalGeneration, Qwen3_5MoeForCausalLM, "
-        "Qwen3_5MoeForConditionalGeneration, falcon_h1, granitemoehybrid, lfm2, lfm2_moe, "
-        "llama, mamba2, nemotron_h, qwen3, qwen3_5, qwen3_5_moe, qwen3_5_moe_text, "
+        "Qwen3_5MoeForConditionalGeneration, falcon_h1, gpt_oss, granite, granitemoehybrid, "
+        "lfm2, lfm2_moe, llama, mamba2, nemotron_h, qwen2, qwen3, qwen3_5, qwen3_5_moe, "
+        "qwen3_5_moe_text, "
         "qwen3_5_text, qwen3_moe, qwen3_next. Use a checkpoint of one of those, or add the "
         "model by jaxspec.register_model: docs/models.md says how.",
     ),

@@ -3,9 +3,12 @@
 from jaxspec.pallas.attention.inputs import attention_inputs
 from jaxspec.pallas.attention.paged import paged_attention
 from jaxspec.pallas.attention.prefill import prefill_attention
+from jaxspec.pallas.attention.window import window_attention, window_prefill
 
 __all__ = [
     "attention_inputs",
     "paged_attention",
     "prefill_attention",
+    "window_attention",
+    "window_prefill",
 ]

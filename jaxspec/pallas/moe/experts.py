@@ -150,8 +150,8 @@ def gathered(
 
 def why_not_kernel(x, experts):
     features, width = x.shape[1], experts.width
-    if experts.up_bias is not None:
-        return "experts with biases"
+    if experts.up_bias is not None or experts.activation.alternates:
+        return "experts with biases, or with alternating columns of gate and up"
     for stack in (experts.up, experts.down):
         is_dense = isinstance(stack, DenseExperts)
         # A float16 number has 11 significant bits: it is not the sum of two e4m3 numbers.
