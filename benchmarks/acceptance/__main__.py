@@ -12,7 +12,8 @@ one of them measures the others are stopped:
 * serving: kept prefixes, requests that move to a second engine, updates of weights, AsyncLLM, and
   HTTP.
 * exact: in float32, the tokens with drafts are those without, and those of kernels are XLA's. Where
-  biases of 1e-3 change the token, either may come; such ties are counted.
+  biases of 1e-3 change the token, either may come; such ties are counted. Log-probabilities of
+  generated tokens are the scores of the same texts.
 * two devices, exact on two devices (with `--parts`, on a machine that has them): the features of
   every model on a tensor-parallel group, and its tokens in float32 beside those of one device.
 * exact in float8 (with `--parts`): folders in FP8 by blocks and per row, and one that is rounded at

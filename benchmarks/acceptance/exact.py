@@ -29,7 +29,9 @@ from benchmarks.measure.weights import (
 )
 from jaxspec import LLM, RequestMetrics, SamplingParams
 from jaxspec.pallas import dispatch
+from jaxspec.requests.logprobs import token_logprobs
 from jaxspec.requests.request import Request
+from jaxspec.requests.sampling_params import RAW
 
 TIE = 1e-3  # of two logits, where either token may come
 TIE_IN_BFLOAT16 = 5e-2
@@ -57,6 +59,8 @@ def exact(rows: Rows) -> None:
         with arm(model.drafts) as engine:
             arms["drafts"] = engine.run()
             arms["without"] = engine.run(num_speculative_tokens=0)
+            gap = functools.partial(engine.generate_and_score, arms["drafts"])
+            rows.measure("generate and score", gap)
         if model.has_all:
             with arm(None) as engine:
                 arms["without"] = engine.run()
@@ -193,6 +197,22 @@ class Arm:
         """Return the log-probabilities of all tokens of the prompts, but the first of each."""
         scores = self._llm.score(_prompts(self._llm.vocab_size))
         return np.concatenate([score.token_logprobs[1:] for score in scores])
+
+    def generate_and_score(self, tokens: Tokens) -> Row:
+        """Compare log-probabilities of generated tokens with the scores of the same texts."""
+        requests = tokens.requests["all"]
+        texts = [{"prompt_token_ids": [*each.prompt, *each.output]} for each in requests]
+        scores = self._llm.score(texts, logprobs_mode=RAW)
+        gaps = np.concatenate(
+            [
+                np.abs(token_logprobs(request.logprobs) - score.token_logprobs[-TOKENS:])
+                for request, score in zip(requests, scores, strict=True)
+            ]
+        )
+        row: Row = {"largest_difference": float(gaps.max()), "mean_difference": float(gaps.mean())}
+        if row["largest_difference"] > self._tie:
+            row["error"] = f"Logprobs differ from scores by {row['largest_difference']:.2g}"
+        return row
 
     def prefers(self, request: Request, ids: Sequence[int], place: int) -> bool:
         """Return whether a bias of a tie to the first of two ids makes it the token at `place`.

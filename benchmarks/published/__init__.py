@@ -1,6 +1,7 @@
 """Published models: config.json and generation_config.json at full size, thin or small."""
 
 from benchmarks.published.attention import ATTENTION_MODELS
+from benchmarks.published.latent import LATENT_MODELS
 from benchmarks.published.mamba import MAMBA_MODELS
 from benchmarks.published.model import PublishedModel
 from benchmarks.published.qwen_hybrid import QWEN_HYBRIDS
@@ -13,4 +14,5 @@ MODELS: dict[str, PublishedModel] = {
     **ATTENTION_MODELS,
     **MAMBA_MODELS,
     **SHORT_CONV_MODELS,
+    **LATENT_MODELS,
 }

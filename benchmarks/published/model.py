@@ -67,7 +67,8 @@ class PublishedModel:
         """
         config = self.thin(layers)
         fields = config.get("text_config", config)
-        if not fields.get("head_dim") and "num_attention_heads" in fields:
+        is_latent = "kv_lora_rank" in fields
+        if not is_latent and not fields.get("head_dim") and "num_attention_heads" in fields:
             fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
         for heads in _HEADS:
             if heads in fields:
@@ -106,6 +107,9 @@ def _keep(fields: dict[str, Any], published: ModelConfig, kept: list[int]) -> No
     if "num_dense_layers" in fields:
         feed_forwards = [published.feed_forward_types[layer] for layer in kept]
         fields["num_dense_layers"] = feed_forwards.count(DENSE)
+    if "first_k_dense_replace" in fields:
+        feed_forwards = [published.feed_forward_types[layer] for layer in kept]
+        fields["first_k_dense_replace"] = feed_forwards.count(DENSE)
     if "hybrid_override_pattern" in fields:
         pattern = fields["hybrid_override_pattern"]
         fields["hybrid_override_pattern"] = "".join(pattern[layer] for layer in kept)

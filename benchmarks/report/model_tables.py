@@ -100,6 +100,8 @@ OTHER_PARTS = {  # formats of the values of other parts
     "ties": "{:,} ties",
     "differing": "{:,} different",
     "drafts_accepted": "{:,} drafts accepted",
+    "largest_difference": "largest difference of log-probabilities {:.1e}",
+    "mean_difference": "{:.1e} on average",
     "held_error": "error of a log-probability {:.4f}",
     "dequantised_error": "{:.4f} dequantised",
     "prompt_tokens": "{:,} prompt tokens",

@@ -11,6 +11,7 @@ from jaxspec.cache.checkpoints import (
 )
 from jaxspec.cache.hidden_states import HiddenStates
 from jaxspec.cache.paged_kv import PagedKV, kv_dtype_of
+from jaxspec.cache.paged_vectors import PagedVectors
 from jaxspec.cache.policy import Replay, Snapshot, StatePolicy, state_policy
 from jaxspec.cache.recurrent import Conv, PerSlot, Recurrent, RecurrentPool, Ring
 from jaxspec.cache.routed_experts import RoutedExperts
@@ -33,18 +34,10 @@ from jaxspec.cache.specs import (
 from jaxspec.cache.token_history import History, TokenHistory
 from jaxspec.cache.window_kv import WindowKV
 
+_KINDS = PagedKV, PagedVectors, WindowKV, Recurrent, ShortConv
+_KINDS += TokenHistory, HiddenStates, RoutedExperts
 MEMORY_LABELS: dict[str, MemoryLabel] = {
-    name: label
-    for kind in (
-        PagedKV,
-        WindowKV,
-        Recurrent,
-        ShortConv,
-        TokenHistory,
-        HiddenStates,
-        RoutedExperts,
-    )
-    for name, label in kind.labels.items()
+    name: label for kind in _KINDS for name, label in kind.labels.items()
 }
 
 __all__ = [
@@ -58,6 +51,7 @@ __all__ = [
     "SavedState",
     "Moves",
     "PagedKV",
+    "PagedVectors",
     "PerSlot",
     "PoolSizes",
     "Pools",

@@ -72,6 +72,10 @@ __all__ = [
 
 # `architectures` of config.json, or `model_type` if absent -> module:class, or a registered class.
 MODELS: dict[str, str | type[Model]] = {
+    "DeepseekV3ForCausalLM": "jaxspec.models.deepseek:DeepSeekV3",
+    "deepseek_v3": "jaxspec.models.deepseek:DeepSeekV3",
+    "DeepseekV32ForCausalLM": "jaxspec.models.deepseek:DeepSeekV32",
+    "deepseek_v32": "jaxspec.models.deepseek:DeepSeekV32",
     "FalconH1ForCausalLM": "jaxspec.models.falcon_h1:FalconH1",
     "falcon_h1": "jaxspec.models.falcon_h1:FalconH1",
     "GptOssForCausalLM": "jaxspec.models.gpt_oss:GptOss",

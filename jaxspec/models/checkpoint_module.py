@@ -2,8 +2,8 @@
 
 import abc
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ class CheckpointModule(nnx.Module, abc.ABC):
     """
 
     config: ModelConfig
+    # Canonical names of tensors that a checkpoint may have twice, and those of the originals. A
+    # copy must be equal and is not loaded.
+    copies: ClassVar[Mapping[str, str]] = {}
 
     @abc.abstractmethod
     def __init__(

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 LINEAR_ATTENTION = "linear_attention"
+LATENT_ATTENTION = "latent_attention"
 MAMBA2 = "mamba2"
 PARALLEL = "parallel"  # attention and Mamba2 on the same input
 SHORT_CONV = "short_conv"
@@ -118,7 +119,8 @@ class ModelConfig:
     attention_sinks: bool = False  # each query head has a score for attending to nothing
     attention_inputs: int | None = None  # input features of attention; None means `hidden_size`
     num_draft_layers: int = 0  # as config.json or the family declares; a checkpoint may lack them
-    draft_feed_forward_type: str = DENSE  # feed-forward type of the draft layers
+    draft_mixer_type: str = FULL_ATTENTION  # as in `layer_types`, of the draft layers
+    draft_feed_forward_type: str = DENSE  # likewise
     parts: tuple[Any, ...] = ()
     # The checkpoint has a scale for the keys, and one for the values, of each attention layer.
     scales_kv: bool = dataclasses.field(default=False, repr=False)
@@ -174,8 +176,9 @@ class ModelConfig:
 
     @property
     def num_full_attention_layers(self) -> int:
-        """Trunk layers that store keys and values."""
-        return sum(kind in (FULL_ATTENTION, PARALLEL) for kind in self.layer_types)
+        """Trunk layers that store keys and values, or latents of both."""
+        kinds = FULL_ATTENTION, LATENT_ATTENTION, PARALLEL
+        return sum(kind in kinds for kind in self.layer_types)
 
     def is_tied(self, tensors: Collection[str]) -> bool:
         """Return whether the embedding is also the output head.

@@ -19,13 +19,13 @@ from jaxspec.models.config import (
     SQUARED_RELU,
     ModelConfig,
 )
-from jaxspec.models.fields import Fields, check_groups
-from jaxspec.models.kinds import FLAG, MAX_LAYERS, SIZE, WORD, whole, words
+from jaxspec.models.deepseek_routing import read_routing
+from jaxspec.models.fields import Fields
+from jaxspec.models.kinds import MAX_LAYERS, SIZE, WORD, whole, words
 from jaxspec.models.layers.mamba2 import Mamba2Config, Mamba2Fields
-from jaxspec.models.layers.moe import EXPERTS, SCALE, MoEConfig, shared_width
+from jaxspec.models.layers.moe import MoEConfig, shared_width
 from jaxspec.models.layers.mtp_head import PREFIX, MTPHead, has_draft_head
 from jaxspec.pallas.matmul.activation import Activation
-from jaxspec.pallas.moe.route import Routing
 
 _OPTIONS = {
     "mlp_hidden_act": ("relu2",),
@@ -213,26 +213,11 @@ def _check_has_sizes_of_head(config: ModelConfig) -> None:
 
 def _experts(fields: Fields) -> MoEConfig:
     """Read the experts' sizes and routing, which is that of DeepSeek-V3."""
-    num_experts = fields.need("n_routed_experts", EXPERTS)
     width = fields.need("moe_intermediate_size", SIZE)
-    groups = fields.find("n_group", whole(1, num_experts)) or 1
-    check_groups(num_experts, groups, "n_routed_experts, n_group")
-    top_groups = fields.find("topk_group", whole(1, groups)) or 1
-    reachable = num_experts // groups * top_groups
-    routing = Routing(
-        num_experts,
-        fields.need("num_experts_per_tok", whole(1, reachable)),
-        score="sigmoid",
-        renormalise=fields.need("norm_topk_prob", FLAG),
-        eps=1e-20,
-        scale=float(fields.need("routed_scaling_factor", SCALE)),
-        groups=groups,
-        top_groups=top_groups,
-    )
     shared = fields.need("moe_shared_expert_intermediate_size", shared_width(width))
     latent = fields.find("moe_latent_size", SIZE)
     return MoEConfig(
-        routing,
+        read_routing(fields),
         width,
         shared_size=shared,
         has_correction=True,

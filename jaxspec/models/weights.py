@@ -14,6 +14,7 @@ from jaxspec.models.blocks import Source
 from jaxspec.models.checkpoint import Checkpoint, listed
 from jaxspec.models.checkpoint_module import CheckpointModule
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.copies import check_copies, stored_alike, without_copies
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.trunk import LAYERS
 from jaxspec.models.layers.weight_matrix import name_of_part, parts_of, stored
@@ -54,8 +55,11 @@ def read_weights(
         progress: Show a progress bar if loading takes longer than half a second.
 
     Raises:
-        ValueError: A value is invalid, or a file changed in the meantime.
+        ValueError: A value is invalid, a copy of a tensor differs, or a file changed meanwhile.
     """
+    if type(model).copies:
+        names = with_copies(type(model), model.config.whole, checkpoint.names)
+        check_copies(type(model), names, stored_alike(checkpoint), str(checkpoint.path))
     held: dict[int, tuple[nnx.Param, list[jax.Array]]] = {}
     for rank in group.own_ranks:
         with group.default(rank):
@@ -154,7 +158,14 @@ def compared(
 def published_names(
     family: type[CheckpointModule], config: ModelConfig, names: Iterable[str]
 ) -> dict[str, list[str]]:
-    """Return the names of tensors that a module uses, by canonical name."""
+    """Return the names of tensors that a module uses, by canonical name; copies are left out."""
+    return without_copies(family, with_copies(family, config, names))
+
+
+def with_copies(
+    family: type[CheckpointModule], config: ModelConfig, names: Iterable[str]
+) -> dict[str, list[str]]:
+    """Return what `published_names` returns, with copies (`CheckpointModule.copies`)."""
     published: dict[str, list[str]] = {}
     for name in sorted(names):
         canonical = family.canonical_name(name, config)

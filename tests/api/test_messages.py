@@ -65,7 +65,7 @@ DAMAGE = {
     "CUT": cut(-5),
     "NOISE": lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 5000),
     "MISFIT": tensors(misfit),
-    "UNKNOWN": config(architectures=["DeepseekV3ForCausalLM"]),
+    "UNKNOWN": config(architectures=["MiniMaxM3ForCausalLM"]),
     "QUANTIZED": config(quantization_config={"quant_method": "hqq"}),
     "BIASED": config(attention_bias=True),
     "SCALED": config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}),
@@ -271,16 +271,16 @@ COMMAND = [
     ),
     (
         ["x", "--model", "UNKNOWN"],
-        "UNKNOWN/config.json asks for the model 'DeepseekV3ForCausalLM' in `architectures` or "
-        "`model_type`, and jaxspec runs only "
+        "UNKNOWN/config.json asks for the model 'MiniMaxM3ForCausalLM' in `architectures` or "
+        "`model_type`, and jaxspec runs only DeepseekV32ForCausalLM, DeepseekV3ForCausalLM, "
         "FalconH1ForCausalLM, GptOssForCausalLM, GraniteForCausalLM, "
         "GraniteMoeHybridForCausalLM, Lfm2ForCausalLM, Lfm2MoeForCausalLM,"
         " LlamaForCausalLM, Mamba2ForCausalLM, NemotronHForCausalLM, Qwen2ForCausalLM, "
         "Qwen3ForCausalLM, Qwen3MoeForCausalLM, Qwen3NextForCausalLM, Qwen3_5ForCausalLM, "
         "Qwen3_5ForConditionalGeneration, Qwen3_5MoeForCausalLM, "
-        "Qwen3_5MoeForConditionalGeneration, falcon_h1, gpt_oss, granite, granitemoehybrid, "
-        "lfm2, lfm2_moe, llama, mamba2, nemotron_h, qwen2, qwen3, qwen3_5, qwen3_5_moe, "
-        "qwen3_5_moe_text, "
+        "Qwen3_5MoeForConditionalGeneration, deepseek_v3, deepseek_v32, falcon_h1, gpt_oss, "
+        "granite, granitemoehybrid, lfm2, lfm2_moe, llama, mamba2, nemotron_h, qwen2, qwen3, "
+        "qwen3_5, qwen3_5_moe, qwen3_5_moe_text, "
         "qwen3_5_text, qwen3_moe, qwen3_next. Use a checkpoint of one of those, or add the "
         "model by jaxspec.register_model: docs/models.md says how.",
     ),

@@ -195,5 +195,5 @@ def test_prefixes_of_a_tiny_model_are_measured(monkeypatch, tmp_path, capsys):
     assert all(x["prefix_cache"]["num_hits"] == 0 for x in by_part["decode"])
     assert [x["name"] for x in by_part["copies"]] == ["export", "restore"]
     for result in by_part["copies"]:
-        assert result["us"] > 0 and result["bytes_moved"] > 2 * 3 * 4 * 16 * 16 * 4  # a state
+        assert result["bytes_moved"] > 2 * 3 * 4 * 16 * 16 * 4  # a state
     assert "| TINY, hit, 20 more | 52 | 32 |" in capsys.readouterr().out

@@ -42,6 +42,7 @@ FAMILIES = [
     "granite",
     "granitemoehybrid",
     "lfm2",
+    "deepseek_v3",
     "mamba2",
     "nemotron_h",
     "nemotron_h_latent",

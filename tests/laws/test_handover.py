@@ -59,6 +59,11 @@ PAIRS = {
         {"prefixes": "pages", "drafts": 0, "max_in_flight": 0},
         {"prefixes": "pages", "drafts": 2, "page_size": 8, **NGRAM},
     ),
+    "latents and an index": (
+        "deepseek_v32",
+        {"prefixes": "pages", "drafts": 0, "max_in_flight": 0},
+        {"prefixes": "pages", "drafts": 2, "page_size": 8, **NGRAM},
+    ),
     "short convolutions": (
         "lfm2",
         {"drafts": 2, **NGRAM},

@@ -62,6 +62,7 @@ ENGINES = {
     "attention": {"fixture": "qwen3", "drafts": 3, "mode": "pages"},
     "short convolutions": {"fixture": "lfm2", "drafts": 2},
     "windows": {"fixture": "gpt_oss", "drafts": 2},
+    "latents and an index": {"fixture": "deepseek_v32", "drafts": 2, "mode": "pages"},
 }
 
 

@@ -185,6 +185,10 @@ OTHERS = [
     ("nemotron_h", "mtp", 3, GREEDY),
     ("mamba2", "oracle-mixed", 3, GREEDY),
     ("granitemoehybrid", "oracle-mixed", 3, GREEDY),
+    ("deepseek_v3", "oracle-mixed", 3, GREEDY),
+    ("deepseek_v32", "mtp", 3, SAMPLED),
+    soak("deepseek_v3", "mtp", 3, SAMPLED),
+    soak("deepseek_v32", "oracle-mixed", 3, GREEDY),
     soak("granitemoehybrid", "oracle-mixed", 3, SAMPLED),
     soak("granite", "oracle-mixed", 3, SAMPLED),
     soak("qwen3_5_tied", "oracle-mixed", 3, SAMPLED),
@@ -235,6 +239,8 @@ RUNS = [  # fixture, drafts, policy
     ("nemotron_h_latent", "mtp", 0, "snapshot"),
     ("mamba2", "oracle-mixed", 3, "snapshot"),
     ("granitemoehybrid", "oracle-mixed", 3, "snapshot"),
+    ("deepseek_v3", "mtp", 3, "snapshot"),
+    ("deepseek_v32", "mtp", 3, "snapshot"),
 ]
 OTHER_RUNS = [
     ("qwen3_5_tied", "mtp", 3, "snapshot"),
@@ -244,6 +250,7 @@ OTHER_RUNS = [
     ("llama", "mtp", 0, "snapshot"),
     ("llama_draft", "mtp", 0, "snapshot"),
     ("granite", "oracle-mixed", 3, "snapshot"),
+    *itertools.product(("deepseek_v3", "deepseek_v32"), ("mtp",), (0,), ("snapshot",)),
     *itertools.product(("mamba2", "granitemoehybrid"), ("mtp",), (0,), ("snapshot", "replay")),
     *itertools.product(
         ("qwen3_5_moe", "qwen3_next", "nemotron_h", "nemotron_h_latent"),

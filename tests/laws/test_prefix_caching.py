@@ -62,6 +62,8 @@ ENGINES = {
     "attention": {"fixture": "qwen3", "drafts": 3, "mode": "pages"},
     "attention, in twos": {"fixture": "llama_draft", "mode": "pages", "steps_per_dispatch": 2},
     "short convolutions": {"fixture": "lfm2", "drafts": 2},
+    "latents": {"fixture": "deepseek_v3", "drafts": 2, "method": "mtp", "mode": "pages"},
+    "an index": {"fixture": "deepseek_v32", "drafts": 2, "mode": "pages"},
     "side by side": {"fixture": "falcon_h1", "drafts": 2, "states": REPLAY},
 }
 

@@ -97,7 +97,10 @@ def check(llm, plain, prompts, params):
     return found
 
 
-FAMILIES = ["nemotron_h_latent", *map(soak, ("qwen3_moe", "qwen3_next", "granitemoehybrid"))]
+FAMILIES = [
+    "nemotron_h_latent",
+    *map(soak, ("qwen3_moe", "qwen3_next", "granitemoehybrid", "deepseek_v3")),
+]
 
 
 def check_replay(llm, replay, spec):

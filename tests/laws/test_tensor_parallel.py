@@ -72,6 +72,7 @@ def assert_equal_on_all_devices(engine: Harness) -> None:
     [
         (HYBRID, PAIR, REPLAY, 3, NUCLEUS),
         ("nemotron_h", FOUR, REPLAY, 3, GREEDY),
+        ("deepseek_v32", PAIR, SNAPSHOT, 3, GREEDY),
         *(
             soak(*case)
             for case in [
@@ -87,6 +88,7 @@ def assert_equal_on_all_devices(engine: Harness) -> None:
                 ("gpt_oss", FOUR, SNAPSHOT, 3, GREEDY),
                 ("mamba2", FOUR, REPLAY, 3, SAMPLED),
                 ("lfm2", FOUR, SNAPSHOT, 3, GREEDY),
+                ("deepseek_v3", FOUR, SNAPSHOT, 3, SAMPLED),
                 ("qwen3", FOUR, SNAPSHOT, 3, NUCLEUS),
                 ("qwen3_moe", FOUR, SNAPSHOT, 0, GREEDY),
             ]
@@ -111,6 +113,7 @@ def test_tokens_are_those_of_one_device(fixture, group, states, drafts, params):
                 ("nemotron_h_latent", PAIR, 3, SAMPLED),
                 ("granitemoehybrid", FOUR, 0, GREEDY),
                 ("gpt_oss", PAIR, 3, GREEDY),
+                ("deepseek_v3", FOUR, 3, GREEDY),
                 ("qwen3_moe", FOUR, 3, NUCLEUS),
             ]
         ),

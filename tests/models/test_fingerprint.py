@@ -104,6 +104,7 @@ def of_fixture(fixture, group, number=None):
                 ("granitemoehybrid", 4),
                 ("falcon_h1", 2),
                 ("lfm2", 4),
+                ("deepseek_v32", 2),
                 ("qwen3_moe", 4),
             ]
         ),

@@ -615,9 +615,50 @@ GPT_OSS_FIELDS = {
     "rope_parameters.beta_fast": NONE,
     "rope_parameters.beta_slow": NONE,
 }
+DEEPSEEK_FIELDS = {
+    "q_lora_rank": [],
+    "kv_lora_rank": [],
+    "qk_nope_head_dim": [],
+    "qk_rope_head_dim": [],
+    "v_head_dim": [],
+    "layer_types": NONE,
+    "mlp_layer_types": NONE,  # the number of dense layers says the same
+    "first_k_dense_replace": NONE,  # the list says the same
+    "moe_layer_freq": [*NONE, 1],
+    "rope_interleave": [*NONE, True],
+    "n_routed_experts": [],
+    "n_shared_experts": [],
+    "index_n_heads": [],
+    "index_head_dim": [],
+    "index_topk": [],
+    "rope_parameters.beta_fast": NONE,  # the defaults are the same
+    "rope_parameters.beta_slow": NONE,
+    "rope_parameters.truncate": [*NONE, True],
+    "rope_parameters.attention_factor": NONE,
+    "rope_parameters.mscale": [],
+    "rope_parameters.mscale_all_dim": [],
+    # The same in the other block; other numbers contradict.
+    "rope_scaling.beta_fast": NONE,
+    "rope_scaling.beta_slow": NONE,
+    "rope_scaling.truncate": [*NONE, True],
+    "rope_scaling.attention_factor": NONE,
+    "rope_scaling.mscale": NONE,
+    "rope_scaling.mscale_all_dim": NONE,
+}
+NOT_WRONG_OF_DEEPSEEK = {
+    "index_topk": [1],
+    "rope_parameters.truncate": [False],
+    "rope_scaling.truncate": [False],
+    "rope_parameters.attention_factor": [1.5],
+    "rope_scaling.attention_factor": [1.5],
+    "rope_parameters.beta_fast": [1.5],
+    "rope_parameters.beta_slow": [1.5],
+    "rope_parameters.mscale": [*NONE, 1.5, 0, 1],
+    "rope_parameters.mscale_all_dim": [*NONE, 1.5, 0, 1],
+}
 TABLES = FIELDS | EXPERT_FIELDS | LLAMA_FIELDS | FALCON_FIELDS | LFM2_FIELDS
 TABLES |= LFM2_RAW_FIELDS | NEMOTRON_FIELDS | MAMBA2_FIELDS | GRANITE_FIELDS
-TABLES |= QWEN2_FIELDS | GPT_OSS_FIELDS
+TABLES |= QWEN2_FIELDS | GPT_OSS_FIELDS | DEEPSEEK_FIELDS
 # An id that stands for the end of a text is right or wrong by its value alone.
 NOT_WRONG = {"eos_token_id": [0, [1]]}
 # Here they mean another model of the same tensors.
@@ -642,6 +683,7 @@ NOT_WRONG_OF_FALCON = {
 NOT_WRONG_OF_FALCON |= {"mamba_norm_before_gate": [*NONE, True]}  # transformers' default
 # Where another name than the field's tells what is wrong.
 CULPRITS = {
+    "n_shared_experts": "mlp.shared_experts",  # without it there are none
     "mamba_conv_bias": "mamba.conv1d.bias",
     "use_conv_bias": "mixer.conv1d.bias",
     "attention_head_dim": "head_dim",  # its other name
@@ -692,11 +734,13 @@ def with_field(config, path, value):
         ("granite", ATTENDING_GRANITE_FIELDS, NOT_WRONG),
         ("qwen2", QWEN2_FIELDS, NOT_WRONG),
         ("gpt_oss", GPT_OSS_FIELDS, NOT_WRONG),
+        ("deepseek_v32", DEEPSEEK_FIELDS, NOT_WRONG_OF_DEEPSEEK),
     ],
     indirect=["corpus"],
     ids=[
         *("dense", "experts", "llama", "Falcon-H1", "LFM2", "LFM2 raw"),
         *("Nemotron", "Mamba2", "Granite hybrid", "Granite", "Qwen2", "gpt-oss"),
+        "DeepSeek",
     ],
 )
 def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
@@ -717,7 +761,16 @@ def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
     [
         *("qwen3_5", "qwen3_5_vl", "qwen3", "llama", "falcon_h1", "lfm2", "lfm2_raw"),
         *("nemotron_h", "nemotron_h_latent", "nemotron_h_latent_raw"),
-        *("mamba2", "granitemoehybrid", "granite", "qwen2", "gpt_oss", *EXPERTS),
+        *(
+            "mamba2",
+            "granitemoehybrid",
+            "granite",
+            "qwen2",
+            "gpt_oss",
+            "deepseek_v3",
+            "deepseek_v32",
+            *EXPERTS,
+        ),
     ],
     indirect=True,
 )
@@ -744,7 +797,7 @@ def test_the_tables_have_every_field_that_is_read(corpus, monkeypatch):
     [
         *("qwen3_5", "qwen3_5_vl", "qwen3", "qwen3_5_moe", "qwen3_next", "llama", "falcon_h1"),
         *("lfm2", "nemotron_h", "nemotron_h_latent", "mamba2", "granitemoehybrid", "granite"),
-        "gpt_oss",
+        *("gpt_oss", "deepseek_v32"),
     ],
     indirect=True,
 )
@@ -753,6 +806,7 @@ def test_a_size_that_is_near_the_right_one_is_refused(corpus):
     # What the tensors do not show.
     free = {"max_position_embeddings", "mtp_num_hidden_layers", "num_experts_per_tok"}
     free |= {"num_nextn_predict_layers", "block_multiple_of", "n_group", "topk_group"}
+    free |= {"index_topk"}
     sizes = [name for name in TABLES.keys() - free if type(config.get(name)) is int]
     for name, value in [(name, config[name]) for name in sizes]:
         for other in {value + 1, value - 1, value * 2, value // 2, value * 1000} - {value}:

@@ -39,6 +39,8 @@ SHARED = {
     "gpt_oss_mxfp4": 2,
     "mamba2": 4,
     "lfm2": 4,
+    "deepseek_v3": 4,
+    "deepseek_v32": 2,
 }
 
 

@@ -32,12 +32,16 @@ OTHER_NAMES = [
     "gpt-oss-20b",
     "mamba2-2.7b",
     "lfm2-1.2b",
+    "deepseek-v3",
+    "deepseek-v3.2",
 ]
 HAVE_HEADS = {
     "qwen3.5-0.8b",
     "qwen3.5-35b-a3b",
     "qwen3-next-80b-a3b",
     "nemotron-3.5-lightning-30b-a3b",
+    "deepseek-v3",
+    "deepseek-v3.2",
 }
 
 

@@ -93,9 +93,11 @@ class Oracle:
     def start(self) -> "Run":
         import attending_oracle
         import hybrid_oracle
+        import latent_oracle
         import mamba_oracle
 
-        runs = hybrid_oracle.RUNS | mamba_oracle.RUNS | attending_oracle.RUNS
+        runs = hybrid_oracle.RUNS | latent_oracle.RUNS | mamba_oracle.RUNS
+        runs = runs | attending_oracle.RUNS
         return runs.get(self.config["model_type"], Run)(self)
 
 

@@ -325,7 +325,16 @@ FORMATS = {
 
 def is_linear(name, shape):
     """Whether published folders quantise a tensor; not the small projections of a hybrid."""
-    kept = ("embed", "lm_head", "in_proj_a", "in_proj_b", "mtp.fc", ".gate.", "conv1d")
+    kept = (
+        "embed",
+        "lm_head",
+        "shared_head.head",
+        "in_proj_a",
+        "in_proj_b",
+        "mtp.fc",
+        ".gate.",
+        "conv1d",
+    )
     return len(shape) == 2 and name.endswith(".weight") and not any(map(name.__contains__, kept))
 
 

@@ -78,7 +78,7 @@ class MoEConfig:
             intermediate_size=width,
             shared_size=fields.need("shared_expert_intermediate_size", wide) if shared else 0,
             gated_shared=shared,
-            width_unit=_width_unit(fields.scheme()),
+            width_unit=shared_unit(fields.scheme()),
         )
 
     def local(self, devices: int) -> "MoEConfig":
@@ -118,7 +118,7 @@ class MoEConfig:
         return dataclasses.replace(self.routing, num_shared=num_shared, gated_shared=gated)
 
 
-def _width_unit(scheme: Scheme | None) -> int:
+def shared_unit(scheme: Scheme | None) -> int:
     """Return the width of which a share has no cut block in FP8, which no kernel would multiply."""
     has_blocks = scheme is not None and scheme.grains - {PER_ROW, PER_TENSOR}
     return PUBLISHED_BLOCK if has_blocks else _WIDTHS

@@ -1,4 +1,4 @@
-"""MTPHead: the multi-token-prediction draft head of Qwen3-Next, Qwen3.5 and Nemotron-3."""
+"""MTPHead: the multi-token-prediction draft head of Qwen, Nemotron-3 and DeepSeek."""
 
 from collections.abc import Collection, Iterable, Iterator
 
@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxspec.cache import Pools
-from jaxspec.models.config import FULL_ATTENTION, ModelConfig
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.decoder import DecoderLayer, residual_norm
 from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.mixer import LayerInputs, Stream
@@ -40,8 +40,8 @@ class MTPHead(nnx.Module):
         self.hidden_norm = residual_norm(config, dtype)
         self.fc = Linear(2 * size, {"fc": size}, dtype, in_16_bits=1)
         # In the pool, its keys and values follow those of the trunk.
-        feed_forward = config.draft_feed_forward_type
-        self.layer = DecoderLayer(config, FULL_ATTENTION, feed_forward, trunk, dtype)
+        kinds = config.draft_mixer_type, config.draft_feed_forward_type
+        self.layer = DecoderLayer(config, *kinds, trunk, dtype)
         self.norm = residual_norm(config, dtype)
 
     @property

@@ -8,10 +8,12 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxspec.models.config import Llama3Scaling, RopeConfig, YarnScaling
 from jaxspec.pallas.attention.inputs import Rotation
+
+_Channels = Float[Array, "tokens heads channels"]
 
 
 @functools.cache
@@ -69,3 +71,24 @@ def rotation(positions: Int[Array, " tokens"], rope: RopeConfig) -> Rotation:
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies(rope))[None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return (cos, sin) if rope.magnitude == 1.0 else (cos * rope.magnitude, sin * rope.magnitude)
+
+
+def rotate_halves(x: _Channels, turns: Rotation) -> _Channels:
+    """Rotate the channel pairs (i, i + half) of the first channels of all heads, in float32."""
+    cos, sin = (each[:, None] for each in turns)
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return jnp.concatenate([*_rotated(a, b, cos, sin), rest], axis=-1)
+
+
+def rotate_pairs(x: _Channels, turns: Rotation) -> _Channels:
+    """Rotate the channel pairs (2 i, 2 i + 1) of all heads, in float32; even ones then come first.
+
+    Queries and keys have the same order, so their products are those of any order.
+    """
+    cos, sin = (each[:, None] for each in turns)
+    return jnp.concatenate(_rotated(x[..., 0::2], x[..., 1::2], cos, sin), axis=-1)
+
+
+def _rotated(a: Array, b: Array, cos: Array, sin: Array) -> list[Array]:
+    return [part.astype(a.dtype) for part in (a * cos - b * sin, b * cos + a * sin)]

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxspec.models.base import CheckpointModule, ModelSpec
 from jaxspec.models.checkpoint import Checkpoint, listed
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.copies import check_copies
 from jaxspec.models.layers.mtp_head import PREFIX
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.weight_matrix import Form, Holder, parts_of, stored
@@ -26,7 +27,13 @@ from jaxspec.models.source import dequantised, naming
 from jaxspec.models.trees.checkpoint import Tensor, TreeCheckpoint, own_names
 from jaxspec.models.trees.filling import Copied, Filling, FromTensors, LeafOfRank
 from jaxspec.models.trees.leaves import Leaf, Part, await_copies
-from jaxspec.models.weights import as_published, check_tensors, published_names, undefined
+from jaxspec.models.weights import (
+    as_published,
+    check_tensors,
+    published_names,
+    undefined,
+    with_copies,
+)
 from jaxspec.parallel import Group
 
 _HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
@@ -123,6 +130,7 @@ class WeightLayout:
         tree = TreeCheckpoint(arrays)
         family, config = self.spec.family, self.spec.whole.config
         checkpoint = dequantised(tree, self._scheme, family.uses(config), scales_kv=self._scales_kv)
+        self._check_copies(name, arrays)
         plan, checkpoint = self._plan(name, tree, checkpoint, keep)
         may_lack = functools.partial(_matches, keep)
         check_tensors(plan.placements, plan.published, checkpoint, may_lack)
@@ -233,6 +241,14 @@ class WeightLayout:
                 "or create the LLM with weights of both."
             )
         return {canonical: each for canonical, each in published.items() if canonical != _HEAD}
+
+    def _check_copies(self, name: str, arrays: Mapping[str, Tensor]) -> None:
+        family, config = self.spec.family, self.spec.whole.config
+        if family.copies:
+            published = with_copies(family, config, arrays)
+            check_copies(
+                family, published, lambda *pair: _alike(*(arrays[each] for each in pair)), name
+            )
 
     def _check_forms(
         self,
@@ -355,8 +371,7 @@ def has_equal_head(published: Mapping[str, list[str]], arrays: Mapping[str, Tens
     names = [*published.get(_HEAD, [])[:1], *published.get(_EMBEDDINGS, [])[:1]]
     if len(names) < 2:
         return False
-    head, embeddings = (arrays[name] for name in names)
-    return head.shape == embeddings.shape and _are_equal(*map(jnp.asarray, (head, embeddings)))
+    return _alike(*(arrays[name] for name in names))
 
 
 def without_equal_head(
@@ -369,8 +384,11 @@ def without_equal_head(
     return {name: each for name, each in arrays.items() if name not in published[_HEAD]}
 
 
-def _are_equal(one: jax.Array, other: jax.Array) -> bool:
-    return bool(jnp.array_equal(one, jax.device_put(other, one.sharding)))
+def _alike(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    first, second = map(jnp.asarray, (one, other))
+    return bool(jnp.array_equal(first, jax.device_put(second, first.sharding)))
 
 
 def _matches(patterns: Iterable[str], name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Write keys and values into their pages."""
+"""Write keys and values, or one vector per token, into their pages."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec import device
 
 KVPool = Float[Array, "layers 2 pages page_size kv_heads head_dim"]  # axis 1: keys, values
+VectorPool = Float[Array, "layers pages page_size width"]
 KVScales = Float[Array, "2"]  # float32; of keys, of values
 
 _MAX_FLOAT8 = 448  # the largest float8_e4m3fn
@@ -28,9 +29,8 @@ def kv_write(
     dropped if its KV slot is -1, in the null page, or past the end of the pool. No two tokens of a
     step may have the same KV slot.
     """
-    if kv.dtype != jnp.float8_e4m3fn or device.default_device().platform != "cpu":
+    if not _scatters_bytes(kv):
         return kv_write_reference(kv, layer, keys, values, kv_slots, scales)
-    # Scatter bytes: XLA's CPU backend would scatter float8 into a wider copy of the pool.
     new = as_stored(keys, values, scales, kv.dtype)
     pool, *new = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (kv, *new))
     pool = kv_write_reference(pool, layer, *new, kv_slots)
@@ -38,14 +38,43 @@ def kv_write(
 
 
 def kv_write_reference(kv, layer, keys, values, kv_slots, scales=None):
-    num_pages, page_size = kv.shape[2:4]
-    # A dropped token gets a page out of range: a negative index would wrap around.
-    page = jnp.where(kv_slots >= page_size, kv_slots // page_size, num_pages)
-    offset = jnp.where(kv_slots >= page_size, kv_slots % page_size, 0)
+    page, offset = _places(kv_slots, *kv.shape[2:4])
     keys, values = as_stored(keys, values, scales, kv.dtype)
     # No reshape of the pool: XLA's CPU backend would then copy all of it.
     kv = kv.at[layer, 0, page, offset].set(keys, mode="drop")
     return kv.at[layer, 1, page, offset].set(values, mode="drop")
+
+
+def vector_write(
+    pool: VectorPool,
+    layer: int,
+    vectors: Float[Array, "tokens width"],
+    kv_slots: Int[Array, " tokens"],
+) -> VectorPool:
+    """Write a vector for each of this step's tokens into one layer, as `kv_write` does."""
+    vectors = _saturate(vectors, pool.dtype)
+    if not _scatters_bytes(pool):
+        return _vector_write(pool, layer, vectors, kv_slots)
+    pool, vectors = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (pool, vectors))
+    pool = _vector_write(pool, layer, vectors, kv_slots)
+    return jax.lax.bitcast_convert_type(pool, jnp.float8_e4m3fn)
+
+
+def _vector_write(pool, layer, vectors, kv_slots):
+    page, offset = _places(kv_slots, *pool.shape[1:3])
+    return pool.at[layer, page, offset].set(vectors, mode="drop")
+
+
+def _places(kv_slots, num_pages, page_size):
+    """Return pages and offsets; a dropped token gets a page out of range, which does not wrap."""
+    is_kept = kv_slots >= page_size
+    page = jnp.where(is_kept, kv_slots // page_size, num_pages)
+    return page, jnp.where(is_kept, kv_slots % page_size, 0)
+
+
+def _scatters_bytes(pool):
+    """XLA's CPU backend would scatter float8 into a wider copy of the pool."""
+    return pool.dtype == jnp.float8_e4m3fn and device.default_device().platform == "cpu"
 
 
 def as_stored(keys, values, scales, dtype):

@@ -135,7 +135,7 @@ def test_rounding_twice_changes_nothing(tmp_path):
 # The option `quantization` on a folder of 16 bits
 FLOAT32 = jnp.dtype("float32")
 FAMILIES = ["qwen3_5", "falcon_h1", "lfm2", "mamba2", "llama", "qwen3_5_moe", "qwen3_next"]
-FAMILIES += ["nemotron_h", "granitemoehybrid"]
+FAMILIES += ["nemotron_h", "granitemoehybrid", "deepseek_v3", "deepseek_v32"]
 KEPT = (
     "embed",
     "lm_head",
@@ -146,9 +146,18 @@ KEPT = (
     "in_proj_b.",
     "in_proj_ba.",
 )
-KEPT += ("mtp.fc.", "eh_proj", ".gate.", "shared_expert_gate", "router")
+KEPT += (
+    "kv_b_proj",
+    "weights_proj",
+    "mtp.fc.",
+    "eh_proj",
+    ".gate.",
+    "shared_expert_gate",
+    "router",
+)
 ROUNDED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "out_proj")
 ROUNDED += ("in_proj_qkv.", "in_proj_z.", "in_proj_qkvz.", "in_proj.", ".w1.", ".w2.", ".w3.")
+ROUNDED += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "wk.", "wq_b.")
 ROUNDED += ("gate_up_proj", "input_linear", "output_linear")
 PROMPTS = [[3, 14, 15, 92, 65], [35, 8, 97, 93, 23, 84, 62]]
 FP8 = {"quantization": "fp8"}

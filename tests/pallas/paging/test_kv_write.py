@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from attention import GARBAGE, int32, kv_slots_of, normal
 
-from jaxspec.pallas.paging.kv_write import kv_write
+from jaxspec.pallas.paging.kv_write import kv_write, vector_write
 
 LAYERS, PAGES, PAGE_SIZE, KV_HEADS, DIM = 2, 12, 4, 2, 8
 
@@ -53,3 +53,19 @@ def test_a_layer_is_written_alone():
     np.testing.assert_array_equal(flat[0, [12, 13, 14, 15, 20, 21]], keys)
     np.testing.assert_array_equal(flat[1, [12, 13, 14, 15, 20, 21]], values)
     assert np.count_nonzero(flat) == keys.size + values.size
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn])
+def test_vectors_are_written_as_keys_and_values_are(dtype):
+    rng = np.random.default_rng(7)
+    pool = jnp.asarray(rng.normal(size=(2, 5, 4, 6)), dtype)
+    vectors = jnp.asarray(rng.normal(size=(5, 6)), jnp.float32).at[0, 0].set(1e6)
+    slots = jnp.asarray([9, -1, 3, 10**6, 4], jnp.int32)  # two of them are written
+    kv = kv_write(
+        jnp.stack([pool, pool], 1)[:, :, :, :, None], 1, vectors[:, None], vectors[:, None], slots
+    )
+    written = vector_write(pool, 1, vectors, slots)
+    assert written.dtype == pool.dtype
+    wide = [np.asarray(x, np.float32) for x in (written, kv[:, 0, :, :, 0], pool)]
+    np.testing.assert_array_equal(wide[0], wide[1])
+    assert (wide[0] != wide[2]).any(-1).sum() == 2

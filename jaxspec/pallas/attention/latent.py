@@ -1,0 +1,191 @@
+"""Attention over latents: the vector of a token is the key of all heads, and its start the value.
+
+DeepSeek-AI 2024, "DeepSeek-V2", arXiv 2405.04434, section 2.1, with the up-projections of keys and
+values applied to queries and outputs. So all heads read one vector per token.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec import device
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.attention.token_index import TokenIndex
+from jaxspec.pallas.paging.kv_write import VectorPool
+from jaxspec.regions import DecodeRegion, PrefillRegion
+
+_MIN_CPU_CONTEXT = 128  # positions read per row on a CPU, however short the rows are
+_TILE = 64  # queries per tile of the prefill reference; a tile never spans two chunks
+_SCORES_AT_ONCE = 2**22  # of tiles side by side
+_NO_KERNEL = "no kernel takes latents"
+
+
+def latent_attention(
+    queries: Float[Array, "rows width heads features"],
+    latents: VectorPool,
+    layer: int,
+    page_tables: Int[Array, "slots pages"],
+    rows: DecodeRegion,
+    *,
+    value_dim: int,
+    scale: float,
+    index: TokenIndex | None = None,
+) -> Float[Array, "rows width heads value_dim"]:
+    """Causal attention of each row's `width` newest tokens over its pages, in the queries' dtype.
+
+    Rows, positions, padding and rejected drafts are as in `paged_attention`. `latents` holds one
+    vector per token (`vector_write`): all of it is the key of every head, and its first `value_dim`
+    features are the value. Scores are multiplied by `scale`; scores and softmax are float32. With
+    an `index`, over `[rows, width]` tokens, each token attends to those that it selects.
+    """
+    dispatch.runs_kernel("latent_attention", _NO_KERNEL, rows=queries.shape[0])
+    sizes = {"value_dim": value_dim, "scale": scale}
+    if device.default_device().platform != "cpu":
+        operands = queries, latents, layer, page_tables, rows, index
+        return latent_attention_reference(*operands, **sizes)
+    return _attend_longest_row(queries, latents, layer, page_tables, rows, index, sizes)
+
+
+def _attend_longest_row(queries, latents, layer, page_tables, rows, index, sizes):
+    """`latent_attention` on a CPU, with as many pages of each row as the longest row needs."""
+    page_size, (num_slots, table_width) = latents.shape[2], page_tables.shape
+    widths = [-(-_MIN_CPU_CONTEXT // page_size)]
+    while widths[-1] < table_width:
+        widths.append(2 * widths[-1])
+    widths[-1] = table_width
+    length = jnp.where(rows.is_live(num_slots), rows.num_computed + rows.query_len, 0)
+    longest = jnp.max(length, initial=0)
+    branch = jnp.sum(longest > page_size * jnp.array(widths[:-1], jnp.int32))
+
+    def first_pages(count, queries, latents, page_tables, rows, index):
+        operands = queries, latents, layer, page_tables[:, :count], rows, index
+        return latent_attention_reference(*operands, **sizes)
+
+    branches = [functools.partial(first_pages, count) for count in widths]
+    return jax.lax.switch(branch, branches, queries, latents, page_tables, rows, index)
+
+
+def latent_attention_reference(
+    queries, latents, layer, page_tables, rows, index=None, *, value_dim, scale
+):
+    """Reference for `latent_attention`: gather every page of the row, mask, softmax."""
+    num_slots = page_tables.shape[0]
+    pages = page_tables[jnp.clip(rows.slots, 0, num_slots - 1)]
+    query_len = jnp.where(rows.is_live(num_slots), rows.query_len, 0)
+    operands = queries, latents, layer, pages, rows.num_computed, query_len, index
+    return _attend(*operands, value_dim, scale)
+
+
+def latent_prefill_attention(
+    queries: Float[Array, "tokens heads features"],
+    latents: VectorPool,
+    layer: int,
+    page_tables: Int[Array, "slots pages"],
+    chunks: PrefillRegion,
+    *,
+    value_dim: int,
+    scale: float,
+    index: TokenIndex | None = None,
+) -> Float[Array, "tokens heads value_dim"]:
+    """Causal attention of every token over its own sequence, in the queries' dtype.
+
+    Chunks, positions and padding are as in `prefill_attention`, and all else as in
+    `latent_attention`; an `index` is over the region's tokens.
+    """
+    dispatch.runs_kernel("latent_prefill_attention", _NO_KERNEL, rows=queries.shape[0])
+    operands = queries, latents, layer, page_tables, chunks, index
+    return latent_prefill_attention_reference(*operands, value_dim=value_dim, scale=scale)
+
+
+def latent_prefill_attention_reference(
+    queries, latents, layer, page_tables, chunks, index=None, *, value_dim, scale
+):
+    """Reference for `latent_prefill_attention`, tile by tile so that only real tokens take time."""
+    (num_tokens, heads, _), num_seqs = queries.shape, chunks.slots.shape[0]
+    if not num_seqs:  # no chunk has tokens
+        return jnp.zeros((num_tokens, heads, value_dim), queries.dtype)
+    length = jnp.where(chunks.is_live(page_tables.shape[0]), chunks.query_len, 0)
+    tiles_end = jnp.cumsum((length + _TILE - 1) // _TILE, dtype=jnp.int32)
+    padded = _pad_tokens(queries)  # room for the last tile
+    padded_index = None if index is None else index.of_tokens(_pad_tokens)
+
+    def attend_tile(tile):
+        seq = jnp.searchsorted(tiles_end, tile, side="right").astype(jnp.int32)
+        seq = jnp.minimum(seq, num_seqs - 1)
+        first_tile = jnp.where(seq > 0, tiles_end[jnp.maximum(seq - 1, 0)], 0)
+        offset = (tile - first_tile) * _TILE  # first token of the tile, within its chunk
+        start = chunks.query_start[seq] + offset
+
+        def of_tile(x):
+            return jax.lax.dynamic_slice_in_dim(x, start, _TILE)[None]
+
+        select = None if padded_index is None else padded_index.of_tokens(of_tile)
+        position, remaining = chunks.num_computed[seq] + offset, length[seq] - offset
+        pages = page_tables[chunks.slots[seq]]
+        rows = pages[None], position[None], remaining[None]
+        operands = of_tile(padded), latents, layer, *rows, select
+        return _attend(*operands, value_dim, scale)[0]
+
+    most = (num_tokens + (_TILE - 1) * num_seqs) // _TILE
+    context = page_tables.shape[1] * latents.shape[2]
+    scores = _TILE * context * max(heads, 0 if index is None else index.queries.shape[1])
+    batch = max(1, min(num_seqs, _SCORES_AT_ONCE // scores))
+    tiles = dispatch.stacked(tiles_end[-1], most, attend_tile, batch=batch)
+
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    seq = jnp.searchsorted(chunks.query_start[1:], token, side="right").astype(jnp.int32)
+    seq = jnp.minimum(seq, num_seqs - 1)
+    offset = token - chunks.query_start[seq]
+    real = (offset >= 0) & (offset < length[seq])
+    first_tile = jnp.where(seq > 0, tiles_end[jnp.maximum(seq - 1, 0)], 0)
+    tile = jnp.where(real, first_tile + offset // _TILE, 0)
+    return jnp.where(real[:, None, None], tiles[tile, offset % _TILE], 0)
+
+
+def _pad_tokens(x):
+    return jnp.pad(x, ((0, _TILE), *((0, 0),) * (x.ndim - 1)))
+
+
+def _attend(queries, latents, layer, pages, position, num_real, index, value_dim, scale):
+    """Attention of rows of consecutive tokens, each over its row of the page table.
+
+    Row `r` has `num_real[r]` tokens from `position[r]` on.
+    """
+    num_rows, width = queries.shape[:2]
+    _, num_pages, page_size, features = latents.shape
+    context = pages.shape[1] * page_size
+    pages = jnp.clip(pages, 0, num_pages - 1)
+    held = latents[layer, pages].reshape(num_rows, context, features)
+
+    place = jnp.arange(context, dtype=jnp.int32)
+    token = jnp.arange(width, dtype=jnp.int32)
+    newest = position[:, None] + token[None, :]  # last position visible to each token
+    is_real = token[None, :] < num_real[:, None]
+    sees = (place[None, None, :] <= newest[:, :, None]) & is_real[:, :, None]
+    if index is not None:
+        sees = index.selected(layer, pages, sees)
+
+    scores = jnp.einsum(
+        "rwhd,rcd->rhwc",
+        queries,
+        held.astype(queries.dtype),
+        precision="highest",
+        preferred_element_type=jnp.float32,
+    )
+    scores = jnp.where(sees[:, None], scores * scale, -jnp.inf)
+    # All scores of a padding token are -inf: replace their maximum by 0, and their sum 0 by 1.
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(largest), largest, 0.0))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = weights / jnp.where(total > 0, total, 1.0)
+    # Pages beyond the row's length may hold non-finite values of an earlier request, and rejected
+    # drafts after the row's first token may be non-finite.
+    length = jnp.where(num_real > 0, position + num_real, 0)
+    written = (place[None, :] < length[:, None])[:, :, None]
+    is_later = (place[None, :] > position[:, None])[:, :, None]
+    values = held[:, :, :value_dim].astype(jnp.float32)
+    values = jnp.where(written & (~is_later | jnp.isfinite(values)), values, 0.0)
+    out = jnp.einsum("rhwc,rcd->rwhd", weights, values, precision="highest")
+    return out.astype(queries.dtype)
