@@ -1,4 +1,4 @@
-"""Qwen2.5, Qwen3, Llama 3.1, Granite 3.3 and gpt-oss: attention in every layer."""
+"""Qwen2.5, Qwen3, Llama 3.1, Mistral, Granite 3.3 and gpt-oss: attention in every layer."""
 
 from benchmarks.published.model import PublishedModel
 
@@ -204,11 +204,33 @@ _GPT_OSS_GENERATION = {
     "eos_token_id": [200002, 199999, 200012],
     "pad_token_id": 199999,
 }
+_MISTRAL = {  # of Mistral-7B-Instruct-v0.3
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 32768,
+}
 ATTENTION_MODELS = {
     "qwen3-8b": PublishedModel(_QWEN3_8B, _QWEN3_GENERATION),
     "qwen3-30b-a3b": PublishedModel(_QWEN3_30B_A3B, _QWEN3_GENERATION),
     "llama-3.1-8b": PublishedModel(_LLAMA, _LLAMA_GENERATION),
     "qwen2.5-7b": PublishedModel(_QWEN2, _QWEN2_GENERATION),
+    "mistral-7b-v0.3": PublishedModel(_MISTRAL, {"bos_token_id": 1, "eos_token_id": 2}),
     "gpt-oss-20b": PublishedModel(_GPT_OSS, _GPT_OSS_GENERATION),
     "granite-3.3-8b": PublishedModel(_GRANITE, {"bos_token_id": 0, "eos_token_id": 0}),
 }

@@ -92,6 +92,8 @@ MODELS: dict[str, str | type[Model]] = {
     "llama": "jaxspec.models.llama:Llama",
     "Mamba2ForCausalLM": "jaxspec.models.mamba2:Mamba2",
     "mamba2": "jaxspec.models.mamba2:Mamba2",
+    "MistralForCausalLM": "jaxspec.models.mistral:Mistral",
+    "mistral": "jaxspec.models.mistral:Mistral",
     "NemotronHForCausalLM": "jaxspec.models.nemotron_h:NemotronH",
     "nemotron_h": "jaxspec.models.nemotron_h:NemotronH",
     "Qwen2ForCausalLM": "jaxspec.models.qwen2:Qwen2",

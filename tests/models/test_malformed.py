@@ -593,7 +593,6 @@ ATTENDING_GRANITE_FIELDS = {
 QWEN2_FIELDS = {
     "layer_types": NONE,  # from the second layer on, as it is
     "use_sliding_window": [True],
-    "max_window_layers": WRONG,  # the list of layers counts
     "sliding_window": [],
     "rope_parameters.partial_rotary_factor": NONE,
 }
@@ -655,6 +654,12 @@ NOT_WRONG_OF_DEEPSEEK = {
     "rope_parameters.beta_slow": [1.5],
     "rope_parameters.mscale": [*NONE, 1.5, 0, 1],
     "rope_parameters.mscale_all_dim": [*NONE, 1.5, 0, 1],
+}
+NOT_WRONG_OF_GPT_OSS = {
+    "rope_parameters.truncate": [*NONE, True],
+    "rope_parameters.factor": [1.5],
+    "rope_parameters.beta_fast": [1.5],
+    "rope_parameters.beta_slow": [1.5],
 }
 TABLES = FIELDS | EXPERT_FIELDS | LLAMA_FIELDS | FALCON_FIELDS | LFM2_FIELDS
 TABLES |= LFM2_RAW_FIELDS | NEMOTRON_FIELDS | MAMBA2_FIELDS | GRANITE_FIELDS
@@ -733,7 +738,7 @@ def with_field(config, path, value):
         ("granitemoehybrid", GRANITE_FIELDS, NOT_WRONG),
         ("granite", ATTENDING_GRANITE_FIELDS, NOT_WRONG),
         ("qwen2", QWEN2_FIELDS, NOT_WRONG),
-        ("gpt_oss", GPT_OSS_FIELDS, NOT_WRONG),
+        ("gpt_oss", GPT_OSS_FIELDS, NOT_WRONG_OF_GPT_OSS),
         ("deepseek_v32", DEEPSEEK_FIELDS, NOT_WRONG_OF_DEEPSEEK),
     ],
     indirect=["corpus"],

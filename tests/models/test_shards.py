@@ -36,7 +36,6 @@ SHARED = {
     "granite": 4,
     "qwen2": 4,
     "gpt_oss": 4,
-    "gpt_oss_mxfp4": 2,
     "mamba2": 4,
     "lfm2": 4,
     "deepseek_v3": 4,

@@ -29,6 +29,7 @@ OTHER_NAMES = [
     "granite-4-h-small",
     "granite-3.3-8b",
     "qwen2.5-7b",
+    "mistral-7b-v0.3",
     "gpt-oss-20b",
     "mamba2-2.7b",
     "lfm2-1.2b",
