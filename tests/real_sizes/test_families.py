@@ -28,7 +28,7 @@ OTHER_NAMES = [
     "qwen3-30b-a3b",
     "granite-4-h-small",
     "granite-3.3-8b",
-    "qwen2.5-7b",
+    "qwen2.5-14b",
     "mistral-7b-v0.3",
     "gpt-oss-20b",
     "mamba2-2.7b",
