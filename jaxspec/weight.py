@@ -256,6 +256,21 @@ class DenseExperts(_Experts):
     array: Float[Array, "experts outer inner"]
 
 
+@flax.struct.dataclass
+class InputsFirstExperts(DenseExperts):
+    """The same, stored as `[inner, outer]` (gpt-oss in 16 bits), which no kernel reads."""
+
+    array: Float[Array, "experts inner outer"]
+
+    @property
+    def inner(self) -> int:
+        return self.array.shape[1]
+
+    @property
+    def outer(self) -> int:
+        return self.array.shape[2]
+
+
 class _ScaledExperts(_Experts, _Scaled):
     """The same in 8 bits, with float32 scales."""
 

@@ -23,6 +23,7 @@ from jaxspec.models.config import (
     NO_MIXER,
     PARALLEL,
     SHORT_CONV,
+    SLIDING_ATTENTION,
     SQUARED_RELU,
     ModelConfig,
 )
@@ -150,7 +151,7 @@ def mixer_size(config: ModelConfig, kind: str) -> int:
     """Weights of a layer's token mixer."""
     if kind == NO_MIXER:
         return 0
-    if kind in (FULL_ATTENTION, LATENT_ATTENTION):
+    if kind in (FULL_ATTENTION, LATENT_ATTENTION, SLIDING_ATTENTION):
         return attention_size(config)
     if kind == SHORT_CONV:
         return config.hidden_size * (4 * config.hidden_size + config.part(ShortConvConfig).taps)
@@ -239,11 +240,14 @@ def step_bytes(
         # Of each token B, C and v, and the output.
         io += rows * layers * size * config.hidden_size * (4 * width + window)
     attention = config.num_full_attention_layers
+    seen = min(context, config.window or context)  # by a token of a layer with a window
+    windows = config.layer_types.count(SLIDING_ATTENTION) * rows * (seen + width)
     output_head = config.hidden_size * config.vocab_size
     layers = forward_size(config, rows * width + prompt_tokens) - output_head
     return {
         "weights": weight_size * layers + size * output_head,
-        "kv": attention * (rows * read + (rows * width + prompt_tokens) * kv_token),
+        "kv": attention * (rows * read + (rows * width + prompt_tokens) * kv_token)
+        + windows * kv_token,
         "io": io,
         "states": state,
         "drafts": drafts * (draft + rows * read),

@@ -32,8 +32,10 @@ from jaxspec.cache.specs import (
     with_pools_of,
 )
 from jaxspec.cache.token_history import History, TokenHistory
+from jaxspec.cache.window_kv import WindowKV
 
-_KINDS = PagedKV, PagedVectors, Recurrent, ShortConv, TokenHistory, HiddenStates, RoutedExperts
+_KINDS = PagedKV, PagedVectors, WindowKV, Recurrent, ShortConv
+_KINDS += TokenHistory, HiddenStates, RoutedExperts
 MEMORY_LABELS: dict[str, MemoryLabel] = {
     name: label for kind in _KINDS for name, label in kind.labels.items()
 }
@@ -62,6 +64,7 @@ __all__ = [
     "Snapshot",
     "StatePolicy",
     "TokenHistory",
+    "WindowKV",
     "allocate",
     "allocate_checkpoints",
     "by_slot",

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any, TypeVar
 
 FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
 LINEAR_ATTENTION = "linear_attention"
 LATENT_ATTENTION = "latent_attention"
 KIMI_DELTA = "kimi_delta"
@@ -19,6 +20,7 @@ SPARSE = "sparse"  # a mixture of experts
 LATENT_SPARSE = "latent_sparse"  # a mixture whose experts read a latent projection
 ROUTED = (SPARSE, LATENT_SPARSE)
 NO_FEED_FORWARD = "no_feed_forward"  # a layer with only a token mixer
+ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 _Part = TypeVar("_Part")
 
@@ -113,6 +115,9 @@ class ModelConfig:
     gated_attention: bool = False  # each query head has a gate for its output
     zero_centred_norms: bool = False  # RMS norms multiply by `1 + weight`
     normed_heads: bool = True  # RMS norms per head of queries and keys
+    attention_biases: tuple[str, ...] = ()  # projections of attention with a bias
+    window: int | None = None  # positions that sliding attention sees, a token's own included
+    attention_sinks: bool = False  # each query head has a score for attending to nothing
     attention_inputs: int | None = None  # input features of attention; None means `hidden_size`
     num_draft_layers: int = 0  # as config.json or the family declares; a checkpoint may lack them
     draft_mixer_type: str = FULL_ATTENTION  # as in `layer_types`, of the draft layers

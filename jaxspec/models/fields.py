@@ -9,9 +9,11 @@ from jaxspec.checks import shown
 from jaxspec.files import read_json
 from jaxspec.gguf import is_gguf
 from jaxspec.models.config import (
+    ATTENTION_PROJECTIONS,
     DENSE,
     FULL_ATTENTION,
     LINEAR_ATTENTION,
+    SLIDING_ATTENTION,
     SPARSE,
     SQUARED_RELU,
     ModelConfig,
@@ -152,6 +154,7 @@ class Fields(Block):
         *,
         has_attention: bool = True,
         has_rotation: bool = True,
+        may_have_biases: bool = False,
         default_partial_rotary: float = 1.0,
         default_theta: float | None = None,
         head_dim: int | None = None,
@@ -166,6 +169,7 @@ class Fields(Block):
             feed_forward_types: Likewise a key of `FEED_FORWARDS`; None means all layers are dense.
             has_attention: False for a model without attention, which has no fields for heads.
             has_rotation: False for attention without rotary positions.
+            may_have_biases: True if `attention_bias` gives all projections of attention a bias.
             default_partial_rotary: Rotated share of a head if config.json has none.
             default_theta: Base of the rotation if config.json has none; None makes the field
                 mandatory.
@@ -177,7 +181,11 @@ class Fields(Block):
         Raises:
             ValueError: A field is missing, malformed or not implemented.
         """
-        self.refuse_all_but(_COMMON_OPTIONS)
+        biases = may_have_biases and self.find("attention_bias", FLAG)
+        implemented = {"attention_bias": (biases,)} if biases else {}
+        if SLIDING_ATTENTION in layer_types:  # then the family has read it
+            implemented["use_sliding_window"] = (True,)
+        self.refuse_all_but(_COMMON_OPTIONS | implemented)
         self.scheme()
         hidden_size = self.need("hidden_size", SIZE)
         heads = self._heads(hidden_size, head_dim) if has_attention else (0, 0, 0)
@@ -209,6 +217,7 @@ class Fields(Block):
             max_position_embeddings=max(max_positions, 0 if rope is None else rope.extended_length),
             eos_token_ids=self.eos_token_ids,
             tie_word_embeddings=self.tie_word_embeddings,
+            attention_biases=ATTENTION_PROJECTIONS if biases else (),
         )
 
     def _heads(self, hidden_size: int, head_dim: int | None) -> tuple[int, int, int]:

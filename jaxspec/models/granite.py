@@ -1,4 +1,4 @@
-"""Granite 4 hybrid: Mamba2 or attention, followed by a dense layer or experts."""
+"""Granite: attention in every layer, or Granite 4 with Mamba2 and experts."""
 
 import dataclasses
 import math
@@ -29,6 +29,7 @@ _MIXERS = {
     "full_attention": FULL_ATTENTION,
 }
 _FACTOR = number(1e-6, 1e6)
+_THETA = 10000.0  # used if config.json has none
 _LAYER = re.compile(r"(model\.layers\.\d{1,4}\.)(shared_mlp|block_sparse_moe)\.(.+)")
 _SHARED = {"input_linear.weight": "gate_up_proj.weight", "output_linear.weight": "down_proj.weight"}
 _EXPERTS = {
@@ -70,16 +71,39 @@ class GraniteMultipliers:
         With a tied embedding the output head also has the embedding's factor, and the final norm
         divides by it.
         """
-        ends = ("o_proj.weight", "mamba.out_proj.weight", "down_proj.weight", "down_proj")
+        ends = ("o_proj.weight", "o_proj.bias", "mamba.out_proj.weight")
+        ends += ("down_proj.weight", "down_proj")
         return {
             "embed_tokens.weight": self.embedding,
             "model.norm.weight": 1 / (self.logits * self.embedding if tied else self.logits),
             "self_attn.q_proj.weight": self.queries,
+            "self_attn.q_proj.bias": self.queries,
             **dict.fromkeys(ends, self.residual),
         }
 
 
 class Granite(Model):
+    """Granite with attention in every layer: Llama's layers and multipliers."""
+
+    @staticmethod
+    def parse_config(fields: Fields) -> ModelConfig:
+        kinds = fields.attention_layer_types()
+        config = fields.common(kinds, default_theta=_THETA, may_have_biases=True)
+        parts = (GraniteMultipliers.read(fields, config.head_dim),)
+        return dataclasses.replace(config, normed_heads=False, parts=parts)
+
+    @staticmethod
+    def canonical_name(name: str, config: ModelConfig) -> str | None:
+        return name
+
+    def checkpoint(self) -> Iterator[Placement]:
+        """Yield the placements of all tensors, with the multipliers as factors."""
+        tied = self.trunk.embedding is None
+        factors = self.config.part(GraniteMultipliers).of_tensors(tied=tied)
+        return scaled(super().checkpoint(), factors)
+
+
+class GraniteHybrid(Granite):
     """Granite 4, with or without experts beside a shared feed-forward layer."""
 
     @staticmethod
@@ -112,12 +136,6 @@ class Granite(Model):
             return f"{layer}mlp.{_EXPERTS.get(rest, rest)}"
         shared = "shared_expert." if SPARSE in config.feed_forward_types else ""
         return f"{layer}mlp.{shared}{_SHARED.get(rest, rest)}"
-
-    def checkpoint(self) -> Iterator[Placement]:
-        """Yield the placements of all tensors, with the multipliers as factors."""
-        tied = self.trunk.embedding is None
-        factors = self.config.part(GraniteMultipliers).of_tensors(tied=tied)
-        return scaled(super().checkpoint(), factors)
 
 
 def _mixers(fields: Fields) -> tuple[str, ...]:

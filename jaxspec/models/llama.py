@@ -15,7 +15,8 @@ class Llama(Model):
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
         fields.refuse_all_but(_OPTIONS)
-        config = fields.common(fields.attention_layer_types(), default_theta=_THETA)
+        kinds = fields.attention_layer_types()
+        config = fields.common(kinds, default_theta=_THETA, may_have_biases=True)
         return dataclasses.replace(config, normed_heads=False)
 
     @staticmethod

@@ -8,7 +8,7 @@ from jaxspec.models.fields import Fields
 class Qwen3(Model):
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        return fields.common(fields.attention_layer_types())
+        return fields.common(fields.attention_layer_types(), may_have_biases=True)
 
     @staticmethod
     def canonical_name(name: str, config: ModelConfig) -> str | None:

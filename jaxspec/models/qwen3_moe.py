@@ -14,7 +14,9 @@ class Qwen3Moe(Model):
     def parse_config(fields: Fields) -> ModelConfig:
         renormalise = fields.need("norm_topk_prob", FLAG)
         experts = MoEConfig.read(fields, renormalise=renormalise, shared=False)
-        config = fields.common(fields.attention_layer_types(), fields.feed_forward_types())
+        config = fields.common(
+            fields.attention_layer_types(), fields.feed_forward_types(), may_have_biases=True
+        )
         return dataclasses.replace(config, parts=(experts,))
 
     @staticmethod

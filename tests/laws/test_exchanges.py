@@ -38,6 +38,8 @@ METHODS = {
 FAMILIES = [
     *METHODS,
     "falcon_h1",
+    "gpt_oss",
+    "granite",
     "granitemoehybrid",
     "kimi_linear",
     "lfm2",

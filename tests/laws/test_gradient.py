@@ -20,8 +20,8 @@ from jaxspec.pallas import dispatch
 
 WITH_HEADS = ["qwen3_5", "qwen3_next", "nemotron_h_latent", "deepseek_v3", "deepseek_v32"]
 QUICK = ["qwen3_5", "nemotron_h_latent", "qwen3_moe", "falcon_h1", "lfm2"]
-OTHERS = ["qwen3_next", "mamba2", "granitemoehybrid", "llama", "deepseek_v3", "deepseek_v32"]
-OTHERS += ["kimi_linear"]
+OTHERS = ["qwen3_next", "mamba2", "granitemoehybrid", "llama", "gpt_oss"]
+OTHERS += ["deepseek_v3", "deepseek_v32", "kimi_linear"]
 UNTIED = ["qwen3_5", "qwen3_moe", "nemotron_h_latent"]
 # What only chooses: the correction of experts' scores, and the index of tokens.
 NOT_TRAINED = ["correction", "['indexer']"]

@@ -69,6 +69,11 @@ PAIRS = {
         {"drafts": 2, **NGRAM},
         {"drafts": 0, "page_size": 8, "max_in_flight": 0},
     ),
+    "windows": (
+        "qwen2",
+        {"drafts": 3, **NGRAM},
+        {"drafts": 0, "page_size": 8, "max_in_flight": 0},
+    ),
     "side by side": (
         "falcon_h1",
         {"drafts": 2, "states": REPLAY, **NGRAM},

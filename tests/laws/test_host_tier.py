@@ -61,6 +61,7 @@ ENGINES = {
     "Mamba2, replayed": {"fixture": "nemotron_h", "drafts": 3, "states": REPLAY},
     "attention": {"fixture": "qwen3", "drafts": 3, "mode": "pages"},
     "short convolutions": {"fixture": "lfm2", "drafts": 2},
+    "windows": {"fixture": "gpt_oss", "drafts": 2},
     "latents and an index": {"fixture": "deepseek_v32", "drafts": 2, "mode": "pages"},
     "decays by channel": {"fixture": "kimi_linear", "drafts": 2, "states": REPLAY},
 }

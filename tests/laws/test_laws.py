@@ -190,6 +190,7 @@ OTHERS = [
     soak("deepseek_v3", "mtp", 3, SAMPLED),
     soak("deepseek_v32", "oracle-mixed", 3, GREEDY),
     soak("granitemoehybrid", "oracle-mixed", 3, SAMPLED),
+    soak("granite", "oracle-mixed", 3, SAMPLED),
     soak("qwen3_5_tied", "oracle-mixed", 3, SAMPLED),
     soak("qwen3_5_vl", "mtp", 1, SAMPLED),
     soak("qwen3", "oracle-always", 1, SAMPLED),
@@ -248,6 +249,7 @@ OTHER_RUNS = [
     ("qwen3", "mtp", 0, "snapshot"),
     ("llama", "mtp", 0, "snapshot"),
     ("llama_draft", "mtp", 0, "snapshot"),
+    ("granite", "oracle-mixed", 3, "snapshot"),
     *itertools.product(("deepseek_v3", "deepseek_v32"), ("mtp",), (0,), ("snapshot",)),
     *itertools.product(("mamba2", "granitemoehybrid"), ("mtp",), (0,), ("snapshot", "replay")),
     *itertools.product(

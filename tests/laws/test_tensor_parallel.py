@@ -84,6 +84,8 @@ def assert_equal_on_all_devices(engine: Harness) -> None:
                 ("nemotron_h_latent", FOUR, SNAPSHOT, 0, GREEDY),
                 ("falcon_h1", PAIR, SNAPSHOT, 3, SAMPLED),
                 ("granitemoehybrid", FOUR, SNAPSHOT, 0, GREEDY),
+                ("granite", FOUR, SNAPSHOT, 3, GREEDY),
+                ("gpt_oss", FOUR, SNAPSHOT, 3, GREEDY),
                 ("mamba2", FOUR, REPLAY, 3, SAMPLED),
                 ("lfm2", FOUR, SNAPSHOT, 3, GREEDY),
                 ("deepseek_v3", FOUR, SNAPSHOT, 3, SAMPLED),
@@ -111,6 +113,7 @@ def test_tokens_are_those_of_one_device(fixture, group, states, drafts, params):
                 ("nemotron_h", FOUR, 3, GREEDY),
                 ("nemotron_h_latent", PAIR, 3, SAMPLED),
                 ("granitemoehybrid", FOUR, 0, GREEDY),
+                ("gpt_oss", PAIR, 3, GREEDY),
                 ("deepseek_v3", FOUR, 3, GREEDY),
                 ("qwen3_moe", FOUR, 3, NUCLEUS),
             ]

@@ -1,4 +1,4 @@
-"""Granite 4: dense and tied checkpoints, its config.json, factors that fold into weights."""
+"""Granite: dense and tied checkpoints, its config.json, factors that fold into weights."""
 
 import json
 import shutil
@@ -51,11 +51,30 @@ PUBLISHED = {
     "vocab_size": 100352,
 }
 
-
-@pytest.fixture(scope="module")
-def loaded(fixture_folder, reference):
-    model = load_model(fixture_folder("granitemoehybrid"), jnp.float32)
-    return model, reference("granitemoehybrid")
+# Those of Granite-3.3-8B, whose layers are all attention, from memory.
+ATTENDING = {
+    "architectures": ["GraniteForCausalLM"],
+    "attention_bias": False,
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12.0,
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12800,
+    "logits_scaling": 16.0,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "granite",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 49159,
+}
 
 
 def variant(folder, drop, **changes):
@@ -110,6 +129,16 @@ def test_a_published_configuration_is_read():
     assert rotated.rope is not None and rotated.rope.rotary_dim == 128
 
 
+def test_a_published_configuration_with_attention_alone_is_read():
+    config = parse_config(ATTENDING)
+    assert config.layer_types == (FULL_ATTENTION,) * 40 and config.intermediate_size == 12800
+    assert config.rope.rotary_dim == config.head_dim == 128 and not config.normed_heads
+    assert config.parts == (GraniteMultipliers(12.0, 0.22, 0.0078125 * 128**0.5, 16.0),)
+    assert config.attention_biases == ()
+    biased = parse_config(ATTENDING | {"attention_bias": True})
+    assert biased.attention_biases == ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -127,11 +156,21 @@ def test_what_is_not_implemented_is_refused_by_name(changes, message):
         parse_config(PUBLISHED | changes)
 
 
-@pytest.mark.parametrize("ends", ["q_proj.weight", "norm.weight", "out_proj.weight", "down_proj"])
+@pytest.mark.parametrize(
+    ("fixture", "ends"),
+    [
+        ("granitemoehybrid", "q_proj.weight"),
+        ("granitemoehybrid", "norm.weight"),
+        ("granitemoehybrid", "out_proj.weight"),
+        ("granitemoehybrid", "down_proj"),
+        ("granite", "q_proj.bias"),
+        ("granite", "o_proj.bias"),
+    ],
+)
 def test_the_reference_sees_a_factor_that_is_left_out(
-    ends, loaded, fixture_folder, single_request, monkeypatch
+    fixture, ends, reference, fixture_folder, single_request, monkeypatch
 ):
-    _, expected = loaded
+    expected = reference(fixture)
     real = GraniteMultipliers.of_tensors
 
     def forgetful(self, *, tied):
@@ -139,7 +178,7 @@ def test_the_reference_sees_a_factor_that_is_left_out(
         return {end: factor for end, factor in factors.items() if not end.endswith(ends)}
 
     monkeypatch.setattr(GraniteMultipliers, "of_tensors", forgetful)
-    model = load_model(fixture_folder("granitemoehybrid"), jnp.float32)
+    model = load_model(fixture_folder(fixture), jnp.float32)
 
     _, logits = single_request(model).prefill(expected["prompt_ids"])
-    assert np.abs(logits - expected["logits_full"][: len(logits)]).max() > 0.1
+    assert np.abs(logits - expected["logits_full"][: len(logits)]).max() > 0.05

@@ -122,6 +122,20 @@ def test_a_published_configuration_is_read():
     assert parse_config(without) == config
 
 
+def test_biases_of_attention_are_read(copied, single_request):
+    folder = copied("llama_draft", attention_bias=True)
+    held = load_file(folder / "model.safetensors")
+    rng = np.random.default_rng(0)
+    for name in [name for name in held if "self_attn" in name]:
+        rows = held[name].shape[0]
+        held[name.replace("weight", "bias")] = rng.normal(size=rows).astype(np.float32)
+    save_file(held, folder / "model.safetensors")
+    run = Oracle(folder).start()
+    expected = np.stack([run.feed(token) for token in range(9)])
+    _, logits = single_request(load_model(folder, jnp.float32)).prefill(np.arange(9))
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=5e-4)
+
+
 def test_the_base_of_llama_2_is_not_in_its_config():
     older = {name: value for name, value in PUBLISHED.items() if not name.startswith("rope")}
     assert parse_config(older | {"rope_scaling": None}).rope.theta == 1e4
@@ -130,7 +144,6 @@ def test_the_base_of_llama_2_is_not_in_its_config():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("attention_bias", True, "`attention_bias` must be False, got True, .* Use a checkpoint"),
         ("mlp_bias", True, "`mlp_bias` must be False, got True, .* Use a checkpoint"),
         ("sliding_window", 4096, "`sliding_window` must be absent, got 4096, .* Use a checkpoint"),
         ("hidden_act", "gelu", "`hidden_act` must be 'silu' or"),

@@ -579,6 +579,41 @@ GRANITE_FIELDS = {
     "mamba_proj_bias": [*NONE, False],
     "time_step_limit": NONE,
 }
+# The same of Granite with attention and its biases in every layer.
+ATTENDING_GRANITE_FIELDS = {
+    "attention_bias": [True],
+    "embedding_multiplier": [],
+    "residual_multiplier": [],
+    "attention_multiplier": [],
+    "logits_scaling": [],
+    "rope_parameters": [*NONE, {}, {"x": 1}],  # its base is the family's default
+    "rope_parameters.rope_theta": NONE,
+}
+# The same of Qwen2 with windows in its last layers.
+QWEN2_FIELDS = {
+    "layer_types": NONE,  # from the second layer on, as it is
+    "use_sliding_window": [True],
+    "sliding_window": [],
+    "rope_parameters.partial_rotary_factor": NONE,
+}
+# The same of gpt-oss.
+GPT_OSS_FIELDS = {
+    "attention_bias": [True],
+    "layer_types": NONE,  # alternately, as it is
+    "sliding_window": [],
+    "num_local_experts": [],
+    "num_experts": NONE,  # another name of the same
+    "num_experts_per_tok": [],
+    "experts_per_token": NONE,
+    "intermediate_size": [],
+    "swiglu_alpha": NONE,
+    "swiglu_limit": NONE,
+    "rope_parameters.truncate": [False],
+    "rope_parameters.factor": [],
+    "rope_parameters.original_max_position_embeddings": [],
+    "rope_parameters.beta_fast": NONE,
+    "rope_parameters.beta_slow": NONE,
+}
 DEEPSEEK_FIELDS = {
     "q_lora_rank": [],
     "kv_lora_rank": [],
@@ -620,6 +655,12 @@ NOT_WRONG_OF_DEEPSEEK = {
     "rope_parameters.mscale": [*NONE, 1.5, 0, 1],
     "rope_parameters.mscale_all_dim": [*NONE, 1.5, 0, 1],
 }
+NOT_WRONG_OF_GPT_OSS = {
+    "rope_parameters.truncate": [*NONE, True],
+    "rope_parameters.factor": [1.5],
+    "rope_parameters.beta_fast": [1.5],
+    "rope_parameters.beta_slow": [1.5],
+}
 # The same of Kimi-Linear, in transformers' spelling and in the published one.
 LATENT_FIELDS = {
     "model_max_length": [],
@@ -658,8 +699,7 @@ KIMI_RAW_FIELDS = LATENT_FIELDS | {
 }
 TABLES = FIELDS | EXPERT_FIELDS | LLAMA_FIELDS | FALCON_FIELDS | LFM2_FIELDS
 TABLES |= LFM2_RAW_FIELDS | NEMOTRON_FIELDS | MAMBA2_FIELDS | GRANITE_FIELDS
-TABLES |= KIMI_FIELDS | KIMI_RAW_FIELDS
-TABLES |= DEEPSEEK_FIELDS
+TABLES |= KIMI_FIELDS | KIMI_RAW_FIELDS | QWEN2_FIELDS | GPT_OSS_FIELDS | DEEPSEEK_FIELDS
 # An id that stands for the end of a text is right or wrong by its value alone.
 NOT_WRONG = {"eos_token_id": [0, [1]]}
 # Here they mean another model of the same tensors.
@@ -691,6 +731,7 @@ CULPRITS = {
     "num_shared_experts": ".shared_experts.",  # without it there is none
     "num_local_experts": "block_sparse_moe",  # without experts there are none of their tensors
     "mamba_rms_norm": "mamba.norm.weight",
+    "attention_bias": "_proj.bias",
     "layer_types": "full_attn_idxs",  # the other field that lists layers
     "block_ff_dim": "intermediate_size",  # its other name
     "block_auto_adjust_ff_dim": ".feed_forward.",  # then the layers have another width
@@ -733,6 +774,9 @@ def with_field(config, path, value):
         ("nemotron_h", NEMOTRON_FIELDS, NOT_WRONG),
         ("mamba2", MAMBA2_FIELDS, NOT_WRONG),
         ("granitemoehybrid", GRANITE_FIELDS, NOT_WRONG),
+        ("granite", ATTENDING_GRANITE_FIELDS, NOT_WRONG),
+        ("qwen2", QWEN2_FIELDS, NOT_WRONG),
+        ("gpt_oss", GPT_OSS_FIELDS, NOT_WRONG_OF_GPT_OSS),
         ("deepseek_v32", DEEPSEEK_FIELDS, NOT_WRONG_OF_DEEPSEEK),
         ("kimi_linear", KIMI_FIELDS, NOT_WRONG),
         ("kimi_linear_raw", KIMI_RAW_FIELDS, NOT_WRONG),
@@ -740,7 +784,8 @@ def with_field(config, path, value):
     indirect=["corpus"],
     ids=[
         *("dense", "experts", "llama", "Falcon-H1", "LFM2", "LFM2 raw"),
-        *("Nemotron", "Mamba2", "Granite", "DeepSeek", "Kimi-Linear", "Kimi-Linear raw"),
+        *("Nemotron", "Mamba2", "Granite hybrid", "Granite", "Qwen2", "gpt-oss"),
+        *("DeepSeek", "Kimi-Linear", "Kimi-Linear raw"),
     ],
 )
 def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
@@ -764,12 +809,15 @@ def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
         *(
             "mamba2",
             "granitemoehybrid",
+            "granite",
+            "qwen2",
+            "gpt_oss",
             "deepseek_v3",
             "deepseek_v32",
             "kimi_linear",
             "kimi_linear_raw",
+            *EXPERTS,
         ),
-        *EXPERTS,
     ],
     indirect=True,
 )
@@ -795,8 +843,8 @@ def test_the_tables_have_every_field_that_is_read(corpus, monkeypatch):
     "corpus",
     [
         *("qwen3_5", "qwen3_5_vl", "qwen3", "qwen3_5_moe", "qwen3_next", "llama", "falcon_h1"),
-        *("lfm2", "nemotron_h", "nemotron_h_latent", "mamba2", "granitemoehybrid", "deepseek_v32"),
-        "kimi_linear",
+        *("lfm2", "nemotron_h", "nemotron_h_latent", "mamba2", "granitemoehybrid", "granite"),
+        *("gpt_oss", "deepseek_v32", "kimi_linear"),
     ],
     indirect=True,
 )

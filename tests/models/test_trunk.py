@@ -69,6 +69,7 @@ def test_each_layer_has_the_feed_forward_half_that_the_config_names():
         ("qwen3_5", Replay(7)),
         ("falcon_h1", Replay(7)),
         ("lfm2", Snapshot()),
+        ("gpt_oss", Snapshot()),
         ("deepseek_v32", Snapshot()),
         ("mamba2", Snapshot()),
     ],

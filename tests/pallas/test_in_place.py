@@ -11,6 +11,7 @@ from regions import decode_region, prefill_region
 
 from jaxspec.pallas.attention.paged import paged_attention
 from jaxspec.pallas.attention.prefill import prefill_attention
+from jaxspec.pallas.attention.window import window_attention, window_prefill
 from jaxspec.pallas.gated_delta.heads import GdnTokens
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill
 from jaxspec.pallas.gated_delta.step import gdn_step
@@ -39,6 +40,15 @@ def attention(pool, layer, x, start):
     chunks = PrefillRegion(slots=SLOTS, num_computed=ONE, query_start=start, state_offset=ONE)
     prompts = prefill_attention(jnp.ones((TOKENS, 2, 4)), pool, layer, tables, chunks)
     return out.sum() + prompts.sum(), pool
+
+
+def windows(pool, layer, x, start):
+    rows = decode_region(SLOTS, 1, num_computed=start[:ROWS])
+    new = jnp.ones((ROWS, WIDTH, 1, 4)) + x
+    y, pool = window_attention(jnp.ones((ROWS, WIDTH, 2, 4)), new, new, pool, layer, rows, window=7)
+    chunks, new = prefill_region(SLOTS, start, num_computed=1), jnp.ones((TOKENS, 1, 4)) + y.sum()
+    z, pool = window_prefill(jnp.ones((TOKENS, 2, 4)), new, new, pool, layer, chunks, window=7)
+    return z.sum(), pool
 
 
 def convolution(pool, layer, x, start):
@@ -95,6 +105,7 @@ def replay(pools, layer, x, start):
 
 POOLS = {
     attention: (LAYERS, 2, 8192, 8, 1, 4),
+    windows: (LAYERS, 8192, 8, 2, 1, 4),
     convolution: (LAYERS, 65536, 5, 4),
     recurrence: (LAYERS, 8192, 3, 2, 4, 4),
     mamba2: (LAYERS, 8192, 3, 2, 4, 4),

@@ -8,15 +8,22 @@ from jaxspec.regions import DecodeRegion, PrefillRegion
 GARBAGE = [10**6, -5, 2**31 - 1, -(2**31)]
 
 
-def attention_oracle(queries, keys, values, first_position):
-    """float64 causal attention of `queries` [n, heads, dim] standing at `first_position` on."""
+def attention_oracle(queries, keys, values, first_position, window=None, sinks=None):
+    """float64 causal attention of `queries` [n, heads, dim] standing at `first_position` on.
+
+    With a window each sees as many positions, with sinks each head has one more score.
+    """
     out = np.zeros(queries.shape)
     group = queries.shape[1] // keys.shape[1]
     for token, head in np.ndindex(queries.shape[:2]):
-        seen = first_position + token + 1
-        scores = keys[:seen, head // group].astype(np.float64) @ queries[token, head]
+        end = first_position + token + 1
+        seen = slice(max(0, end - (window or end)), end)
+        scores = keys[seen, head // group].astype(np.float64) @ queries[token, head]
         weights = np.exp((scores - scores.max()) / np.sqrt(queries.shape[2]))
-        out[token, head] = weights / weights.sum() @ values[:seen, head // group]
+        sink = (
+            0 if sinks is None else np.exp(sinks[head] - scores.max() / np.sqrt(queries.shape[2]))
+        )
+        out[token, head] = weights / (weights.sum() + sink) @ values[seen, head // group]
     return out
 
 

@@ -80,6 +80,9 @@ def activated(x, activation):
     """What a feed-forward layer makes of its first product, whose last axis is the features."""
     if activation is Activation.SQUARED_RELU:
         return np.maximum(x, 0) ** 2
+    if activation is Activation.CLAMPED_SWIGLU:
+        gate, up = np.minimum(x[..., ::2], 7), np.clip(x[..., 1::2], -7, 7)
+        return gate * sigmoid(1.702 * gate) * (up + 1)
     gate, up = np.split(x, 2, axis=-1)
     return gate * sigmoid(gate) * up
 
@@ -88,10 +91,14 @@ def parts_of(x, layers, experts, weights):
     """What each token's experts put out, times their weights: `[parts, tokens, features]`."""
     out = np.zeros((experts.shape[1], *x.shape))
     up, down = (np.asarray(a.array, np.float64) for a in (layers.up, layers.down))
+    biases = np.zeros(up.shape[:2]), np.zeros(down.shape[:2])
+    if layers.up_bias is not None:
+        biases = (np.asarray(a, np.float64) for a in (layers.up_bias, layers.down_bias))
+    of_up, of_down = biases
     for token, part in np.argwhere(experts < len(down)):
         expert = experts[token, part]
-        hidden = activated(up[expert] @ x[token], layers.activation)
-        out[part, token] = weights[token, part] * (down[expert] @ hidden)
+        hidden = activated(up[expert] @ x[token] + of_up[expert], layers.activation)
+        out[part, token] = weights[token, part] * (down[expert] @ hidden + of_down[expert])
     return out
 
 

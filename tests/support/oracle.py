@@ -53,7 +53,9 @@ def turns(rope, dim):
     if kind == "yarn":
         ends = [length / (2 * np.pi * rope.get(f"beta_{end}", at)) for end, at in _BETAS]
         low, high = (dim * np.log(end) / (2 * np.log(rope["rope_theta"])) for end in ends)
-        low, high = max(np.floor(low), 0), min(np.ceil(high), dim - 1)
+        if rope.get("truncate", True):
+            low, high = np.floor(low), np.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
         share = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
         return plain / factor * share + plain * (1 - share)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -62,6 +64,11 @@ def turns(rope, dim):
     between = (1 - share) * plain / factor + share * plain
     slow, fast = wavelength > length / low, wavelength < length / high
     return np.where(slow, plain / factor, np.where(fast, plain, between))
+
+
+def layer_of(prefix):
+    """The number of the layer of a tensor's name."""
+    return int(prefix.split(".")[2])
 
 
 class Oracle:
@@ -84,11 +91,13 @@ class Oracle:
         self.head = self.weights.get("lm_head.weight", self.embedding)
 
     def start(self) -> "Run":
+        import attending_oracle
         import hybrid_oracle
         import latent_oracle
         import mamba_oracle
 
         runs = hybrid_oracle.RUNS | latent_oracle.RUNS | mamba_oracle.RUNS
+        runs = runs | attending_oracle.RUNS
         return runs.get(self.config["model_type"], Run)(self)
 
 
@@ -164,22 +173,31 @@ class Run:
         config = self.oracle.config
         heads = config["num_attention_heads"]
         dim = config.get("head_dim") or config["hidden_size"] // heads
-        query = (self._w(prefix + "q_proj") @ x).reshape(heads, -1)
+        query = self._project(x, prefix + "q_proj").reshape(heads, -1)
         query, gate = query[:, :dim], query[:, dim:]
-        key = (self._w(prefix + "k_proj") @ x).reshape(-1, dim)
-        value = (self._w(prefix + "v_proj") @ x).reshape(-1, dim)
+        key = self._project(x, prefix + "k_proj").reshape(-1, dim)
+        value = self._project(x, prefix + "v_proj").reshape(-1, dim)
         query = self._rotate(self._head_norm(query, prefix + "q_norm"))
         key = self._rotate(self._head_norm(key, prefix + "k_norm"))
         memory.setdefault("kv", []).append((key, value))
+        kinds = config.get("layer_types")
+        if kinds and kinds[layer_of(prefix)] == "sliding_attention":
+            del memory["kv"][: -config["sliding_window"]]
         keys, values = (np.stack(part) for part in zip(*memory["kv"], strict=True))
         group = heads // key.shape[0]
         keys, values = np.repeat(keys, group, 1), np.repeat(values, group, 1)
         scores = np.einsum("hd,thd->ht", query, keys) * self._score_scale(dim)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
-        mixed = np.einsum("ht,thd->hd", weights / weights.sum(-1, keepdims=True), values)
+        total = weights.sum(-1, keepdims=True)
+        if (sinks := self.oracle.weights.get(prefix + "sinks")) is not None:
+            total = total + np.exp(sinks[:, None] - scores.max(-1, keepdims=True))
+        mixed = np.einsum("ht,thd->hd", weights / total, values)
         if self.oracle.is_hybrid:
             mixed = mixed * _sigmoid(gate)
-        return self._w(prefix + "o_proj") @ mixed.ravel()
+        return self._project(mixed.ravel(), prefix + "o_proj")
+
+    def _project(self, x, name):
+        return self._w(name) @ x + self.oracle.weights.get(name + ".bias", 0.0)
 
     def _score_scale(self, dim):
         return dim**-0.5

@@ -1,6 +1,7 @@
 """Grouped-query attention over paged keys and values, with optional rotation, norms and gate."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import flax.struct
 import jax
@@ -12,12 +13,13 @@ from jaxspec.cache import CacheOptions, PagedKV, Pools
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.mixer import LayerInputs, Projected
-from jaxspec.models.layers.parameters import Placement, declare
+from jaxspec.models.layers.parameters import NO_BIAS, Placement, declare
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.attention.inputs import QKNorm, attention_inputs
 from jaxspec.pallas.attention.output_gate import OutputGate
 from jaxspec.pallas.attention.paged import paged_attention
 from jaxspec.pallas.attention.prefill import prefill_attention
+from jaxspec.pallas.attention.softmax import Sinks
 from jaxspec.pallas.norm.residual import Pending
 from jaxspec.pallas.paging.kv_write import KVScales
 from jaxspec.regions import DecodeRegion
@@ -25,38 +27,40 @@ from jaxspec.regions import DecodeRegion
 KEY_SCALE, VALUE_SCALE = "k_scale", "v_scale"
 """Last parts of the names of a layer's scales of keys and values."""
 
-_Heads = Float[Array, "tokens heads head_dim"]
+Heads = Float[Array, "tokens heads head_dim"]
 
 
 @flax.struct.dataclass
 class AttentionTokens:
     """Queries and gates of tokens whose keys and values are already written to their pages."""
 
-    queries: _Heads  # after norm and rotation, if any
+    queries: Heads  # after norm and rotation, if any
     gate: OutputGate | None
 
 
-class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions (Llama), or without any (Nemotron).
+class GroupedAttention(nnx.Module):
+    """Parameters of grouped-query attention, shared by the mixers that store keys differently.
 
     With `config.normed_heads` queries and keys are normalised before the rotation (Qwen3). With
     `config.gated_attention` the output is multiplied by the sigmoid of a gate (Qwen3.5): per head,
-    `q_proj` outputs `head_dim` channels of query, then as many of gate.
+    `q_proj` outputs `head_dim` channels of query, then as many of gate. With
+    `config.attention_sinks` each head has one more score in its softmax (gpt-oss).
     """
-
-    pool = "kv"
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         self.config = config
         width, kv_width = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
         q_width = 2 * width if config.gated_attention else width
         outputs = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
-        self.qkv = Linear(config.attention_inputs or config.hidden_size, outputs, dtype)
+        features, biased = config.attention_inputs or config.hidden_size, config.attention_biases
+        self.qkv = Linear(features, outputs, dtype, biased=biased)
         initializers = jax.nn.initializers
         init = initializers.zeros if config.zero_centred_norms else initializers.ones
         # Norms of queries and keys in one matrix, which a kernel reads without a copy.
         self.norms = declare((2, config.head_dim), dtype, init) if config.normed_heads else None
-        self.out = Linear(width, {"o_proj": config.hidden_size}, dtype)
+        self.out = Linear(width, {"o_proj": config.hidden_size}, dtype, biased=biased)
+        has_sinks = config.attention_sinks
+        self.sinks = declare((config.num_heads,), jnp.float32, NO_BIAS) if has_sinks else None
         # Keys and values are stored divided by these.
         self.kv_scales = declare((2,), jnp.float32, initializers.ones) if config.scales_kv else None
 
@@ -66,8 +70,48 @@ class Attention(nnx.Module):
         return self.qkv
 
     @property
+    def _norm(self) -> QKNorm | None:
+        if self.norms is None:
+            return None
+        config = self.config
+        return QKNorm(self.norms[...], config.rms_norm_eps, config.zero_centred_norms)
+
+    @property
     def _scales(self) -> KVScales | None:
         return None if self.kv_scales is None else self.kv_scales[...]
+
+    @property
+    def _sinks(self) -> Sinks | None:
+        return None if self.sinks is None else self.sinks[...]
+
+    def states(self, pools: Pools, rows: DecodeRegion, layer: int) -> dict[str, Array]:
+        return {}
+
+    def output(self, heads: Heads, tokens: Any) -> Pending:
+        return self.out.pending(heads.reshape(heads.shape[0], self.out.in_features))
+
+    def checkpoint(self, prefix: str) -> Iterator[Placement]:
+        prefix += "self_attn."
+        yield from self.qkv.checkpoint(prefix)
+        if self.norms is not None:
+            for row, name in enumerate(("q_norm.weight", "k_norm.weight")):
+                yield Placement(prefix + name, self.norms.shape[1:], self.norms, index=row)
+        yield from self.out.checkpoint(prefix)
+        if self.sinks is not None:
+            yield Placement(prefix + "sinks", self.sinks.shape, self.sinks)
+        if self.kv_scales is not None:
+            for index, name in enumerate((KEY_SCALE, VALUE_SCALE)):
+                place = slice(index, index + 1)
+                yield Placement(prefix + name, (1,), self.kv_scales, index=place)
+
+
+class Attention(GroupedAttention):
+    """Grouped-query attention with rotary positions (Llama), or without any (Nemotron).
+
+    Keys and values are in pages.
+    """
+
+    pool = "kv"
 
     def cache_specs(self, options: CacheOptions) -> tuple[PagedKV]:
         heads, head_dim = self.config.num_kv_heads, self.config.head_dim
@@ -77,12 +121,10 @@ class Attention(nnx.Module):
         self, projected: Projected, inputs: LayerInputs, pools: Pools, layer: int
     ) -> tuple[AttentionTokens, Pools]:
         """Compute queries and gates, and write the keys and values of all tokens to their pages."""
-        config, norm = self.config, None
-        if self.norms is not None:
-            norm = QKNorm(self.norms[...], config.rms_norm_eps, config.zero_centred_norms)
+        config = self.config
         queries, kv = attention_inputs(
             projected,
-            norm,
+            self._norm,
             inputs.rotation,
             pools[self.pool],
             layer,
@@ -96,7 +138,7 @@ class Attention(nnx.Module):
 
     def decode(
         self, tokens: AttentionTokens, inputs: ModelInputs, pools: Pools, layer: int
-    ) -> tuple[_Heads, Pools]:
+    ) -> tuple[Heads, Pools]:
         """Attend from each row's tokens to the row's pages; the pools are unchanged."""
         queries, rows = tokens.queries, inputs.decode
         heads = paged_attention(
@@ -107,12 +149,13 @@ class Attention(nnx.Module):
             rows,
             tokens.gate,
             self._scales,
+            self._sinks,
         )
         return heads.reshape(queries.shape), pools
 
     def prefill(
         self, tokens: AttentionTokens, inputs: ModelInputs, pools: Pools, layer: int
-    ) -> tuple[_Heads, Pools]:
+    ) -> tuple[Heads, Pools]:
         """Attend from each chunk's tokens to the sequence's pages; the pools are unchanged."""
         chunks = inputs.prefill
         assert chunks is not None
@@ -123,27 +166,10 @@ class Attention(nnx.Module):
             inputs.page_tables,
             chunks,
             self._scales,
+            self._sinks,
         )
         return heads if tokens.gate is None else tokens.gate(heads), pools
 
-    def states(self, pools: Pools, rows: DecodeRegion, layer: int) -> dict[str, Array]:
-        return {}
-
-    def finish(self, heads: _Heads, tokens: AttentionTokens) -> _Heads:
+    def finish(self, heads: Heads, tokens: AttentionTokens) -> Heads:
         """Return the heads, which `decode` has gated."""
         return heads
-
-    def output(self, heads: _Heads, tokens: AttentionTokens) -> Pending:
-        return self.out.pending(heads.reshape(heads.shape[0], self.out.in_features))
-
-    def checkpoint(self, prefix: str) -> Iterator[Placement]:
-        prefix += "self_attn."
-        yield from self.qkv.checkpoint(prefix)
-        if self.norms is not None:
-            for row, name in enumerate(("q_norm.weight", "k_norm.weight")):
-                yield Placement(prefix + name, self.norms.shape[1:], self.norms, index=row)
-        yield from self.out.checkpoint(prefix)
-        if self.kv_scales is not None:
-            for index, name in enumerate((KEY_SCALE, VALUE_SCALE)):
-                place = slice(index, index + 1)
-                yield Placement(prefix + name, (1,), self.kv_scales, index=place)

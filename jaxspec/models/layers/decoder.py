@@ -20,6 +20,7 @@ from jaxspec.models.config import (
     NO_MIXER,
     PARALLEL,
     SHORT_CONV,
+    SLIDING_ATTENTION,
     SPARSE,
     SQUARED_RELU,
     ModelConfig,
@@ -37,6 +38,7 @@ from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parallel import Parallel
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.short_conv import ShortConv
+from jaxspec.models.layers.window_attention import WindowAttention
 from jaxspec.models.model_inputs import ModelInputs, Selection
 from jaxspec.pallas.norm import residual
 from jaxspec.pallas.norm.residual import Pending
@@ -44,6 +46,7 @@ from jaxspec.pallas.norm.residual import Pending
 # Entry of `ModelConfig.layer_types` -> mixer.
 MIXERS: dict[str, Callable[[ModelConfig, jnp.dtype], Mixer[Any]]] = {
     FULL_ATTENTION: Attention,
+    SLIDING_ATTENTION: WindowAttention,
     LATENT_ATTENTION: LatentAttention,
     KIMI_DELTA: KimiDelta,
     LINEAR_ATTENTION: GatedDeltaNet,

@@ -6,12 +6,17 @@ from collections.abc import Iterator, Mapping
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models.layers.parameters import CENTRED_ROWS, NORMAL, Placement
+from jaxspec import parallel
+from jaxspec.models.layers.parameters import CENTRED_ROWS, NO_BIAS, NORMAL, Placement, declare
 from jaxspec.models.layers.weight_matrix import WeightStack
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.moe.experts import Experts, why_not_sizes
 
-_INITS = {Activation.SWIGLU: NORMAL, Activation.SQUARED_RELU: CENTRED_ROWS}  # for the down matrices
+_INITS = {  # for the down matrices
+    Activation.SWIGLU: NORMAL,
+    Activation.SQUARED_RELU: CENTRED_ROWS,
+    Activation.CLAMPED_SWIGLU: NORMAL,
+}
 
 
 class ExpertStacks(nnx.Module):
@@ -31,6 +36,8 @@ class ExpertStacks(nnx.Module):
         holders: int = 1,
         shared_width: int = 0,
         activation: Activation = Activation.SWIGLU,
+        has_biases: bool = False,
+        inputs_first: bool = False,
     ):
         """Declare the stacks.
 
@@ -42,18 +49,31 @@ class ExpertStacks(nnx.Module):
             holders: Devices that the routed experts are shared among; each stacks its own.
             shared_width: Intermediate features of the shared expert; 0 if there is none.
             activation: Activation between the two matmuls.
+            has_biases: True if both matmuls of a routed expert have a bias; then there is no shared
+                expert.
+            inputs_first: See `WeightStack`; likewise.
         """
         self.competing, self.own = competing, competing // holders
         self.shared_width, self.activation = shared_width, activation
+        self.features, self.width = features, width
         held = self.own + -(-shared_width // width)
-        has_kernel = why_not_sizes(features, width) is None
+        has_kernel = why_not_sizes(features, width) is None and not has_biases
         up, down = (held, activation.pieces * width, features), (held, features, width)
-        self.up = WeightStack(up, dtype, NORMAL, has_kernel=has_kernel)
-        self.down = WeightStack(down, dtype, _INITS[activation], has_kernel=has_kernel)
+        options = {"has_kernel": has_kernel, "inputs_first": inputs_first}
+        self.up = WeightStack(up, dtype, NORMAL, **options)
+        self.down = WeightStack(down, dtype, _INITS[activation], **options)
+        self.up_bias = declare(up[:2], dtype, NO_BIAS) if has_biases else None
+        self.down_bias = declare(down[:2], dtype, NO_BIAS) if has_biases else None
 
     @property
     def operand(self) -> Experts:
-        return Experts(self.up.operand, self.down.operand, self.activation)
+        weights = self.up.operand, self.down.operand, self.activation
+        if self.up_bias is None or self.down_bias is None:
+            return Experts(*weights)
+        down_bias = self.down_bias[...]
+        if self.own == self.competing:  # devices that share the width of each expert add it once
+            down_bias = jnp.where(parallel.first_of(1) == 0, down_bias, 0)
+        return Experts(*weights, self.up_bias[...], down_bias)
 
     @property
     def _pieces(self) -> tuple[str, ...]:
@@ -61,14 +81,18 @@ class ExpertStacks(nnx.Module):
         return ("gate_proj", "up_proj")[-self.activation.pieces :]
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
-        features, width = self.down.shape[1:]
+        features, width = self.features, self.width
         rows = {name: slice(i * width, i * width + width) for i, name in enumerate(self._pieces)}
         name = "gate_up_proj" if len(rows) == 2 else "up_proj"
-        segments = 1, (width,) * len(rows)
         up = self._stack(prefix + "experts.", name, self.up, rows)
-        yield dataclasses.replace(up, segments=segments)
+        if not self.activation.alternates:
+            up = dataclasses.replace(up, segments=(1, (width,) * len(rows)))
+        yield up
         rows = {"down_proj": slice(0, features)}
         yield self._stack(prefix + "experts.", "down_proj", self.down, rows)
+        for name, bias in (("gate_up_proj_bias", self.up_bias), ("down_proj_bias", self.down_bias)):
+            if bias is not None:
+                yield Placement(f"{prefix}experts.{name}", bias.shape, bias)
         yield from self._shared(prefix + "shared_expert.")
 
     def _stack(
@@ -78,7 +102,7 @@ class ExpertStacks(nnx.Module):
 
         `matrices` maps the names of the latter to their rows of an expert.
         """
-        _, outer, inner = stack.shape
+        _, outer, inner = stack.shape  # or inner, outer: then there is one tensor
 
         def one_by_one() -> Iterator[Placement]:
             for expert in range(self.competing):
@@ -93,11 +117,12 @@ class ExpertStacks(nnx.Module):
                     )
 
         shape, index = (self.own, outer, inner), slice(self.own)
-        return Placement(prefix + name, shape, stack, index=index, instead=one_by_one)
+        instead = None if self.activation.alternates else one_by_one
+        return Placement(prefix + name, shape, stack, index=index, instead=instead)
 
     def _shared(self, prefix: str) -> Iterator[Placement]:
         """Yield the shared expert's slices: rows of its first matrices, columns of `down_proj`."""
-        (features, width), size = self.down.shape[1:], self.shared_width
+        features, width, size = self.features, self.width, self.shared_width
         pieces = self._pieces
         for number, start in enumerate(range(0, size, width)):
             expert = self.own + number

@@ -5,7 +5,7 @@ array. Only this module and the ops of `pallas.matmul` depend on the weight's re
 the kernels for it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import parallel
 from jaxspec.models.layers.norm import RMSNorm
-from jaxspec.models.layers.parameters import NORMAL, Init, Placement, declare
+from jaxspec.models.layers.parameters import NO_BIAS, NORMAL, Init, Placement, declare
 from jaxspec.models.layers.weight_matrix import WeightMatrix
 from jaxspec.pallas.gpu.device import ALIGNED_COLUMNS
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul, best_columns
@@ -21,6 +21,7 @@ from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.products import matmul
 from jaxspec.pallas.matmul.scores import PartialArgmax, combine
 from jaxspec.pallas.matmul.split_matmul import gated_norm_matmul, split_matmul
+from jaxspec.pallas.norm import residual
 from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
 from jaxspec.pallas.norm.residual import Pending, Stream
 from jaxspec.weight import Columns, Dense, Weight
@@ -44,6 +45,7 @@ class Linear(nnx.Module):
         multiple: int = 1,
         joined_name: str | None = None,
         in_16_bits: int = 0,
+        biased: Collection[str] = (),
         init: Init = NORMAL,
     ):
         """Declare the weight.
@@ -60,6 +62,7 @@ class Linear(nnx.Module):
                 instead.
             in_16_bits: Number of last outputs that are never held in 8 or 4 bits: small tensors
                 that published FP8 folders leave in 16 bits, such as decay rates and routers.
+            biased: Outputs with a bias, the tensor `<name>.bias` of the checkpoint.
             init: See `declare`.
         """
         self.in_features = in_features
@@ -76,6 +79,8 @@ class Linear(nnx.Module):
             in_features, self.columns, dtype, init=init, published_columns=published_columns
         )
         self.origin = (0, 0)  # first row and column of the matrix in `weight`
+        self.biased = tuple(name for name in outputs if name in biased)
+        self.bias = declare((self.columns,), dtype, NO_BIAS) if self.biased else None
 
     def become_part(self, whole: "Linear", row: int, column: int) -> None:
         """Move the matrix into another layer's weight, at this row and column."""
@@ -94,6 +99,11 @@ class Linear(nnx.Module):
         return self.weight.part(self.index(0, self.columns))
 
     @property
+    def bias_operand(self) -> Float[Array, " columns"] | None:
+        """The bias of all columns, for an op that takes `operand`; None if no output has one."""
+        return None if self.bias is None else self.bias[...]
+
+    @property
     def _columns(self) -> Weight | Columns:
         return self.weight.columns if self._is_whole else self.operand
 
@@ -107,7 +117,7 @@ class Linear(nnx.Module):
 
     def joined(self, x: Float[Array, "tokens features"]) -> Float[Array, "tokens outputs"]:
         """Return all outputs side by side, as `after_norm` does."""
-        return matmul(x, self._columns)
+        return self._with_bias(matmul(x, self._columns))
 
     def after_norm(
         self, stream: Stream, pending: Pending, norm: RMSNorm
@@ -116,11 +126,22 @@ class Linear(nnx.Module):
 
         `split` separates the outputs. On a GPU this is one or two kernels (`norm_matmul`).
         """
-        return norm_matmul(stream, pending, norm.operand, self._columns)
+        stream, y = norm_matmul(stream, pending, norm.operand, self._columns)
+        return stream, self._with_bias(y)
+
+    def _with_bias(self, y: Float[Array, "tokens outputs"]) -> Float[Array, "tokens outputs"]:
+        return y if self.bias is None else y + self.bias[...][None, :]
 
     def pending(self, x: Float[Array, "tokens features"]) -> Pending:
-        """Return the output in the form that the next norm adds to the stream (`norm.residual`)."""
-        return split_matmul(x, self.operand)
+        """Return the output in the form that the next norm adds to the stream (`norm.residual`).
+
+        In a group, the part of the first device has the bias.
+        """
+        output = split_matmul(x, self.operand)
+        if self.bias is None:
+            return output
+        bias = jnp.where(parallel.first_of(1) == 0, self.bias[...], 0)
+        return residual.shifted(output, bias)
 
     def after_gated_norm(self, heads: Heads, norm: GatedNorm) -> Pending:
         """Return the output for gated and normed heads, in the form of `pending`."""
@@ -144,6 +165,10 @@ class Linear(nnx.Module):
                 )
             )
             row += end - start
+            if name in self.biased:
+                yield Placement(
+                    f"{prefix}{name}.bias", (end - start,), self.bias, index=slice(start, end)
+                )
 
     def _spans(self) -> Iterator[tuple[str, int, int]]:
         for (name, size), start in zip(self.outputs, self.starts, strict=True):

@@ -55,6 +55,8 @@ class MoEConfig:
     gated_shared: bool = False  # the shared expert has a gate, a column of the router
     has_correction: bool = False  # scores are corrected for the choice (`Correction`)
     activation: Activation = Activation.SWIGLU
+    has_biases: bool = False  # the router and both matmuls of an expert have a bias
+    inputs_first: bool = False  # stacks are published as `[experts, inputs, outputs]`
     latent_size: int | None = None  # input features of experts; None means the hidden size
     # How a group of devices shares routed experts: whole ones, or the width of each. None means by
     # width, unless the share of it would be no multiple of `width_unit`.
@@ -156,7 +158,12 @@ class MoE(nnx.Module):
         if rule.gated_shared:
             scores["shared_expert_gate"] = 1
         self.router = Linear(
-            config.hidden_size, scores, dtype, multiple=BLOCK_N, in_16_bits=len(scores)
+            config.hidden_size,
+            scores,
+            dtype,
+            multiple=BLOCK_N,
+            in_16_bits=len(scores),
+            biased=("gate",) if sizes.has_biases else (),
         )
         self.correction = Correction(sizes)
         self.experts = ExpertStacks(
@@ -167,6 +174,8 @@ class MoE(nnx.Module):
             holders=sizes.holders,
             shared_width=sizes.shared_size,
             activation=sizes.activation,
+            has_biases=sizes.has_biases,
+            inputs_first=sizes.inputs_first,
         )
 
     def __call__(
@@ -176,7 +185,9 @@ class MoE(nnx.Module):
             stream,
             pending,
             norm.operand,
-            Router(self.router.operand, self.correction.operand, self.rule),
+            Router(
+                self.router.operand, self.correction.operand, self.rule, self.router.bias_operand
+            ),
             self.experts.operand,
             live,
         )

@@ -106,6 +106,7 @@ def scaled(placements: Iterable[Placement], factors: Mapping[str, float]) -> Ite
 
 Init = Callable[..., jax.Array]  # (key, shape, dtype) -> value; jit caches by identity
 NORMAL: Init = jax.nn.initializers.normal(0.02)  # `initializer_range` of Qwen's configs
+NO_BIAS: Init = jax.nn.initializers.zeros
 
 
 def _centred(key, shape, dtype, *, axis: int):

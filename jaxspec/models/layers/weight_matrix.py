@@ -28,7 +28,15 @@ from jaxspec.models.layers.weight_form import (
     Part,
     drawn,
 )
-from jaxspec.weight import Columns, Dense, DenseExperts, ExpertsWeight, Published, Weight
+from jaxspec.weight import (
+    Columns,
+    Dense,
+    DenseExperts,
+    ExpertsWeight,
+    InputsFirstExperts,
+    Published,
+    Weight,
+)
 
 
 class WeightMatrix(nnx.Module):
@@ -158,7 +166,13 @@ class WeightStack(nnx.Module):
     """A stack of experts' matrices `[experts, outer, inner]`, with the use of a `WeightMatrix`."""
 
     def __init__(
-        self, shape: tuple[int, int, int], dtype: jnp.dtype, init: Init, *, has_kernel: bool
+        self,
+        shape: tuple[int, int, int],
+        dtype: jnp.dtype,
+        init: Init,
+        *,
+        has_kernel: bool,
+        inputs_first: bool = False,
     ):
         """Declare the stack in `dtype`.
 
@@ -167,7 +181,13 @@ class WeightStack(nnx.Module):
             dtype: Dtype of the model.
             init: See `declare`.
             has_kernel: True if a kernel multiplies matrices of these sizes in FP8.
+            inputs_first: True if checkpoints, and so the stack, have the input features before the
+                output features. Such a stack is never in 8 bits.
         """
+        if inputs_first:
+            experts, outer, inner = shape
+            shape = experts, inner, outer
+        self.inputs_first = inputs_first
         self.shape, self.dtype, self.init = shape, jnp.dtype(dtype), init
         self.has_kernel = has_kernel
         self.form: Form | None = None
@@ -188,12 +208,13 @@ class WeightStack(nnx.Module):
         """The stack as ops take it."""
         if self.form is None or self.values is None or self.scales is None:
             assert self.array is not None
-            return DenseExperts(self.array[...])
+            made = InputsFirstExperts if self.inputs_first else DenseExperts
+            return made(self.array[...])
         return self.form.experts(self.values[...], self.scales[...])
 
     def may_hold(self, placement: Placement) -> bool:
-        """Return True: all matrices of the stack may be in FP8."""
-        return True
+        """Return whether the matrices of the stack may be in FP8: all or none."""
+        return not self.inputs_first
 
     def fits(self, placement: Placement, grain: Grain) -> bool:
         """Return whether the scales of a placement's tensor are scales of the experts, too."""

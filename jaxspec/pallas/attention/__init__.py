@@ -4,6 +4,7 @@ from jaxspec.pallas.attention.inputs import attention_inputs
 from jaxspec.pallas.attention.latent import latent_attention, latent_prefill_attention
 from jaxspec.pallas.attention.paged import paged_attention
 from jaxspec.pallas.attention.prefill import prefill_attention
+from jaxspec.pallas.attention.window import window_attention, window_prefill
 
 __all__ = [
     "attention_inputs",
@@ -11,4 +12,6 @@ __all__ = [
     "latent_prefill_attention",
     "paged_attention",
     "prefill_attention",
+    "window_attention",
+    "window_prefill",
 ]

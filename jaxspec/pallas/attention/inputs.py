@@ -8,6 +8,7 @@ from jaxspec.pallas import dispatch
 from jaxspec.pallas.norm.rms_norm import rms_norm
 from jaxspec.pallas.paging.kv_write import KVPool, KVScales, kv_write, kv_write_reference
 
+_Heads = Float[Array, "tokens heads head_dim"]
 Rotation = tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]  # cosines, sines
 
 
@@ -56,14 +57,14 @@ def attention_inputs(
         return attention_inputs_kernel(
             qkv, norm, angles, kv, on_device, kv_slots, heads=heads, gated=gated
         )
-    queries, keys, values = _queries_keys_values(qkv, norm, angles, kv, heads, gated)
+    queries, keys, values = queries_keys_values(qkv, norm, angles, kv.shape[4:], heads, gated)
     return queries, kv_write(kv, layer, keys, values, kv_slots, scales)
 
 
 def attention_inputs_reference(
     qkv, norm, angles, kv, layer, kv_slots, *, heads, gated, scales=None
 ):
-    queries, keys, values = _queries_keys_values(qkv, norm, angles, kv, heads, gated)
+    queries, keys, values = queries_keys_values(qkv, norm, angles, kv.shape[4:], heads, gated)
     return queries, kv_write_reference(kv, layer, keys, values, kv_slots, scales)
 
 
@@ -78,9 +79,19 @@ def _check_columns(qkv, kv, heads, gated):
         )
 
 
-def _queries_keys_values(qkv, norm, angles, kv, heads, gated):
-    """Return queries, keys and values of a projection, each `[tokens, heads, head_dim]`."""
-    tokens, (kv_heads, head_dim) = qkv.shape[0], kv.shape[4:]
+def queries_keys_values(
+    qkv: Float[Array, "tokens columns"],
+    norm: QKNorm | None,
+    angles: Rotation | None,
+    keys: tuple[int, ...],
+    heads: int,
+    gated: bool,
+) -> tuple[_Heads, _Heads, _Heads]:
+    """Return queries, keys and values of a projection, as `attention_inputs` computes them.
+
+    `keys` are the number of key heads, and of their channels.
+    """
+    tokens, (kv_heads, head_dim) = qkv.shape[0], keys
     query_columns = (1 + gated) * heads * head_dim
     q, k, v = jnp.split(qkv, [query_columns, query_columns + kv_heads * head_dim], axis=-1)
     q = q.reshape(tokens, heads, (1 + gated) * head_dim)[..., :head_dim]

@@ -52,9 +52,14 @@ def finite(m_i):
     return jnp.where(m_i == -jnp.inf, 0.0, m_i)
 
 
-def output(state):
-    """Return the attention output, 0 where no position was attended to."""
-    acc, _, l_i = state
+def output(state, sink=None):
+    """Return the attention output, 0 where no position was attended to.
+
+    `sink` `[queries]`, if there is one, is one more score, to base e, whose value is zero.
+    """
+    acc, m_i, l_i = state
+    if sink is not None:
+        l_i = l_i + jnp.exp2(sink * LOG2E - finite(m_i))
     return acc * lax.broadcast_in_dim(1 / jnp.where(l_i == 0, 1.0, l_i), acc.shape, (0,))
 
 

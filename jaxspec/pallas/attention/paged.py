@@ -10,6 +10,7 @@ from jaxspec import device
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.attention.output_gate import OutputGate
 from jaxspec.pallas.attention.paged_tiling import max_query_rows
+from jaxspec.pallas.attention.softmax import Sinks, masked_softmax
 from jaxspec.pallas.paging.kv_write import KVPool, KVScales
 from jaxspec.regions import DecodeRegion
 
@@ -30,15 +31,16 @@ def paged_attention(
     rows: DecodeRegion,
     gate: OutputGate | None = None,
     scales: KVScales | None = None,
+    sinks: Sinks | None = None,
 ) -> Float[Array, "rows width heads head_dim"]:
     """Causal attention of each row's `width` newest tokens over its pages, in the queries' dtype.
 
     Token `j` of a row is at position `rows.num_computed + j` and attends to positions `0` up to its
     own, all of which `kv_write` has already stored, divided by `scales` if there are any. Query
     heads share keys in groups of `heads // kv_heads`; scores are multiplied by `head_dim ** -0.5`;
-    scores and softmax are float32. The output of padding (tokens `j >= rows.query_len`, and rows
-    that are not live) is 0, never NaN. `gate`, over all `rows * width` tokens, then multiplies all
-    heads, including those of padding.
+    scores and softmax are float32, with `sinks` if there are any (`masked_softmax`). The output of
+    padding (tokens `j >= rows.query_len`, and rows that are not live) is 0, never NaN. `gate`, over
+    all `rows * width` tokens, then multiplies all heads, including those of padding.
 
     The tokens after a row's first are drafts, and a draft that the target rejects may be NaN. Its
     non-finite values count as 0, so that the tokens before it are unaffected. Its keys are NaN as
@@ -58,16 +60,18 @@ def paged_attention(
         from jaxspec.pallas.attention.paged_kernel import paged_attention_kernel
 
         on_device = dispatch.layer_index(kv, layer)
-        return paged_attention_kernel(queries, kv, on_device, page_tables, rows, gate, scales)
+        return paged_attention_kernel(
+            queries, kv, on_device, page_tables, rows, gate, scales, sinks
+        )
     on_cpu = device.default_device().platform == "cpu"
     attend = _attend_longest_row if on_cpu else paged_attention_reference
-    out = attend(queries, kv, layer, page_tables, rows, scales)
+    out = attend(queries, kv, layer, page_tables, rows, scales, sinks)
     if gate is None:
         return out
     return gate(out.reshape(num_rows * width, heads, head_dim)).reshape(out.shape)
 
 
-def _attend_longest_row(queries, kv, layer, page_tables, rows, scales):
+def _attend_longest_row(queries, kv, layer, page_tables, rows, scales, sinks):
     """`paged_attention` on a CPU, where every page that is read costs time, masked or not.
 
     Reads as many pages of each row as the longest row needs, rounded up to one of a few widths that
@@ -82,14 +86,15 @@ def _attend_longest_row(queries, kv, layer, page_tables, rows, scales):
     longest = jnp.max(length, initial=0)
     branch = jnp.sum(longest > page_size * jnp.array(widths[:-1], jnp.int32))
     branches = [functools.partial(_attend_first_pages, width, layer) for width in widths]
-    return jax.lax.switch(branch, branches, queries, kv, page_tables, rows, scales)
+    return jax.lax.switch(branch, branches, queries, kv, page_tables, rows, scales, sinks)
 
 
-def _attend_first_pages(num_pages, layer, queries, kv, page_tables, rows, scales):
-    return paged_attention_reference(queries, kv, layer, page_tables[:, :num_pages], rows, scales)
+def _attend_first_pages(num_pages, layer, queries, kv, page_tables, rows, scales, sinks):
+    tables = page_tables[:, :num_pages]
+    return paged_attention_reference(queries, kv, layer, tables, rows, scales, sinks)
 
 
-def paged_attention_reference(queries, kv, layer, page_tables, rows, scales=None):
+def paged_attention_reference(queries, kv, layer, page_tables, rows, scales=None, sinks=None):
     """Reference for `paged_attention`: gather every page of the row, mask, softmax."""
     num_rows, width, heads, head_dim = queries.shape
     _, _, num_pages, page_size, kv_heads, _ = kv.shape
@@ -117,11 +122,7 @@ def paged_attention_reference(queries, kv, layer, page_tables, rows, scales=None
     )
     scores = scores * softmax_factor(head_dim, scales)
     scores = jnp.where(sees[:, None, None, :, :], scores, -jnp.inf)
-    # All scores of a padding token are -inf: replace their maximum by 0, and their sum 0 by 1.
-    largest = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.exp(scores - jnp.where(jnp.isfinite(largest), largest, 0.0))
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = weights / jnp.where(total > 0, total, 1.0)
+    weights = masked_softmax(scores, sinks)
     # Pages beyond the row's length may hold non-finite values of an earlier request.
     length = jnp.where(query_len > 0, rows.num_computed + query_len, 0)
     written = (position[None, :] < length[:, None])[:, :, None, None]

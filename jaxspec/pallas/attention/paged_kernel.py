@@ -7,6 +7,7 @@ keys and values pass through a ring in shared memory, with TMA copies that each 
 page numbers are read one tile ahead.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.pallas.attention import online_softmax_block as softmax
 from jaxspec.pallas.attention import (
     output_gate,
     paged_block_bfloat16,
@@ -31,9 +33,22 @@ from jaxspec.pallas.paging.page_tiles import PageTiles, flatten_pool
 
 @functools.partial(jax.jit, static_argnames=("tiling", "interpret"))
 def paged_attention_kernel(
-    queries, kv, layer, page_tables, rows, gate=None, scales=None, *, tiling=None, interpret=None
+    queries,
+    kv,
+    layer,
+    page_tables,
+    rows,
+    gate=None,
+    scales=None,
+    sinks=None,
+    *,
+    tiling=None,
+    interpret=None,
 ):
-    """Run `paged_attention`; `tiling` None means that of `choose_tiling`."""
+    """Run `paged_attention`; `tiling` None means that of `choose_tiling`.
+
+    With sinks a row has two splits or more: the merge adds a head's sink as one split more.
+    """
     num_rows, width, heads, head_dim = queries.shape
     page_size, kv_heads = kv.shape[3:5]
     group = heads // kv_heads
@@ -42,6 +57,8 @@ def paged_attention_kernel(
         blocks = num_rows * kv_heads * -(-width // tokens)
         context = page_tables.shape[1] * page_size
         tiling = choose_tiling(blocks, context, head_dim, kv.dtype.itemsize, tokens * group)
+    if sinks is not None:
+        tiling = dataclasses.replace(tiling, splits=max(2, tiling.splits))
     pages = PageTiles.of(kv, page_tables, tiling.block_kv)
     sizes = BlockSizes(tiling, width, group, tokens, pages)
     operands = {
@@ -69,8 +86,9 @@ def paged_attention_kernel(
             operands["gates"] = projected.reshape(by_head)
         (out,) = _attend(sizes, operands, kv_heads, params)
     else:
-        out, lse = _attend(sizes, operands, kv_heads, params)
-        out = _merge(sizes, out, lse, in_kernel, scales, queries, params)
+        out, lse = _attend(sizes, operands, kv_heads, params, has_sinks=sinks is not None)
+        more = {"gates": in_kernel and in_kernel.projected, "scales": scales, "sinks": sinks}
+        out = _merge(sizes, out, lse, more, queries, params)
     out = out.reshape(num_rows * width, heads, head_dim)
     return (out if by_xla is None else by_xla(out)).reshape(queries.shape)
 
@@ -132,14 +150,18 @@ def _block_of(sizes, query_dtype, pool_dtype, interpreted) -> _DtypeBlock:
     )
 
 
-def _attend(sizes, operands, kv_heads, params):
-    """Return the output or, with several splits, the output and log-sum-exp of each."""
+def _attend(sizes, operands, kv_heads, params, *, has_sinks=False):
+    """Return the output or, with several splits, the output and log-sum-exp of each.
+
+    With sinks there is room for one split more, which is not written.
+    """
     queries, pool = operands["queries"], operands["pool"]
     num_rows, splits = len(operands["slots"]), sizes.tiling.splits
     block = _block_of(sizes, queries.dtype, pool.dtype, interpreted=bool(params))
     outputs = {"out": jax.ShapeDtypeStruct(queries.shape, queries.dtype)}
     if splits > 1:
-        lead = -(-splits // MERGED_AT_ONCE) * MERGED_AT_ONCE, num_rows, kv_heads
+        count = -(-(splits + has_sinks) // MERGED_AT_ONCE) * MERGED_AT_ONCE
+        lead = count, num_rows, kv_heads
         row = sizes.query_tiles * sizes.query_rows, sizes.pages.head_dim
         outputs = {
             "out": jax.ShapeDtypeStruct((*lead, *row), block.split_dtype),
@@ -162,24 +184,24 @@ def _attend(sizes, operands, kv_heads, params):
     )(*operands.values())
 
 
-def _merge(sizes, out, lse, gate, scales, queries, params):
-    """Merge the outputs of all splits, and apply the scale of values and the gate, if any.
+def _merge(sizes, out, lse, more, queries, params):
+    """Merge the outputs of all splits, and apply sinks, the scale of values and the gate, if any.
 
     `out` is `[splits, rows, kv_heads, query rows per row, head_dim]`; its first axis is padded to a
-    multiple of `MERGED_AT_ONCE`, and the padding is not written. This is one kernel because XLA
-    would make three, and a launch takes a tenth of the time of a long row.
+    multiple of `MERGED_AT_ONCE`, and the padding is not written. `more` are operands by name, None
+    for those that there are not. This is one kernel because XLA would make three, and a launch
+    takes a tenth of the time of a long row.
     """
     _, width, heads, dim = queries.shape
     group, splits = sizes.group, sizes.tiling.splits
     layout = layouts.row_layout(dim, 4)  # reductions across warps need vectors of 4
     per_split, per_channel = layout.reduce(1), layout.reduce(0)
-    more = {"gates": None if gate is None else gate.projected, "scales": scales}
     more = {name: operand for name, operand in more.items() if operand is not None}
 
     def body(out, lse, *more_and_merged):
         *operands, merged = more_and_merged
         given = dict(zip(more, operands, strict=True))
-        gates, factors = given.get("gates"), given.get("scales")
+        gates, factors, sinks = map(given.get, ("gates", "scales", "sinks"))
         row, token, head = (lax.axis_index(name) for name in ("row", "token", "head"))
         kv_head = lax.div(head, group)
         tile, query_row = lax.div(token, sizes.tokens), lax.rem(token, sizes.tokens) * group
@@ -192,7 +214,10 @@ def _merge(sizes, out, lse, gate, scales, queries, params):
         if gates is not None:
             gate = access.load(gates.at[row * width + token, columns], per_channel)
         split = plgpu.broadcasted_iota(jnp.int32, split_lse.shape, 0, layout=per_split)
-        split_lse = jnp.where(split < splits, split_lse, -jnp.inf)
+        rest = -jnp.inf
+        if sinks is not None:  # its values are zero, as those of padding
+            rest = jnp.where(split == splits, sinks[head] * softmax.LOG2E, -jnp.inf)
+        split_lse = jnp.where(split < splits, split_lse, rest)
         max_lse = jnp.max(split_lse)
         weight = jnp.exp2(split_lse - jnp.where(max_lse == -jnp.inf, 0.0, max_lse))
         total = jnp.sum(weight)

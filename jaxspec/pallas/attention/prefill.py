@@ -1,16 +1,16 @@
 """Prefill attention: flat prompt chunks, each over its earlier context and itself."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.attention.paged import softmax_factor
+from jaxspec.pallas.attention.query_tiles import in_tiles
+from jaxspec.pallas.attention.softmax import Sinks, masked_softmax
 from jaxspec.pallas.paging.kv_write import KVPool, KVScales
 from jaxspec.regions import PrefillRegion
 
-_TILE = 64  # queries per tile of the reference; a tile never spans two chunks
-_SCORES_AT_ONCE = 2**22  # of tiles side by side
+_TILE = 64  # queries per tile of the reference
 
 
 def prefill_attention(
@@ -20,6 +20,7 @@ def prefill_attention(
     page_tables: Int[Array, "slots pages"],
     chunks: PrefillRegion,
     scales: KVScales | None = None,
+    sinks: Sinks | None = None,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Causal attention of every token over its own sequence, in the queries' dtype.
 
@@ -27,54 +28,34 @@ def prefill_attention(
     its own in the pages of the chunk's slot, where `kv_write` has already stored this step's keys
     and values, divided by `scales` if there are any. Query heads share keys in groups of
     `heads // kv_heads`; scores are multiplied by `head_dim ** -0.5`; scores and softmax are
-    float32. The output of padding (tokens outside every chunk, and chunks that are not live) is 0.
+    float32, with `sinks` if there are any (`masked_softmax`). The output of padding (tokens outside
+    every chunk, and chunks that are not live) is 0.
     """
     why = _why_not_kernel(queries, kv, scales)
     if dispatch.runs_kernel("prefill_attention", why, rows=queries.shape[0]):
         from jaxspec.pallas.attention.prefill_kernel import prefill_attention_kernel
 
         on_device = dispatch.layer_index(kv, layer)
-        return prefill_attention_kernel(queries, kv, on_device, page_tables, chunks, scales)
-    return prefill_attention_reference(queries, kv, layer, page_tables, chunks, scales)
+        return prefill_attention_kernel(queries, kv, on_device, page_tables, chunks, scales, sinks)
+    return prefill_attention_reference(queries, kv, layer, page_tables, chunks, scales, sinks)
 
 
-def prefill_attention_reference(queries, kv, layer, page_tables, chunks, scales=None):
+def prefill_attention_reference(queries, kv, layer, page_tables, chunks, scales=None, sinks=None):
     """Reference for `prefill_attention`, tile by tile so that only real tokens take time."""
-    num_tokens, num_seqs = queries.shape[0], chunks.slots.shape[0]
-    if not num_seqs:  # no chunk has tokens
+    if not chunks.slots.shape[0]:  # no chunk has tokens
         return jnp.zeros_like(queries)
-    length = jnp.where(chunks.is_live(page_tables.shape[0]), chunks.query_len, 0)
-    tiles_end = jnp.cumsum((length + _TILE - 1) // _TILE, dtype=jnp.int32)
-    padded = jnp.pad(queries, ((0, _TILE), (0, 0), (0, 0)))  # room for the last tile
+    is_live = chunks.is_live(page_tables.shape[0])
 
-    def attend_tile(tile):
-        seq = jnp.searchsorted(tiles_end, tile, side="right").astype(jnp.int32)
-        seq = jnp.minimum(seq, num_seqs - 1)
-        first_tile = jnp.where(seq > 0, tiles_end[jnp.maximum(seq - 1, 0)], 0)
-        offset = (tile - first_tile) * _TILE  # first token of the tile, within its chunk
-        start = chunks.query_start[seq] + offset
-        remaining = length[seq] - offset
-        tile_queries = jax.lax.dynamic_slice_in_dim(padded, start, _TILE)
-        pages = page_tables[chunks.slots[seq]]
-        position = chunks.num_computed[seq] + offset
-        return _attend(tile_queries, kv, layer, pages, position, remaining, scales)
+    def attend(tile_queries, seq, offset):
+        pages, position = page_tables[chunks.slots[seq]], chunks.num_computed[seq] + offset
+        remaining = jnp.where(is_live[seq], chunks.query_len[seq], 0) - offset
+        return _attend(tile_queries, kv, layer, pages, position, remaining, scales, sinks)
 
-    most = (num_tokens + (_TILE - 1) * num_seqs) // _TILE
-    scores = _TILE * queries.shape[1] * page_tables.shape[1] * kv.shape[3]
-    batch = max(1, min(num_seqs, _SCORES_AT_ONCE // scores))
-    tiles = dispatch.stacked(tiles_end[-1], most, attend_tile, batch=batch)
-
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    seq = jnp.searchsorted(chunks.query_start[1:], token, side="right").astype(jnp.int32)
-    seq = jnp.minimum(seq, num_seqs - 1)
-    offset = token - chunks.query_start[seq]
-    real = (offset >= 0) & (offset < length[seq])
-    first_tile = jnp.where(seq > 0, tiles_end[jnp.maximum(seq - 1, 0)], 0)
-    tile = jnp.where(real, first_tile + offset // _TILE, 0)
-    return jnp.where(real[:, None, None], tiles[tile, offset % _TILE], 0)
+    context = page_tables.shape[1] * kv.shape[3]
+    return in_tiles(queries, chunks, is_live, attend, tile=_TILE, context=context)
 
 
-def _attend(queries, kv, layer, pages, position, num_real, scales):
+def _attend(queries, kv, layer, pages, position, num_real, scales, sinks):
     """Attention of consecutive tokens, the first at `position`, over one row of the page table."""
     tokens, heads, head_dim = queries.shape
     _, _, num_pages, page_size, kv_heads, _ = kv.shape
@@ -95,7 +76,7 @@ def _attend(queries, kv, layer, pages, position, num_real, scales):
     )
     sees = (key_position[None, :] <= query_position[:, None])[None, None]
     scores = scores * softmax_factor(head_dim, scales)
-    weights = jax.nn.softmax(jnp.where(sees, scores, -jnp.inf), axis=-1)
+    weights = masked_softmax(jnp.where(sees, scores, -jnp.inf), sinks)
     # Pages beyond the sequence may hold non-finite values of an earlier request.
     written = key_position < position + num_real
     values = jnp.where(written[:, None, None], values.astype(jnp.float32), 0.0)

@@ -56,7 +56,7 @@ class _BlockSizes:
 
 
 class _Refs(NamedTuple):
-    """Output and operands in global memory, the operands in the order of the arguments."""
+    """Output and operands in global memory."""
 
     out: Any  # [blocks * tokens per block, heads * head_dim]
     work: Any  # [blocks, 4], see `_schedule`
@@ -65,6 +65,7 @@ class _Refs(NamedTuple):
     layer: Any  # [1]
     page_tables: Any  # [slots, pages]
     scales: Any = None  # [2] in float32, of keys and of values, if they are scaled
+    sinks: Any = None  # [heads] in float32, if there are any
 
 
 class _Smem(NamedTuple):
@@ -92,7 +93,16 @@ class _Work(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("block_kv", "interpret"))
 def prefill_attention_kernel(
-    queries, kv, layer, page_tables, chunks, scales=None, *, block_kv=None, interpret=None
+    queries,
+    kv,
+    layer,
+    page_tables,
+    chunks,
+    scales=None,
+    sinks=None,
+    *,
+    block_kv=None,
+    interpret=None,
 ):
     """Run `prefill_attention`; `block_kv`: positions per tile, None means the default."""
     num_tokens, heads, head_dim = queries.shape
@@ -105,12 +115,19 @@ def prefill_attention_kernel(
     flat = jnp.pad(flat, ((0, max(0, sizes.tokens - num_tokens)), (0, 0)))  # at least one block
     params = {} if interpret is None else {"interpret": interpret}
 
-    operands = work, flat, flatten_pool(kv), layer[None], page_tables
-    operands = operands if scales is None else (*operands, scales)
+    operands = {
+        "work": work,
+        "queries": flat,
+        "pool": flatten_pool(kv),
+        "layer": layer[None],
+        "page_tables": page_tables,
+    }
+    more = {"scales": scales, "sinks": sinks}
+    operands |= {name: operand for name, operand in more.items() if operand is not None}
 
     def body(*refs, smem):
         *inputs, out = refs
-        _run_block(sizes, _Refs(out, *inputs), smem)
+        _run_block(sizes, _Refs(out, **dict(zip(operands, inputs, strict=True))), smem)
 
     out = plgpu.kernel(
         body,
@@ -124,7 +141,7 @@ def prefill_attention_kernel(
         # No reduction crosses warps, and the rings may need all of shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         **params,
-    )(*operands)
+    )(*operands.values())
     # XLA fuses this gather of rows with the caller's next operation.
     out = out.reshape(out.shape[0], heads, head_dim)
     return out.at[row].get(mode="fill", fill_value=0)
@@ -278,7 +295,7 @@ def _compute(sizes, work, index, head, warpgroup, refs, smem):
     tile = smem.queries.at[warpgroup]
     ahead, column = warpgroup * num_tokens, head * sizes.group
     if sizes.warpgroup_heads < sizes.group:
-        ahead, column = 0, column + warpgroup * sizes.warpgroup_heads
+        ahead, column = 0, column + warpgroup * sizes.warpgroup_heads  # the first head
     columns = [pl.ds((column + i) * dim, dim) for i in range(sizes.warpgroup_heads)]
     rows = [pl.ds(i * num_tokens, num_tokens) for i in range(sizes.warpgroup_heads)]
     tokens = pl.ds(work.token + ahead, num_tokens)
@@ -290,13 +307,27 @@ def _compute(sizes, work, index, head, warpgroup, refs, smem):
     plgpu.commit_smem()
     weights = None if smem.weights is None else smem.weights.at[warpgroup]
     state = _attend(sizes, work, ahead, tile, weights, refs.scales, smem)
-    output = softmax.output(state)
+    sink = None
+    if refs.sinks is not None:
+        sink = _sink_of_rows(sizes, refs.sinks, column)
+    output = softmax.output(state, sink)
     tile[...] = (output if refs.scales is None else output * refs.scales[1]).astype(tile.dtype)
     plgpu.commit_smem()
     tokens = pl.ds(index * sizes.tokens + ahead, num_tokens)
     for head_rows, head_columns in zip(rows, columns, strict=True):
         plgpu.copy_smem_to_gmem(tile.at[head_rows], refs.out.at[tokens, head_columns])
     plgpu.wait_smem_to_gmem(0)
+
+
+def _sink_of_rows(sizes, sinks, first_head):
+    """Return the sink of each row of a warpgroup, in the layout of the softmax's state."""
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    row = plgpu.broadcasted_iota(jnp.int32, (softmax.ROWS,), 0, layout=layout)
+    head = lax.div(row, jnp.int32(sizes.warpgroup_tokens))
+    found = softmax.full((softmax.ROWS,), 0.0, layout)
+    for i in range(sizes.warpgroup_heads):
+        found = jnp.where(head == i, sinks[first_head + i], found)
+    return found
 
 
 def _attend(sizes, work, ahead, queries, weights_operand, scales, smem):

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+_LIMIT, _ALPHA = 7.0, 1.702  # of gpt-oss
+
 
 class Activation(enum.Enum):
     """Nonlinearity of a feed-forward layer, `down(activation(up(x)))`.
@@ -15,14 +17,21 @@ class Activation(enum.Enum):
 
     SWIGLU = "silu(gate) * up"  # Shazeer 2020, "GLU Variants Improve Transformer", 2002.05202
     SQUARED_RELU = "relu(up) ** 2"  # So et al. 2021, "Primer", arXiv 2109.08668
+    # gpt-oss: gate and up are clamped, and their columns alternate.
+    CLAMPED_SWIGLU = "gate * sigmoid(1.702 * gate) * (up + 1)"
 
     @property
     def pieces(self) -> int:
         """Columns of the first matmul per output column: gate and up, or up alone."""
-        return 2 if self is Activation.SWIGLU else 1
+        return 1 if self is Activation.SQUARED_RELU else 2
+
+    @property
+    def alternates(self) -> bool:
+        """True if columns of gate and up alternate; otherwise all of the gate's come first."""
+        return self is Activation.CLAMPED_SWIGLU
 
     def __call__(self, x: Float[Array, "tokens columns"]) -> Float[Array, "tokens features"]:
-        """Apply the activation in the dtype of `x`; its columns are the gate's, if any, then up's.
+        """Apply the activation in the dtype of `x`, whose columns are the gate's, if any, and up's.
 
         Raises:
             ValueError: the number of columns is odd, but gate and up need half each.
@@ -30,6 +39,10 @@ class Activation(enum.Enum):
         self.check(x.shape[-1])
         if self is Activation.SQUARED_RELU:
             return jnp.square(jax.nn.relu(x))
+        if self is Activation.CLAMPED_SWIGLU:
+            gate = jnp.minimum(x[..., ::2], _LIMIT)
+            up = jnp.clip(x[..., 1::2], -_LIMIT, _LIMIT)
+            return gate * jax.nn.sigmoid(gate * _ALPHA) * (up + 1.0)
         gate, up = jnp.split(x, 2, axis=-1)
         return jax.nn.silu(gate) * up
 
@@ -39,6 +52,7 @@ class Activation(enum.Enum):
             (up,) = pieces
             positive = jnp.where(up < 0.0, 0.0, up)  # not a maximum, which may drop a NaN
             return positive * positive
+        assert not self.alternates, "no kernel takes alternating columns"
         gate, up = pieces
         return gate / (1.0 + jnp.exp(-gate)) * up
 

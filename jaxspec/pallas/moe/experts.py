@@ -16,7 +16,7 @@ from jaxspec.pallas.matmul.products import BLOCK_N, DTYPES
 from jaxspec.pallas.moe.float8_tokens import Float8Tokens
 from jaxspec.pallas.moe.route import Choices
 from jaxspec.pallas.moe.work_list import WorkList, work_list
-from jaxspec.weight import DenseExperts, ExpertsWeight
+from jaxspec.weight import DenseExperts, ExpertsWeight, InputsFirstExperts
 
 MAX_DIRECT = ROWS  # maximum tokens in one tile: the smallest N of wgmma
 MAX_SCATTERED = 16  # maximum rows of a tile that are written one by one
@@ -34,9 +34,11 @@ _MOST_HELD = 8192  # the same of all experts that one block of a single token mu
 class Experts:
     """Feed-forward layers of a layer's experts, each `down(activation(up(x)))`."""
 
-    up: ExpertsWeight  # rows of the gate, if the activation has one, then those of up
+    up: ExpertsWeight  # rows of the gate, if the activation has one, and those of up
     down: ExpertsWeight
     activation: Activation = flax.struct.field(pytree_node=False, default=Activation.SWIGLU)
+    up_bias: Float[Array, "experts rows"] | None = None  # both or none
+    down_bias: Float[Array, "experts features"] | None = None
 
     @property
     def number(self) -> int:
@@ -148,6 +150,8 @@ def gathered(
 
 def why_not_kernel(x, experts):
     features, width = x.shape[1], experts.width
+    if experts.up_bias is not None or experts.activation.alternates:
+        return "experts with biases, or with alternating columns of gate and up"
     for stack in (experts.up, experts.down):
         is_dense = isinstance(stack, DenseExperts)
         # A float16 number has 11 significant bits: it is not the sum of two e4m3 numbers.
@@ -180,8 +184,10 @@ def moe_experts_reference(x, experts, choices):
     def one_tile(tile):
         at, expert = at_place[tile], work.expert[tile]
         rows = x[jnp.maximum(at, 0) // parts]
-        hidden = experts.activation(_product(rows, experts.up, expert).astype(x.dtype))
-        return _product(hidden, experts.down, expert) * weights[at][:, None]
+        projected = _product(rows, experts.up, expert, experts.up_bias)
+        hidden = experts.activation(projected.astype(x.dtype))
+        out = _product(hidden, experts.down, expert, experts.down_bias)
+        return out * weights[at][:, None]
 
     # Tiles of padding come after those of experts.
     count = jnp.sum(work.expert < experts.number, dtype=jnp.int32)
@@ -194,9 +200,15 @@ def moe_experts_reference(x, experts, choices):
     return jnp.swapaxes(out.reshape(tokens, parts, x.shape[1]), 0, 1)
 
 
-def _product(x, weight, expert):
-    """Return `x` times the matrix of an expert in float32."""
-    dims = (((1,), (1,)), ((), ()))
+def _product(x, weight, expert, bias):
+    """Return `x` times the matrix of an expert in float32, with a bias if there is one."""
+    product = _matmul(x, weight, expert)
+    return product if bias is None else product + bias[expert].astype(jnp.float32)[None, :]
+
+
+def _matmul(x, weight, expert):
+    inputs = 0 if isinstance(weight, InputsFirstExperts) else 1
+    dims = (((1,), (inputs,)), ((), ()))
     if isinstance(weight, DenseExperts):
         return lax.dot_general(x, weight.array[expert], dims, preferred_element_type=jnp.float32)
     # In float32, because entries of the matrix are not rounded.

@@ -7,6 +7,7 @@ from jaxspec import parallel
 from jaxspec.pallas.moe.experts import Experts, held_features, moe_experts
 from jaxspec.pallas.moe.route import Routing, moe_route, own_choices
 from jaxspec.pallas.moe.scores import moe_scores
+from jaxspec.pallas.norm import residual
 from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.residual import Pending, Stream
 from jaxspec.pallas.norm.rms_norm import Norm
@@ -20,6 +21,7 @@ class Router:
     weight: Weight  # columns of the scores, see `moe_route`
     bias: Float[Array, " experts"] | None  # float32; added to the scores for choosing experts only
     rule: Routing = flax.struct.field(pytree_node=False)
+    offset: Float[Array, " columns"] | None = None  # added to the scores, of choice and weights
 
 
 def moe_feed_forward(
@@ -42,6 +44,8 @@ def moe_feed_forward(
     check(stream.shape[1], stream.shape[1], router, experts)
     stream, normed = add_norm(stream, pending, norm)
     scores = moe_scores(normed, router.weight)
+    if router.offset is not None:
+        scores = residual.shifted(scores, router.offset.astype(scores.dtype))
     choices = moe_route(scores, router.bias, live, router.rule)
     choices = own_choices(choices, router.rule, held(router.rule, experts))
     return stream, moe_experts(normed, experts, choices)
@@ -61,7 +65,8 @@ def check(features: int, width: int, router: Router, experts: Experts) -> None:
     Raises:
         ValueError: the experts or the router have another shape.
     """
-    rule, up, down = router.rule, experts.up.array.shape, experts.down.array.shape
+    rule = router.rule
+    up, down = ((w.num_experts, w.outer, w.inner) for w in (experts.up, experts.down))
     inner, number = experts.width, rule.none
     if held(rule, experts) * parallel.size() == rule.num_experts:
         number = experts.number

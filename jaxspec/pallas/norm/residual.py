@@ -43,6 +43,14 @@ def sum_parts(
     return pending if pending.ndim == 2 else jnp.sum(pending, axis=0).astype(dtype)
 
 
+def shifted(pending: Pending, bias: Float[Array, " features"]) -> Output:
+    """Return the output of one device's layer with a bias added; of partial sums, to the first."""
+    assert pending is not None and not isinstance(pending, OfDevices)
+    if pending.ndim == 2:
+        return pending + bias[None, :]
+    return pending.at[0].add(bias.astype(pending.dtype)[None, :])
+
+
 def of_devices(pending: Pending) -> Pending:
     """Return the output of one device's layer as a part of the group's; unchanged without one."""
     if pending is None or not parallel.in_group():

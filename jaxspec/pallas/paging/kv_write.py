@@ -31,7 +31,7 @@ def kv_write(
     """
     if not _scatters_bytes(kv):
         return kv_write_reference(kv, layer, keys, values, kv_slots, scales)
-    new = _stored(keys, values, scales, kv.dtype)
+    new = as_stored(keys, values, scales, kv.dtype)
     pool, *new = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (kv, *new))
     pool = kv_write_reference(pool, layer, *new, kv_slots)
     return jax.lax.bitcast_convert_type(pool, kv.dtype)
@@ -39,7 +39,7 @@ def kv_write(
 
 def kv_write_reference(kv, layer, keys, values, kv_slots, scales=None):
     page, offset = _places(kv_slots, *kv.shape[2:4])
-    keys, values = _stored(keys, values, scales, kv.dtype)
+    keys, values = as_stored(keys, values, scales, kv.dtype)
     # No reshape of the pool: XLA's CPU backend would then copy all of it.
     kv = kv.at[layer, 0, page, offset].set(keys, mode="drop")
     return kv.at[layer, 1, page, offset].set(values, mode="drop")
@@ -77,7 +77,7 @@ def _scatters_bytes(pool):
     return pool.dtype == jnp.float8_e4m3fn and device.default_device().platform == "cpu"
 
 
-def _stored(keys, values, scales, dtype):
+def as_stored(keys, values, scales, dtype):
     """Return keys and values in a pool's dtype, divided by their scales if there are any."""
     if scales is not None:
         keys, values = (x.astype(jnp.float32) / scales[i] for i, x in enumerate((keys, values)))

@@ -23,8 +23,9 @@ FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 FAMILIES = (
     *("qwen3_5", "qwen3_5_tied", "qwen3_5_moe", "qwen3_5_moe_raw", "qwen3_5_vl", "qwen3_next"),
     *("qwen3", "qwen3_moe", "llama", "lfm2", "falcon_h1", "granitemoehybrid", "mamba2"),
+    *("nemotron_h", "nemotron_h_latent", "granite", "qwen2", "gpt_oss"),
     *("deepseek_v3", "deepseek_v32"),
-    *("nemotron_h", "nemotron_h_latent", "kimi_linear"),
+    "kimi_linear",
 )
 FP8 = {"quantization": "fp8", "activation_dtype": "float8_e4m3fn"}
 """Matrices are held in FP8 without a kernel, too."""

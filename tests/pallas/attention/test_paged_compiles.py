@@ -64,6 +64,25 @@ def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width, pa
     assert_lean(compiled, capfd.readouterr().out, pool, spills=spills)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32])
+@pytest.mark.parametrize(("rows", "width"), [(1, 4), (64, 1)])
+def test_paged_attention_with_sinks(h200, monkeypatch, capfd, dtype, rows, width):
+    """The heads of gpt-oss."""
+    from jaxspec.pallas.attention.paged_kernel import paged_attention_kernel
+
+    def step(queries, kv, tables, region, sinks):
+        layer = jnp.int32(1)
+        return paged_attention_kernel(queries, kv, layer, tables, region, sinks=sinks), kv
+
+    wide = jnp.bfloat16 if dtype == jnp.float8_e4m3fn else dtype
+    pool = array(2, 2, 32768, 16, 8, 64, dtype=dtype)
+    region = DecodeRegion(*[array(rows, dtype=jnp.int32)] * 5)
+    tables = array(rows + 1, CONTEXT // 16, dtype=jnp.int32)
+    operands = array(rows, width, 64, 64, dtype=wide), pool, tables, region, array(64)
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
+    assert_lean(compiled, capfd.readouterr().out, pool)
+
+
 def stages(shape, dtype, rows, width):
     """Tiles of the ring that the kernel chooses."""
     group = shape.heads // shape.kv_heads

@@ -59,14 +59,14 @@ def kernel_case(shape, dtype, width, page_size, table_width, seed=0):
     return jnp.asarray(queries, wide), jnp.asarray(kv, dtype), jnp.asarray(tables), rows
 
 
-def check(run, queries, kv, tables, rows, gate=None, scales=None):
+def check(run, queries, kv, tables, rows, gate=None, scales=None, sinks=None):
     """`run` equals the reference, and is 0 in padding rows and tokens."""
-    expected = reference(queries, kv, 1, tables, rows, scales)
+    expected = reference(queries, kv, 1, tables, rows, scales, sinks)
     if gate is not None:
         shape = expected.shape
         expected = gate(expected.astype(jnp.float32).reshape(-1, *shape[2:])).reshape(shape)
     expected = np.asarray(expected, np.float32)
-    out = np.asarray(run(queries, kv, 1, tables, rows, gate, scales), np.float32)
+    out = np.asarray(run(queries, kv, 1, tables, rows, gate, scales, sinks), np.float32)
     query_len = np.asarray(rows.query_len)
     for row in range(len(out)):
         real = query_len[row] if row in REAL else 0
@@ -113,10 +113,10 @@ def interpreted(tiling, **params):
 
     interpret = plgpu.InterpretGPUParams(**params)
 
-    def run(queries, kv, layer, tables, rows, gate=None, scales=None):
+    def run(queries, kv, layer, tables, rows, *more):
         layer = jnp.asarray(layer, jnp.int32)
         options = {"tiling": tiling, "interpret": interpret}
-        return paged_attention_kernel(queries, kv, layer, tables, rows, gate, scales, **options)
+        return paged_attention_kernel(queries, kv, layer, tables, rows, *more, **options)
 
     return run
 
@@ -160,6 +160,29 @@ def test_the_kernel_equals_its_reference_without_races(
     check(run, *case)
     assert not get_races().races_found
     check(run, *case, gate_of(np.random.default_rng(1), case[0]))
+    assert not get_races().races_found
+
+
+@pytest.mark.mosaic
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "dim", "width", "page_size", "table_width", "splits"),
+    [
+        (jnp.bfloat16, 16, 2, 64, 4, 16, 14, 1),  # then two splits
+        (jnp.bfloat16, 2, 1, 128, 1, 64, 4, 8),  # then the sinks are in a second part of eight
+        (jnp.float8_e4m3fn, 6, 1, 128, 3, 24, 9, 2),
+        (jnp.float32, 4, 2, 64, 3, 16, 9, 3),
+    ],
+)
+def test_the_kernel_adds_sinks(dtype, heads, kv_heads, dim, width, page_size, table_width, splits):
+    """Small ones, and one so large that it takes nearly all weight."""
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    run = interpreted(tiling_of(dtype, splits), detect_races=True)
+    case = kernel_case(AttentionShape(heads, kv_heads, dim), dtype, width, page_size, table_width)
+    sinks = normal(np.random.default_rng(2), heads)
+    sinks[0] = 30.0
+    check(run, *case, sinks=jnp.asarray(sinks))
+    check(run, *case, gate_of(np.random.default_rng(1), case[0]), sinks=jnp.asarray(sinks))
     assert not get_races().races_found
 
 

@@ -108,10 +108,11 @@ def kernel_case(shape, dtype, page_size, lengths, computed, seed=0):
     return jnp.asarray(queries, BF16), jnp.asarray(kv, dtype), int32(tables), chunks
 
 
-def check(run, queries, kv, tables, chunks, scales=None):
+def check(run, queries, kv, tables, chunks, scales=None, sinks=None):
     """`run` equals the reference, and is 0 in padding; the poisoned chunk alone is NaN."""
-    expected = np.asarray(reference(queries, kv, 1, tables, chunks, scales), np.float32)
-    out = np.asarray(run(queries, kv, 1, tables, chunks, scales), np.float32)
+    more = scales, sinks
+    expected = np.asarray(reference(queries, kv, 1, tables, chunks, *more), np.float32)
+    out = np.asarray(run(queries, kv, 1, tables, chunks, *more), np.float32)
     start, padding = np.asarray(chunks.query_start), np.ones(len(out), bool)
     for seq in REAL:
         chunk = slice(start[seq], start[seq + 1])
@@ -134,9 +135,9 @@ def interpreted(**params):
 
     options = {"block_kv": 64, "interpret": plgpu.InterpretGPUParams(**params)}
 
-    def run(queries, kv, layer, tables, chunks, scales=None):
+    def run(queries, kv, layer, tables, chunks, *more):
         layer = jnp.asarray(layer, jnp.int32)
-        return prefill_attention_kernel(queries, kv, layer, tables, chunks, scales, **options)
+        return prefill_attention_kernel(queries, kv, layer, tables, chunks, *more, **options)
 
     return run
 
@@ -163,6 +164,27 @@ def test_the_kernel_equals_its_reference_without_races(
     run = interpreted(detect_races=True)
     shape = AttentionShape(heads, kv_heads, dim)
     check(run, *kernel_case(shape, dtype, page_size, lengths, computed))
+    assert not get_races().races_found
+
+
+@pytest.mark.mosaic
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "dim", "page_size", "lengths", "computed"),
+    [
+        (BF16, 16, 2, 64, 16, [33, 1, 64, 3, 0], [0, 130, 70, 9, 50]),
+        (BF16, 3, 1, 128, 64, [33, 0, 70, 3, 1], [0, 130, 60, 9, 127]),
+        (FP8, 8, 2, 64, 16, [33, 1, 64, 3, 0], [0, 130, 190, 9, 50]),
+    ],
+)
+def test_the_kernel_adds_sinks(dtype, heads, kv_heads, dim, page_size, lengths, computed):
+    """Small ones, and one so large that it takes nearly all weight."""
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    sinks = normal(np.random.default_rng(2), heads)
+    sinks[-1] = 30.0
+    shape = AttentionShape(heads, kv_heads, dim)
+    case = kernel_case(shape, dtype, page_size, lengths, computed)
+    check(interpreted(detect_races=True), *case, sinks=jnp.asarray(sinks))
     assert not get_races().races_found
 
 

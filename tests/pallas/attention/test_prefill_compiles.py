@@ -6,23 +6,24 @@ import jax.numpy as jnp
 import pytest
 from sm90 import array, assert_lean, compile_for, operand_starts
 
-from benchmarks.measure.shapes import ATTENTION
+from benchmarks.measure.shapes import ATTENTION, AttentionShape
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.attention.prefill import prefill_attention
 from jaxspec.regions import PrefillRegion
 
 OPTIMIZED = True  # as for a user
+GPT_OSS = AttentionShape(64, 8, 64)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
-@pytest.mark.parametrize("shape", ATTENTION.values(), ids=str)
+@pytest.mark.parametrize("shape", [*ATTENTION.values(), GPT_OSS], ids=str)
 def test_prefill_attention(h200, monkeypatch, capfd, shape, dtype):
-    """Pools of 8 bits are scaled, which needs more registers."""
+    """Pools of 8 bits are scaled, which needs more registers; gpt-oss has sinks."""
     monkeypatch.setattr(dispatch, "runs_kernel", lambda op, why_not, **_: why_not is None)
 
-    def step(queries, kv, tables, chunks, scales):
+    def step(queries, kv, tables, chunks, *more):
         for layer in range(2):
-            queries = prefill_attention(queries, kv, layer, tables, chunks, scales)
+            queries = prefill_attention(queries, kv, layer, tables, chunks, *more)
         return queries, kv
 
     seqs, tokens = 5, 2048
@@ -31,7 +32,8 @@ def test_prefill_attention(h200, monkeypatch, capfd, shape, dtype):
     index, starts = (array(n, dtype=jnp.int32) for n in (seqs, seqs + 1))
     chunks = PrefillRegion(slots=index, num_computed=index, query_start=starts, state_offset=index)
     scales = array(2) if dtype == jnp.float8_e4m3fn else None
-    operands = queries, pool, array(65, 256, dtype=jnp.int32), chunks, scales
+    sinks = array(shape.heads) if shape == GPT_OSS else None
+    operands = queries, pool, array(65, 256, dtype=jnp.int32), chunks, scales, sinks
     compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
     assert_lean(compiled, capfd.readouterr().out, pool)
     schedules = re.findall(r"custom-call\((%[\w.]+),", compiled.as_text())

@@ -1,0 +1,109 @@
+"""Grouped-query attention over a sliding window of positions."""
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxspec.cache import CacheOptions, Pools, WindowKV
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.layers.attention import GroupedAttention, Heads
+from jaxspec.models.layers.mixer import LayerInputs, Projected
+from jaxspec.models.model_inputs import ModelInputs
+from jaxspec.pallas.attention.inputs import queries_keys_values
+from jaxspec.pallas.attention.window import window_attention, window_prefill
+
+_KVHeads = Float[Array, "tokens kv_heads head_dim"]
+
+
+@flax.struct.dataclass
+class WindowTokens:
+    """Queries, keys and values of tokens, after norm and rotation, if any."""
+
+    queries: Heads
+    keys: _KVHeads
+    values: _KVHeads
+
+
+class WindowAttention(GroupedAttention):
+    """Attention of each token to the `config.window` newest positions, its own included.
+
+    Keys and values are in a ring per slot, so they take the memory of one window (`WindowKV`).
+    """
+
+    pool = "window_kv"
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+        """Declare the layer.
+
+        Raises:
+            ValueError: The config has no window, or a gate of the output.
+        """
+        if config.window is None or config.gated_attention:
+            raise ValueError(
+                f"Sliding attention needs a window and has no gate, got {config.window} and "
+                f"gated_attention={config.gated_attention}. Let the family read another mixer."
+            )
+        super().__init__(config, dtype)
+        self.window = config.window
+
+    def cache_specs(self, options: CacheOptions) -> tuple[WindowKV]:
+        heads, head_dim = self.config.num_kv_heads, self.config.head_dim
+        return (WindowKV(self.pool, 1, self.window, heads, head_dim, options.kv_dtype),)
+
+    def prepare(
+        self, projected: Projected, inputs: LayerInputs, pools: Pools, layer: int
+    ) -> tuple[WindowTokens, Pools]:
+        """Compute queries, keys and values, which `decode` and `prefill` write."""
+        config = self.config
+        heads = config.num_kv_heads, config.head_dim
+        tokens = queries_keys_values(
+            projected, self._norm, inputs.rotation, heads, config.num_heads, gated=False
+        )
+        return WindowTokens(*tokens), pools
+
+    def decode(
+        self, tokens: WindowTokens, inputs: ModelInputs, pools: Pools, layer: int
+    ) -> tuple[Heads, Pools]:
+        """Write the rectangle's keys and values to the rows' rings, and attend."""
+        rows = inputs.decode
+        count = rows.slots.shape[0]
+        if not count:
+            return tokens.queries, pools
+        queries, keys, values = (
+            x.reshape(count, inputs.width, *x.shape[1:])
+            for x in (tokens.queries, tokens.keys, tokens.values)
+        )
+        heads, pool = window_attention(
+            queries,
+            keys,
+            values,
+            pools[self.pool],
+            layer,
+            rows,
+            window=self.window,
+            scales=self._scales,
+            sinks=self._sinks,
+        )
+        return heads.reshape(tokens.queries.shape), pools | {self.pool: pool}
+
+    def prefill(
+        self, tokens: WindowTokens, inputs: ModelInputs, pools: Pools, layer: int
+    ) -> tuple[Heads, Pools]:
+        """Attend from each chunk's tokens, and write its newest keys and values to the ring."""
+        chunks = inputs.prefill
+        assert chunks is not None
+        heads, pool = window_prefill(
+            tokens.queries,
+            tokens.keys,
+            tokens.values,
+            pools[self.pool],
+            layer,
+            chunks,
+            window=self.window,
+            scales=self._scales,
+            sinks=self._sinks,
+        )
+        return heads, pools | {self.pool: pool}
+
+    def finish(self, heads: Heads, tokens: WindowTokens) -> Heads:
+        return heads

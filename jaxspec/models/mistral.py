@@ -1,0 +1,29 @@
+"""Mistral: Llama's layers, over a sliding window in all of them, some or none."""
+
+import dataclasses
+
+from jaxspec.models.base import Model
+from jaxspec.models.config import FULL_ATTENTION, SLIDING_ATTENTION, ModelConfig
+from jaxspec.models.fields import Fields
+from jaxspec.models.kinds import MAX_LAYERS, whole
+from jaxspec.models.window_fields import WINDOW, listed_kinds
+
+_THETA = 10000.0  # used if config.json has none
+
+
+class Mistral(Model):
+    @staticmethod
+    def parse_config(fields: Fields) -> ModelConfig:
+        window = fields.find("sliding_window", WINDOW)
+        kinds = listed_kinds(fields)
+        if kinds is None:
+            kind = FULL_ATTENTION if window is None else SLIDING_ATTENTION
+            kinds = (kind,) * fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
+        if SLIDING_ATTENTION in kinds:
+            window = fields.need("sliding_window", WINDOW)
+        config = fields.common(kinds, default_theta=_THETA)
+        return dataclasses.replace(config, normed_heads=False, window=window)
+
+    @staticmethod
+    def canonical_name(name: str, config: ModelConfig) -> str | None:
+        return name

@@ -1,0 +1,163 @@
+"""Attention over a sliding window: the newest keys and values, in a ring of each slot."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas.attention.paged import softmax_factor
+from jaxspec.pallas.attention.query_tiles import in_tiles
+from jaxspec.pallas.attention.softmax import Sinks, masked_softmax
+from jaxspec.pallas.paging.kv_write import KVScales, as_stored
+from jaxspec.pallas.recurrent.conv_ring import past_rows, ring_place
+from jaxspec.regions import DecodeRegion, PrefillRegion, real_tokens
+
+WindowPool = Float[Array, "layers slots ring 2 kv_heads head_dim"]  # axis 3: keys, values
+
+_UNIT = 64  # queries per tile of a prefill are a multiple
+_MOST_TILE = 512
+
+_Decoded = Float[Array, "rows width heads head_dim"]
+_Prefilled = Float[Array, "tokens heads head_dim"]
+
+
+def window_attention(
+    queries: _Decoded,
+    keys: Float[Array, "rows width kv_heads head_dim"],
+    values: Float[Array, "rows width kv_heads head_dim"],
+    pool: WindowPool,
+    layer: int,
+    rows: DecodeRegion,
+    *,
+    window: int,
+    scales: KVScales | None = None,
+    sinks: Sinks | None = None,
+) -> tuple[_Decoded, WindowPool]:
+    """Write the rectangle's keys and values, and attend to the `window` newest positions.
+
+    As `paged_attention`, but the token at position p attends to positions p - `window` + 1 to p,
+    its own included. Keys and values of position p are in row p modulo the ring's length, so those
+    of a rejected draft are overwritten by the next token at its position. With a window of 4, and a
+    ring of 6 rows for 3 tokens per row, of which 1 is accepted:
+
+        row           0   1   2   3   4   5
+        before       p6  p7   .  p3  p4  p5   8 computed: the tokens see p5 to p7 and their own
+        after        p6  p7  t8  d9 d10  p5
+        next        p12  p7  t8 t9' d10' d11' ... the token at 9 sees p6 to p8
+
+    It runs in XLA on every device, and reads `window` - 1 + width positions of each row.
+
+    Raises:
+        ValueError: the ring is too short for the tokens of a row.
+    """
+    num_rows, width, heads, head_dim = queries.shape
+    _, num_slots, ring, _, kv_heads, _ = pool.shape
+    history = window - 1
+    if ring < history + width:
+        raise ValueError(
+            f"A ring must hold window - 1 + width = {history + width} positions, got {ring}. "
+            f"Allocate the pool with num_drafts >= {width - 1}."
+        )
+    is_live = rows.is_live(num_slots)
+    is_real = is_live[:, None] & real_tokens(rows.query_len, width)
+    target = jnp.where(is_real, rows.slots[:, None], num_slots)
+    context = jnp.arange(-history, width, dtype=jnp.int32)  # relative to the row's first token
+    ring_rows = (ring_place(rows.num_computed, ring)[:, None] + context[None, :]) % ring
+    new = jnp.stack(as_stored(keys, values, scales, pool.dtype), axis=2)
+    pool = pool.at[layer, target, ring_rows[:, history:]].set(new, mode="drop")
+
+    slot = jnp.clip(rows.slots, 0, num_slots - 1)
+    seen = pool[layer, slot[:, None], ring_rows]
+    has_position = context[None, :] >= -rows.num_computed[:, None]
+    written = has_position & (context[None, :] < rows.query_len[:, None]) & is_live[:, None]
+    sees = written[:, None, :] & is_real[:, :, None] & _band(width, window)[None]
+    is_draft = (context > 0)[None, :, None, None]
+    values = seen[:, :, 1].astype(jnp.float32)
+    values = jnp.where(written[:, :, None, None] & (~is_draft | jnp.isfinite(values)), values, 0.0)
+    return _attend(queries, seen[:, :, 0], values, sees, scales, sinks), pool
+
+
+def window_prefill(
+    queries: _Prefilled,
+    keys: Float[Array, "tokens kv_heads head_dim"],
+    values: Float[Array, "tokens kv_heads head_dim"],
+    pool: WindowPool,
+    layer: int,
+    chunks: PrefillRegion,
+    *,
+    window: int,
+    scales: KVScales | None = None,
+    sinks: Sinks | None = None,
+) -> tuple[_Prefilled, WindowPool]:
+    """`window_attention` for flat prompt chunks, of any length.
+
+    A chunk attends to its own keys and values, and to those before it in the ring, which then holds
+    the `window` - 1 newest, with zeros before the first position. Its memory does not grow with the
+    prompt. The output of padding is 0.
+    """
+    num_tokens, num_seqs = queries.shape[0], chunks.slots.shape[0]
+    if not num_tokens or not num_seqs:
+        return jnp.zeros_like(queries), pool
+    _, num_slots, ring, *_ = pool.shape
+    history, computed = window - 1, chunks.num_computed
+    is_live = chunks.is_live(num_slots)
+    slot = jnp.clip(chunks.slots, 0, num_slots - 1)
+    past = pool[layer, slot[:, None], past_rows(computed, history, ring)]
+    new = jnp.stack(as_stored(keys, values, scales, pool.dtype), axis=1)
+
+    def at(
+        seq: Int[Array, "..."], offset: Int[Array, "... n"]
+    ) -> Float[Array, "... n 2 heads dim"]:
+        """Return keys and values at offsets in chunks; zeros before the first position."""
+        seq = seq[..., None]
+        own = new[jnp.clip(chunks.query_start[seq] + offset, 0, num_tokens - 1)]
+        earlier = past[seq, jnp.clip(history + offset, 0, history - 1)]
+        found = jnp.where((offset >= 0)[..., None, None, None], own, earlier)
+        is_there = computed[seq] + offset >= 0
+        return jnp.where(is_there[..., None, None, None], found, jnp.zeros((), found.dtype))
+
+    tile = min(_MOST_TILE, -(-window // _UNIT) * _UNIT)
+    context = jnp.arange(-history, tile, dtype=jnp.int32)  # relative to the tile's first token
+
+    def attend(tile_queries, seq, offset):
+        position = offset + context
+        seen = at(seq, position)
+        written = (computed[seq] + position >= 0) & (position < chunks.query_len[seq])
+        values = jnp.where(written[:, None, None], seen[:, 1].astype(jnp.float32), 0.0)
+        sees = written[None, :] & _band(tile, window)
+        return _attend(
+            tile_queries[None], seen[None, :, 0], values[None], sees[None], scales, sinks
+        )[0]
+
+    sizes = {"tile": tile, "context": len(context)}
+    out = in_tiles(queries, chunks, is_live, attend, **sizes)
+
+    every = jnp.arange(num_seqs, dtype=jnp.int32)
+    ago = jnp.arange(-history, 0, dtype=jnp.int32)[None, :]
+    newest = at(every, chunks.query_len[:, None] + ago)
+    target = jnp.where(is_live, chunks.slots, num_slots)
+    ring_rows = past_rows(ring_place(computed, ring) + chunks.query_len, history, ring)
+    return out, pool.at[layer, target[:, None], ring_rows].set(newest, mode="drop")
+
+
+def _band(tokens: int, window: int) -> Array:
+    """Return which of `window` - 1 + `tokens` consecutive positions each of the last ones sees."""
+    ahead = jnp.arange(window - 1 + tokens)[None, :] - jnp.arange(tokens)[:, None]
+    return (ahead >= 0) & (ahead < window)
+
+
+def _attend(queries, keys, values, sees, scales, sinks):
+    """Attention of `[rows, tokens]` queries to `[rows, context]` keys where `sees` is True."""
+    rows, tokens, heads, head_dim = queries.shape
+    kv_heads = keys.shape[2]
+    grouped = queries.reshape(rows, tokens, kv_heads, heads // kv_heads, head_dim)
+    scores = jnp.einsum(
+        "rtkgd,rckd->rkgtc",
+        grouped,
+        keys.astype(queries.dtype),
+        precision="highest",
+        preferred_element_type=jnp.float32,
+    )
+    scores = scores * softmax_factor(head_dim, scales)
+    weights = masked_softmax(jnp.where(sees[:, None, None], scores, -jnp.inf), sinks)
+    out = jnp.einsum("rkgtc,rckd->rtkgd", weights, values, precision="highest")
+    out = out if scales is None else out * scales[1]
+    return out.reshape(queries.shape).astype(queries.dtype)
