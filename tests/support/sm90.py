@@ -102,7 +102,7 @@ def assert_lean(compiled, report, pool=None, between=65536, spills=0):
     assert not re.findall(r"copy(-start)?\(", compiled.as_text())
     memory = compiled.memory_analysis()
     if pool is None:
-        assert memory.temp_size_in_bytes < between
+        assert memory.temp_size_in_bytes < between, (memory.temp_size_in_bytes, between)
         return
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
     assert memory.alias_size_in_bytes == size

@@ -61,7 +61,8 @@ def test_a_layer(h200, monkeypatch, capfd, model, tokens, terms):
     heads = array(tokens, shape.value_heads, shape.value_dim), array(shape.value_dim)
     operands = *rows, *heads, Columns((in_proj, in_16_bits)), *weights
     compiled = compile_for(h200, monkeypatch, step, operands)
-    between = 4 * tokens * (columns + 3 * inner + 8 * hidden)
+    # The kernel of many rows pads a single one.
+    between = 4 * max(tokens, 2) * (columns + 3 * inner + 8 * hidden)
     assert_lean(compiled, capfd.readouterr().out, between=between)
 
 
