@@ -118,7 +118,14 @@ class DeepSeekV32(DeepSeekV3):
     def parts(fields: Fields, config: ModelConfig) -> tuple[Any, ...]:
         attention, experts = DeepSeekV3.parts(fields, config)
         fields.need("q_lora_rank", SIZE)  # the index has queries from their latent
-        return attention, TokenIndexConfig.read(fields), experts
+        index = TokenIndexConfig.read(fields)
+        if index.head_dim < attention.shared_dim:
+            raise ValueError(
+                "config.json: `index_head_dim` must be at least `qk_rope_head_dim`, the channels "
+                f"that are rotated, got {index.head_dim} and {attention.shared_dim}. Take the "
+                "config.json that was published with the weights."
+            )
+        return attention, index, experts
 
 
 def _check_mixers(fields: Fields, count: int, allowed: tuple[str, ...]) -> None:

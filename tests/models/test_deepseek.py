@@ -87,10 +87,12 @@ def test_what_is_not_implemented_is_refused_by_name(fields, message, fixture_fol
         parse_config(config | fields)
 
 
-def test_an_index_needs_a_latent_of_queries(fixture_folder):
+def test_an_index_needs_a_latent_of_queries_and_channels_to_rotate(fixture_folder):
     config = json.loads((fixture_folder("deepseek_v32") / "config.json").read_text())
     with pytest.raises(ValueError, match="must give `q_lora_rank`"):
         parse_config(config | {"q_lora_rank": None})
+    with pytest.raises(ValueError, match="`index_head_dim` must be at least `qk_rope_head_dim`"):
+        parse_config(config | {"index_head_dim": 8})
 
 
 def test_dense_layers_are_told_by_a_list_or_a_number(changed, fixture_folder):

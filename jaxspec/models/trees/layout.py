@@ -247,7 +247,7 @@ class WeightLayout:
         if family.copies:
             published = with_copies(family, config, arrays)
             check_copies(
-                family, published, lambda *pair: _alike(*(arrays[each] for each in pair)), name
+                family, published, lambda *pair: _are_equal(*(arrays[each] for each in pair)), name
             )
 
     def _check_forms(
@@ -371,7 +371,7 @@ def has_equal_head(published: Mapping[str, list[str]], arrays: Mapping[str, Tens
     names = [*published.get(_HEAD, [])[:1], *published.get(_EMBEDDINGS, [])[:1]]
     if len(names) < 2:
         return False
-    return _alike(*(arrays[name] for name in names))
+    return _are_equal(*(arrays[name] for name in names))
 
 
 def without_equal_head(
@@ -384,7 +384,7 @@ def without_equal_head(
     return {name: each for name, each in arrays.items() if name not in published[_HEAD]}
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _are_equal(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
     first, second = map(jnp.asarray, (one, other))

@@ -191,12 +191,15 @@ def _attend(queries, latents, layer, pages, position, num_real, index, value_dim
     length = jnp.where(num_real > 0, position + num_real, 0)
     written = (place[None, :] < length[:, None])[:, :, None]
     is_later = (place[None, :] > position[:, None])[:, :, None]
-    values = held[:, :, :value_dim].astype(queries.dtype)
+    # Prompts have no kernel: a GPU multiplies weights and values in 16 bits, as kernels do. XLA's
+    # CPU backend has no such product.
+    is_cpu = device.default_device().platform == "cpu"
+    dtype = jnp.dtype("float32") if is_cpu else queries.dtype
+    values = held[:, :, :value_dim].astype(dtype)
     values = jnp.where(written & (~is_later | jnp.isfinite(values)), values, 0)
-    # Weights of 16 bits for values of 16 bits: GPUs run this, too, as prompts have no kernel.
     out = jnp.einsum(
         "rhwc,rcd->rwhd",
-        weights.astype(queries.dtype),
+        weights.astype(dtype),
         values,
         precision="highest",
         preferred_element_type=jnp.float32,
