@@ -1,4 +1,4 @@
-"""Bugs that Falcon-H1 and LFM2 invite, planted here and seen by their references."""
+"""Bugs that Falcon-H1, LFM2 and Kimi-Linear invite, planted here and seen by their references."""
 
 import dataclasses
 
@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 
 from jaxspec.models import load_model
 from jaxspec.models.falcon_h1 import FalconMultipliers
-from jaxspec.models.layers import parallel, short_conv
+from jaxspec.models.layers import kimi_delta, parallel, short_conv
+from jaxspec.models.layers.kimi_delta import KimiDelta
 from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.mamba2 import Mamba2
 from jaxspec.models.layers.parallel import Parallel
@@ -22,6 +23,8 @@ from jaxspec.models.lfm2 import LFM2
 real_factors, real_projection = FalconMultipliers.of_tensors, Mamba2._projection
 real_split, real_decode = Linear.split, Parallel.decode
 real_update, real_prefill = short_conv.conv_update, short_conv.conv_prefill
+real_gates, real_norm = kimi_delta.channel_gates, KimiDelta.output_norm
+real_kimi_prepare = KimiDelta.prepare
 real_prepare, real_finish, real_name = ShortConv.prepare, Mamba2.finish, LFM2.canonical_name
 
 # Bugs in how tensors become parameters, Falcon-H1's.
@@ -137,6 +140,31 @@ SHORT = [
 ]
 
 
+# Kimi-Linear's.
+
+
+def decays_of_heads(f, log_rate, bias):
+    """One decay per head, as in Gated DeltaNet."""
+    g = real_gates(f, log_rate, bias)
+    return jnp.broadcast_to(g.mean(axis=-1, keepdims=True), g.shape)
+
+
+def gated_by_silu(self, projected):
+    return dataclasses.replace(real_norm(self, projected), gate="silu")
+
+
+def decays_and_gates_swapped(self, projected, inputs, pools, layer):
+    tokens, pools = real_kimi_prepare(self, projected, inputs, pools, layer)
+    return dataclasses.replace(tokens, decay=tokens.gates, gates=tokens.decay), pools
+
+
+KIMI = [
+    (kimi_delta, "channel_gates", decays_of_heads),
+    (KimiDelta, "output_norm", gated_by_silu),
+    (KimiDelta, "prepare", decays_and_gates_swapped),
+]
+
+
 def bug_name(value):
     return value.__name__ if callable(value) and not isinstance(value, type) else ""
 
@@ -150,7 +178,7 @@ def error(fixture):
     return np.abs(logits - expected["logits_decode"][:12]).max()
 
 
-@pytest.mark.parametrize("fixture", ["falcon_h1", "lfm2"])
+@pytest.mark.parametrize("fixture", ["falcon_h1", "lfm2", "kimi_linear"])
 def test_without_a_bug_the_scores_are_those_of_the_reference(fixture):
     assert error(fixture) < 2e-4
 
@@ -165,7 +193,11 @@ def test_the_reference_sees_wrong_weights(owner, name, bug, monkeypatch):
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("fixture", "owner", "name", "bug"),
-    [*(("falcon_h1", *bug) for bug in FORWARD), *(("lfm2", *bug) for bug in SHORT)],
+    [
+        *(("falcon_h1", *bug) for bug in FORWARD),
+        *(("lfm2", *bug) for bug in SHORT),
+        *(("kimi_linear", *bug) for bug in KIMI),
+    ],
     ids=bug_name,
 )
 def test_the_reference_sees(fixture, owner, name, bug, monkeypatch):

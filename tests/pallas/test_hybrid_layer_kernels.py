@@ -1,4 +1,4 @@
-"""Layers of Falcon-H1, LFM2 and DeepSeek compile for an H200 to kernels, and copy no pool."""
+"""Layers of other families compile for an H200 to kernels, and copy no pool."""
 
 import json
 
@@ -52,6 +52,13 @@ DEEPSEEK = {
     "topk_group": 4,
     "v_head_dim": 128,
 }
+# Those of Kimi-Linear-48B-A3B, with few experts.
+KIMI = {
+    "hidden_size": 2304,
+    "moe_intermediate_size": 1024,
+    "linear_num_heads": 32,
+    "linear_head_dim": 128,
+}
 
 
 @pytest.mark.parametrize("rows", [1, 64])
@@ -61,8 +68,9 @@ DEEPSEEK = {
         ("falcon_h1", FALCON, {"attention_inputs", "paged_attention", "mamba2_conv_replay"}),
         ("lfm2", LFM2, {"conv_update"}),
         ("deepseek_v3", DEEPSEEK, {"latent_attention", "moe_experts"}),
+        ("kimi_linear", KIMI, {"conv_update", "gdn_replay", "moe_experts"}),
     ],
-    ids=["Falcon-H1", "LFM2", "DeepSeek"],
+    ids=["Falcon-H1", "LFM2", "DeepSeek", "Kimi-Linear"],
 )
 def test_a_layer_is_its_kernels(h200, monkeypatch, fixture, sizes, expected, rows):
     monkeypatch.setattr("jaxspec.device.default_device", lambda: h200)
@@ -87,7 +95,7 @@ def test_a_layer_is_its_kernels(h200, monkeypatch, fixture, sizes, expected, row
         DecodeRegion(*[array(rows, dtype=jnp.int32)] * 5),
         array(tokens, dtype=jnp.int32),
         array(3, 16, dtype=jnp.int32),
-        (array(tokens, config.rope.rotary_dim // 2),) * 2,
+        config.rope and (array(tokens, config.rope.rotary_dim // 2),) * 2,
         pools,
     )
     with dispatch.choices() as chosen:

@@ -130,6 +130,8 @@ def why_not_kernel(width: int, states: ReplayBases, ring: GdnRing) -> str | None
         return f"a ring with a window of {ring.window} tokens, more than 64"
     if why := why_not_states(states):
         return why
+    if ring.g.ndim == ring.u.ndim and states.shape[5] != 128:  # a thread has one channel
+        return f"decays of {states.shape[5]} channels, not 128"
     if not states.dtype == ring.k.dtype == ring.u.dtype:
         return f"a ring in {ring.k.dtype} for states in {states.dtype}"
     return None

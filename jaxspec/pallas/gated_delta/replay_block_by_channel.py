@@ -31,10 +31,12 @@ class ChannelReplayBlock:
     @staticmethod
     def scratch(sizes: ReplaySizes) -> dict[str, Any]:
         """Return the shared memory of these blocks besides that of `GdnReplayBlock`."""
+        # Log decays of this step; the rows before and after them are read but do not count.
+        step_g = plgpu.SMEM((2 * sizes.width + 1, sizes.key_dim), jnp.float32)
+        outputs = plgpu.SMEM((sizes.width, sizes.values), jnp.float32)
         scratch = {
             "base_decay": plgpu.SMEM((sizes.key_dim,), jnp.float32),
-            # Log decays of this step; the rows before and after them are read but do not count.
-            "step_g": plgpu.SMEM((2 * sizes.width + 1, sizes.key_dim), jnp.float32),
+            "step_g_then_o": plgpu.RefUnion(step_g, outputs),
             # Products of this step's keys with its queries and its keys, by distance and token.
             "step_products": plgpu.SMEM((sizes.width, 2, sizes.width + 1), jnp.float32),
         }
@@ -44,6 +46,7 @@ class ChannelReplayBlock:
 
     def __init__(self, launch: GdnLaunch, gmem: Any, smem: Any):
         """`gmem` has references to operands, pools and output by name, `smem` to scratch."""
+        self.step_g, smem.v_then_o = smem.step_g_then_o
         self.block = block = GdnReplayBlock(launch, gmem, smem)
         self.launch, self.sizes, self.gmem, self.smem = launch, launch.sizes, gmem, smem
         self.ring, self.state, self.part = block.ring, block.state, block.part
@@ -107,7 +110,7 @@ class ChannelReplayBlock:
         row, head, width = self.ring.table.row, self.ring.head, self.sizes.width
         gates = [load(self.gmem.g.at[row, t, head], self.ring.by_key) for t in range(width)]
         for t, g in enumerate(gates):
-            store(self.smem.step_g.at[width + t], g)
+            store(self.step_g.at[width + t], g)
         return gates
 
     def _mark_ring_tokens(self):
@@ -134,7 +137,7 @@ class ChannelReplayBlock:
             total = jnp.zeros_like(factors[0])
             for distance in range(min(start + count, width)):
                 if distance:
-                    total += rows(self.smem.step_g, width + start - distance + 1)
+                    total += rows(self.step_g, width + start - distance + 1)
                 key = rows(tokens, width + start - distance) * jnp.exp(total)
                 for kind, factor in enumerate(factors):
                     target = products.at[distance, kind, pl.ds(start, count)]

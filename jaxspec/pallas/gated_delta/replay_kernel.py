@@ -218,6 +218,6 @@ def _scratch(launch, interpreted):
         scratch["tokens_produced"] = plgpu.Barrier(num_arrivals=state.TOKEN_COPIES)
     if launch.block is ChannelReplayBlock:
         scratch |= ChannelReplayBlock.scratch(sizes)
-    if launch.norm or not is_loaded:
+    elif launch.norm or not is_loaded:
         scratch["v_then_o"] = plgpu.SMEM((sizes.width, sizes.values), jnp.float32)
     return scratch

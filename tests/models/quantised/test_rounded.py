@@ -135,7 +135,7 @@ def test_rounding_twice_changes_nothing(tmp_path):
 # The option `quantization` on a folder of 16 bits
 FLOAT32 = jnp.dtype("float32")
 FAMILIES = ["qwen3_5", "falcon_h1", "lfm2", "mamba2", "llama", "qwen3_5_moe", "qwen3_next"]
-FAMILIES += ["nemotron_h", "granitemoehybrid", "deepseek_v3", "deepseek_v32"]
+FAMILIES += ["nemotron_h", "granitemoehybrid", "deepseek_v3", "deepseek_v32", "kimi_linear"]
 KEPT = (
     "embed",
     "lm_head",
@@ -155,6 +155,7 @@ KEPT += (
     ".gate.",
     "shared_expert_gate",
     "router",
+    *("A_log", ".b_proj.", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"),
 )
 ROUNDED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "out_proj")
 ROUNDED += ("in_proj_qkv.", "in_proj_z.", "in_proj_qkvz.", "in_proj.", ".w1.", ".w2.", ".w3.")

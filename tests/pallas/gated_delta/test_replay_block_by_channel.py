@@ -10,6 +10,7 @@ from sm90 import array, assert_lean, compile_for
 
 from benchmarks.measure.shapes import GdnShape
 from jaxspec.pallas.gated_delta.heads import GdnTokens
+from jaxspec.pallas.gated_delta.replay import why_not_kernel
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 
 OPTIMIZED = True  # as for a user: one test looks at what the compiler makes
@@ -26,8 +27,8 @@ OPTIMIZED = True  # as for a user: one test looks at what the compiler makes
         (GdnShape(1, 1), jnp.float16, 1, None, 1, jnp.float32),
         (GdnShape(1, 1), jnp.bfloat16, 1, 8, 2, None),
         (GdnShape(1, 1), jnp.bfloat16, 8, 20, 1, jnp.bfloat16),  # a fold of two chunks
-        (GdnShape(1, 1, 64, 64), jnp.float32, 2, 10, 1, jnp.float16),
-        (GdnShape(1, 1, 64, 64), jnp.float16, 5, None, 1, None),
+        (GdnShape(1, 1, 128, 64), jnp.float32, 2, 10, 1, jnp.float16),
+        (GdnShape(1, 1, 128, 64), jnp.float16, 5, None, 1, None),
     ],
     ids=str,
 )
@@ -40,12 +41,19 @@ def test_the_kernel_equals_its_reference_without_races(shape, dtype, width, wind
     assert not get_races().races_found
 
 
+def test_decays_of_another_number_of_channels_have_no_kernel():
+    for key_dim, has_kernel in ((64, False), (128, True)):
+        states, ring = pools(KDA, np.zeros, GdnShape(1, 1, key_dim, 64), width=2)
+        why = why_not_kernel(2, states, ring)
+        assert why is None if has_kernel else "64 channels" in why
+
+
 @pytest.mark.mosaic
 def test_steps_of_several_widths_share_a_ring():
     """A ring that narrow steps have filled is read by a wide one as far as its window goes."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    shape = GdnShape(1, 1, 64, 64)
+    shape = GdnShape(1, 1, 128, 64)
     empty = pools(KDA, nan, shape, width=4, window=8)
     widths = [1] * 8 + [4] + [1] * 5 + [4]
     run, rng = interpreted(plgpu.InterpretGPUParams()), np.random.default_rng(0)
