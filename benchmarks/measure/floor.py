@@ -15,6 +15,8 @@ from typing import NamedTuple
 from jaxspec.models.config import (
     DENSE,
     FULL_ATTENTION,
+    KIMI_DELTA,
+    LATENT_ATTENTION,
     LINEAR_ATTENTION,
     MAMBA2,
     NO_FEED_FORWARD,
@@ -26,9 +28,12 @@ from jaxspec.models.config import (
     ModelConfig,
 )
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNetConfig
+from jaxspec.models.layers.kimi_delta import KimiDeltaConfig
+from jaxspec.models.layers.latent_attention import LatentAttentionConfig
 from jaxspec.models.layers.mamba2 import Mamba2Config
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.models.layers.short_conv import ShortConvConfig
+from jaxspec.models.layers.token_indexer import TokenIndexConfig
 from jaxspec.pallas.moe.route import Routing
 from jaxspec.pallas.recurrent.replay import default_window
 from jaxspec.plan.step_shapes import StateConfig
@@ -40,8 +45,44 @@ EVERY = math.inf  # tokens, of which each expert gets some
 
 def attention_size(config: ModelConfig) -> int:
     """Weights of an attention layer, without its feed-forward layer; queries may have a gate."""
+    if config.find_part(LatentAttentionConfig) is not None:
+        return latent_attention_size(config)
     heads = (2 + config.gated_attention) * config.num_heads + 2 * config.num_kv_heads
     return heads * config.head_dim * config.hidden_size
+
+
+def latent_attention_size(config: ModelConfig) -> int:
+    """The same of attention over latents, with its token index if there is one."""
+    sizes, index = config.part(LatentAttentionConfig), config.find_part(TokenIndexConfig)
+    queries, hidden = config.num_heads * sizes.query_dim, config.hidden_size
+    rank = sizes.query_rank
+    size = hidden * queries if rank is None else rank * (hidden + queries)
+    size += hidden * (sizes.width + config.num_heads * sizes.value_dim)
+    size += config.num_heads * (sizes.plain_dim + sizes.value_dim) * sizes.rank
+    if index is None:
+        return size
+    return (
+        size + hidden * (index.head_dim + index.heads) + (rank or 0) * index.heads * index.head_dim
+    )
+
+
+def stored_size(config: ModelConfig) -> int:
+    """Elements that a token stores in an attention layer."""
+    latent, index = config.find_part(LatentAttentionConfig), config.find_part(TokenIndexConfig)
+    if latent is None:
+        return 2 * config.num_kv_heads * config.head_dim
+    return latent.width + (0 if index is None else index.head_dim)
+
+
+def context_size(config: ModelConfig, context: int) -> int:
+    """Elements of a context of so many tokens that a later token's attention layer reads.
+
+    With a token index: the keys of all tokens, and the latents of those that are selected.
+    """
+    latent, index = config.find_part(LatentAttentionConfig), config.find_part(TokenIndexConfig)
+    if latent is None or index is None:
+        return context * stored_size(config)
+    return context * index.head_dim + min(context, index.top_k) * latent.width
 
 
 class RecurrentSize(NamedTuple):
@@ -51,13 +92,26 @@ class RecurrentSize(NamedTuple):
     channels: int  # of its convolution
     taps: int
     scalars: int  # columns of its projection beside channels and gates: b and a, or step sizes
+    rank: int  # channels between two matrices, where gates and decays have two each; or 0
     state: int  # elements of a state
     factors: int  # elements that a token leaves in a ring
     floats: int  # float32 numbers that it leaves there besides
 
     @staticmethod
     def of(config: ModelConfig, kind: str) -> "RecurrentSize":
-        """Return the sizes of the model's Gated DeltaNet or Mamba2 layers."""
+        """Return the sizes of the model's recurrent layers of this kind."""
+        if kind == KIMI_DELTA:
+            kda = config.part(KimiDeltaConfig)
+            return RecurrentSize(
+                features=kda.channels,
+                channels=3 * kda.channels,
+                taps=kda.conv_kernel,
+                scalars=kda.heads,
+                rank=kda.rank,
+                state=kda.channels * kda.head_dim,
+                factors=2 * kda.channels,
+                floats=kda.channels,
+            )
         if kind == LINEAR_ATTENTION:
             gdn = config.part(GatedDeltaNetConfig)
             keys = gdn.key_heads * gdn.key_dim
@@ -66,6 +120,7 @@ class RecurrentSize(NamedTuple):
                 channels=gdn.conv_dim,
                 taps=gdn.conv_kernel,
                 scalars=2 * gdn.value_heads,
+                rank=0,
                 state=gdn.values * gdn.key_dim,
                 factors=gdn.values + keys,
                 floats=gdn.value_heads,
@@ -76,6 +131,7 @@ class RecurrentSize(NamedTuple):
             channels=heads.channels,
             taps=taps,
             scalars=heads.heads,
+            rank=0,
             state=heads.features * heads.state_dim,
             factors=heads.features + heads.groups * heads.state_dim,
             floats=heads.heads,
@@ -84,14 +140,18 @@ class RecurrentSize(NamedTuple):
     def weights(self, hidden_size: int) -> int:
         """Those of a layer."""
         columns = self.channels + 2 * self.features + self.scalars
-        return columns * hidden_size + self.taps * self.channels
+        between = 0
+        if self.rank:  # instead of the columns of the output gate
+            columns += 2 * self.rank - self.features
+            between = 2 * self.rank * self.features
+        return columns * hidden_size + between + self.taps * self.channels
 
 
 def mixer_size(config: ModelConfig, kind: str) -> int:
     """Weights of a layer's token mixer."""
     if kind == NO_MIXER:
         return 0
-    if kind in (FULL_ATTENTION, SLIDING_ATTENTION):
+    if kind in (FULL_ATTENTION, LATENT_ATTENTION, SLIDING_ATTENTION):
         return attention_size(config)
     if kind == SHORT_CONV:
         return config.hidden_size * (4 * config.hidden_size + config.part(ShortConvConfig).taps)
@@ -122,7 +182,7 @@ def feed_forward_size(config: ModelConfig, kind: str, tokens: float) -> float:
 def head_size(config: ModelConfig, tokens: float) -> float:
     """Weights of the draft head that a pass of so many tokens reads, without the output head."""
     layer = feed_forward_size(config, config.draft_feed_forward_type, tokens)
-    return attention_size(config) + layer + 2 * config.hidden_size**2
+    return mixer_size(config, config.draft_mixer_type) + layer + 2 * config.hidden_size**2
 
 
 def forward_size(config: ModelConfig, tokens: float) -> float:
@@ -162,12 +222,13 @@ def step_bytes(
     """
     width, size = 1 + drafts, ITEMSIZES[dtype]
     weight_size = ITEMSIZES[weight_dtype or dtype]
-    kv_token = 2 * config.num_kv_heads * config.head_dim * ITEMSIZES[kv_dtype or dtype]
+    kv_size = ITEMSIZES[kv_dtype or dtype]
+    kv_token, read = kv_size * stored_size(config), kv_size * context_size(config, context)
     scored = config.hidden_size * (draft_vocab or config.vocab_size)
     draft = weight_size * head_size(config, rows) if drafts else 0.0
     draft += ITEMSIZES[draft_head_dtype] * scored
     io = state = 0.0
-    for kind in (LINEAR_ATTENTION, MAMBA2, PARALLEL):
+    for kind in (KIMI_DELTA, LINEAR_ATTENTION, MAMBA2, PARALLEL):
         if layers := config.layer_types.count(kind):
             sizes = RecurrentSize.of(config, kind)
             moved = sizes.channels * (width + _window(sizes.taps, drafts))
@@ -185,10 +246,11 @@ def step_bytes(
     layers = forward_size(config, rows * width + prompt_tokens) - output_head
     return {
         "weights": weight_size * layers + size * output_head,
-        "kv": kv_token * (attention * (rows * (context + width) + prompt_tokens) + windows),
+        "kv": attention * (rows * read + (rows * width + prompt_tokens) * kv_token)
+        + windows * kv_token,
         "io": io,
         "states": state,
-        "drafts": drafts * (draft + rows * context * kv_token),
+        "drafts": drafts * (draft + rows * read),
     }
 
 

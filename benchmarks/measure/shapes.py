@@ -32,6 +32,7 @@ GDN = {
     "qwen3.5-9b": GdnShape(16, 32),  # also 4B and 35B-A3B
     "qwen3.5-27b": GdnShape(16, 48),
 }
+KDA = {"kimi-linear-48b-a3b": GdnShape(32, 32)}  # the same sizes; a decay for each key channel
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,8 @@ class PublishedModel:
             if width in fields:
                 share = -(-fields[width] * HIDDEN // (fields["hidden_size"] * _ALIGNED))
                 fields[width] = share * _ALIGNED
+        if "linear_attn_config" in fields:
+            fields["linear_attn_config"]["num_heads"] = _GROUPS
         if "mamba_d_ssm" in fields:
             fields["mamba_d_ssm"] = fields["mamba_n_heads"] * fields["mamba_d_head"]
         fields["hidden_size"] = HIDDEN
@@ -110,7 +112,9 @@ def _keep(fields: dict[str, Any], published: ModelConfig, kept: list[int]) -> No
     if "first_k_dense_replace" in fields:
         feed_forwards = [published.feed_forward_types[layer] for layer in kept]
         fields["first_k_dense_replace"] = feed_forwards.count(DENSE)
-    if "hybrid_override_pattern" in fields:
+    if "linear_attn_config" in fields:
+        _keep_counted_from_1(fields["linear_attn_config"], kept)
+    elif "hybrid_override_pattern" in fields:
         pattern = fields["hybrid_override_pattern"]
         fields["hybrid_override_pattern"] = "".join(pattern[layer] for layer in kept)
     elif "full_attn_idxs" in fields:
@@ -120,6 +124,11 @@ def _keep(fields: dict[str, Any], published: ModelConfig, kept: list[int]) -> No
         fields["layer_types"] = [fields["layer_types"][layer] for layer in kept]
     elif "full_attention_interval" in fields:
         fields["layer_types"] = [published.layer_types[layer] for layer in kept]
+
+
+def _keep_counted_from_1(block: dict[str, Any], kept: list[int]) -> None:
+    for name in ("kda_layers", "full_attn_layers"):
+        block[name] = [i for i, layer in enumerate(kept, 1) if layer + 1 in block[name]]
 
 
 def _cut_heads(fields: dict[str, Any], name: str) -> None:

@@ -84,6 +84,8 @@ MODELS: dict[str, str | type[Model]] = {
     "granite": "jaxspec.models.granite:Granite",
     "GraniteMoeHybridForCausalLM": "jaxspec.models.granite:GraniteHybrid",
     "granitemoehybrid": "jaxspec.models.granite:GraniteHybrid",
+    "KimiLinearForCausalLM": "jaxspec.models.kimi_linear:KimiLinear",
+    "kimi_linear": "jaxspec.models.kimi_linear:KimiLinear",
     "Lfm2ForCausalLM": "jaxspec.models.lfm2:LFM2",
     "lfm2": "jaxspec.models.lfm2:LFM2",
     "Lfm2MoeForCausalLM": "jaxspec.models.lfm2:LFM2Moe",

@@ -9,6 +9,7 @@ FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 LINEAR_ATTENTION = "linear_attention"
 LATENT_ATTENTION = "latent_attention"
+KIMI_DELTA = "kimi_delta"
 MAMBA2 = "mamba2"
 PARALLEL = "parallel"  # attention and Mamba2 on the same input
 SHORT_CONV = "short_conv"

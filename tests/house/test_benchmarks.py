@@ -253,29 +253,56 @@ def test_the_floor_counts_the_weights_that_a_model_has(floor, shape, tmp_path):
 # Matrices and taps of a layer's mixer, counted by hand: Falcon-H1's attention has 4 heads of 32 and
 # 2 of keys, its Mamba2 96 features, 2 groups of 24 and 6 heads; LFM2's convolution has 3 taps.
 FALCON = 64 * 32 * (2 * 4 + 2 * 2) + 64 * (2 * 96 + 2 * 2 * 24 + 6) + 96 * 64 + 4 * (96 + 2 * 48)
-MIXERS = [("falcon_h1", "parallel", FALCON), ("lfm2", "short_conv", 64 * (3 * 64 + 64 + 3))]
+# Kimi-Linear's delta rule has 4 heads of 16, and 16 channels between two matrices; its latents have
+# 32 + 16 features, and 4 heads of 24 + 16 channels of queries and 24 of values.
+KDA = 64 * (3 * 64 + 4 + 2 * 16) + 2 * 16 * 64 + 64 * 64 + 4 * 3 * 64
+LATENT = 64 * (4 * 40 + 48) + 32 * 4 * (24 + 24) + 4 * 24 * 64
+MIXERS = [
+    *(("falcon_h1", "parallel", FALCON), ("lfm2", "short_conv", 64 * (3 * 64 + 64 + 3))),
+    *(("kimi_linear", "kimi_delta", KDA), ("kimi_linear", "latent_attention", LATENT)),
+]
 
 
 @pytest.mark.parametrize(("fixture", "kind", "weights"), MIXERS)
-def test_the_floor_counts_mixers_beside_each_other_and_short_convolutions(
-    floor, fixture, kind, weights
-):
+def test_the_floor_counts_mixers(floor, fixture, kind, weights):
     model = load_model(FIXTURES / fixture, jnp.float32)
     assert floor.mixer_size(model.config, kind) == weights
     published = {placement.name: placement.shape for placement in model.checkpoint()}
     del published["model.embed_tokens.weight"]
-    sizes = [math.prod(shape) for shape in published.values() if len(shape) > 1]
+    # Rates of decays are a vector, too, though with four axes.
+    matrices = (shape for shape in published.values() if sum(size > 1 for size in shape) > 1)
+    sizes = [math.prod(shape) for shape in matrices]
     assert sum(sizes) == floor.forward_size(model.config, floor.EVERY)
+
+
+@pytest.mark.parametrize("fixture", ["deepseek_v3", "deepseek_v32"])
+def test_the_floor_counts_latent_attention_and_its_index(floor, fixture):
+    """And of a context the latents that are selected, with the keys of all tokens."""
+    model = load_model(FIXTURES / fixture, jnp.float32)
+    published = {placement.name: placement.shape for placement in model.checkpoint()}
+    del published["model.embed_tokens.weight"]
+    sizes = [math.prod(shape) for shape in published.values() if len(shape) > 1]
+    counted = floor.forward_size(model.config, floor.EVERY)
+    assert sum(sizes) == counted + floor.head_size(model.config, floor.EVERY)
+    counts = {"rows": 2, "context": 40, "drafts": 1, "emitted": 1.0, "dtype": "float32"}
+    moved = floor.step_bytes(model.config, **counts, states=StateConfig("snapshot", "float32"))
+    if fixture == "deepseek_v3":
+        assert moved["kv"] == 3 * 4 * 2 * (40 + 2) * 48
+    else:
+        assert moved["kv"] == 3 * 4 * 2 * (24 * 48 + 40 * 32 + 2 * (48 + 32))
 
 
 def test_the_floor_of_a_step_of_these_mixers(floor):
     """In float32: 2 rows of 10 tokens and a draft, by hand."""
     counts = {"rows": 2, "context": 10, "drafts": 1, "emitted": 1.0, "dtype": "float32"}
     snapshot = counts | {"states": StateConfig("snapshot", "float32")}
-    falcon, lfm2 = (
+    falcon, lfm2, kimi = (
         floor.step_bytes(load_model(FIXTURES / name, jnp.float32).config, **snapshot)
-        for name in ("falcon_h1", "lfm2")
+        for name in ("falcon_h1", "lfm2", "kimi_linear")
     )
+    assert kimi["kv"] == 1 * 2 * (10 + 2) * 48 * 4
+    assert kimi["states"] == 3 * 2 * (1 + 2) * (4 * 16 * 16) * 4
+    assert kimi["io"] == 3 * 2 * (3 * 64 * (2 + 2 * 3 + 1) + 2 * 64 * 2) * 4
     assert falcon["kv"] == 3 * 2 * (10 + 2) * (2 * 2 * 32) * 4
     assert falcon["states"] == 3 * 2 * (1 + 2) * (96 * 24) * 4
     assert falcon["io"] == 3 * 2 * ((96 + 96) * (2 + 2 * 3 + 1) + 2 * 96 * 2) * 4

@@ -41,6 +41,7 @@ FAMILIES = [
     "gpt_oss",
     "granite",
     "granitemoehybrid",
+    "kimi_linear",
     "lfm2",
     "deepseek_v3",
     "mamba2",

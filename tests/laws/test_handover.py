@@ -79,6 +79,11 @@ PAIRS = {
         {"drafts": 2, "states": REPLAY, **NGRAM},
         {"drafts": 0, "page_size": 8, "states": SNAPSHOT},
     ),
+    "decays by channel": (
+        "kimi_linear",
+        {"drafts": 2, "states": REPLAY, **NGRAM},
+        {"drafts": 0, "page_size": 8, "states": SNAPSHOT},
+    ),
 }
 WAYS = pytest.mark.parametrize(
     "params, way",

@@ -63,6 +63,7 @@ ENGINES = {
     "short convolutions": {"fixture": "lfm2", "drafts": 2},
     "windows": {"fixture": "gpt_oss", "drafts": 2},
     "latents and an index": {"fixture": "deepseek_v32", "drafts": 2, "mode": "pages"},
+    "decays by channel": {"fixture": "kimi_linear", "drafts": 2, "states": REPLAY},
 }
 
 

@@ -1,4 +1,4 @@
-"""The laws for Falcon-H1, whose layers keep two pools, and for LFM2, whose ring has no policy."""
+"""The laws for Falcon-H1 (two pools per layer), LFM2 (no state policy) and Kimi-Linear."""
 
 import dataclasses
 
@@ -20,9 +20,14 @@ import jaxspec
 from jaxspec.requests.sampling_params import SamplingParams
 
 PROMPTS = prompts(5, seed=7)
-KINDS = [("falcon_h1", SNAPSHOT), ("falcon_h1", REPLAY), ("lfm2", SNAPSHOT)]
+KINDS = [
+    *(("falcon_h1", SNAPSHOT), ("falcon_h1", REPLAY), ("lfm2", SNAPSHOT)),
+    *(("kimi_linear", SNAPSHOT), ("kimi_linear", REPLAY)),
+]
 BOTH = pytest.mark.parametrize(
-    ("fixture", "states"), KINDS, ids=["Falcon-H1", "Falcon-H1 replayed", "LFM2"]
+    ("fixture", "states"),
+    KINDS,
+    ids=["Falcon-H1", "Falcon-H1 replayed", "LFM2", "Kimi-Linear", "Kimi-Linear replayed"],
 )
 MIXED = (0.8, 0.5, 0.5)
 
@@ -101,6 +106,10 @@ def test_preemption_changes_no_token(fixture, states):
     [
         ("falcon_h1", {"Parallel + GatedMLP": 3}),
         ("lfm2", {"ShortConv + GatedMLP": 3, "Attention + GatedMLP": 1}),
+        (
+            "kimi_linear",
+            {"KimiDelta + GatedMLP": 1, "KimiDelta + MoE": 2, "LatentAttention + MoE": 1},
+        ),
     ],
 )
 def test_inspection_tells_what_they_are(fixture, layers):

@@ -65,6 +65,7 @@ ENGINES = {
     "latents": {"fixture": "deepseek_v3", "drafts": 2, "method": "mtp", "mode": "pages"},
     "an index": {"fixture": "deepseek_v32", "drafts": 2, "mode": "pages"},
     "side by side": {"fixture": "falcon_h1", "drafts": 2, "states": REPLAY},
+    "decays by channel": {"fixture": "kimi_linear", "drafts": 2, "states": REPLAY},
 }
 
 

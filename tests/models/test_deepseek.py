@@ -123,6 +123,31 @@ def test_queries_may_have_no_latent(changed, reference, single_request):
     np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(("top_k", "length"), [(512, 94), (94, 94), (24, 24)])
+def test_an_index_that_selects_everything_changes_nothing(
+    top_k, length, changed, tmp_path, reference, single_request
+):
+    """Neither one of more tokens than there may be, nor one of as many as there are."""
+
+    def without_index(held):
+        return {name: each for name, each in held.items() if ".indexer." not in name}
+
+    folder = changed(
+        "deepseek_v32", without_index, architectures=["DeepseekV3ForCausalLM"], layer_types=None
+    )
+    plain = load_model(folder, FLOAT32)
+    folder.rename(tmp_path / "plain")
+    indexed = load_model(changed("deepseek_v32", index_topk=top_k), FLOAT32)
+    expected = reference("deepseek_v32")
+    ids = np.concatenate([expected["prompt_ids"], expected["greedy_ids"]])[:length]
+    for count in (1, 4):
+        parts = ids[: length - 12], ids[length - 12 :]
+        one, other = (single_request(model).decode(*parts, count) for model in (plain, indexed))
+        np.testing.assert_array_equal(one, other)
+    one, other = (single_request(model).prefill(ids, 31)[1] for model in (plain, indexed))
+    np.testing.assert_array_equal(one, other)
+
+
 # The draft head's layer
 
 

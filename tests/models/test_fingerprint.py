@@ -105,6 +105,7 @@ def of_fixture(fixture, group, number=None):
                 ("falcon_h1", 2),
                 ("lfm2", 4),
                 ("deepseek_v32", 2),
+                ("kimi_linear", 4),
                 ("qwen3_moe", 4),
             ]
         ),

@@ -661,13 +661,49 @@ NOT_WRONG_OF_GPT_OSS = {
     "rope_parameters.beta_fast": [1.5],
     "rope_parameters.beta_slow": [1.5],
 }
+# The same of Kimi-Linear, in transformers' spelling and in the published one.
+LATENT_FIELDS = {
+    "model_max_length": [],
+    "kv_lora_rank": [],
+    "q_lora_rank": NONE,
+    "qk_nope_head_dim": [],
+    "qk_rope_head_dim": [],
+    "v_head_dim": [],
+    "mla_use_nope": [*NONE, True],
+    "num_experts": [],
+    "num_experts_per_token": [],
+    "moe_renormalize": [True],
+    "moe_router_activation_func": NONE,
+    "use_grouped_topk": [*NONE, True],
+    "num_expert_group": [*NONE, 1],
+    "topk_group": [*NONE, 1],
+    "num_shared_experts": [1],
+    "num_nextn_predict_layers": [*NONE, 0],
+    "routed_scaling_factor": [],
+}
+KIMI_FIELDS = LATENT_FIELDS | {
+    "linear_num_heads": [],
+    "linear_head_dim": [],
+    "linear_conv_kernel_dim": [],
+    "mlp_layer_types": [],
+}
+KIMI_RAW_FIELDS = LATENT_FIELDS | {
+    "first_k_dense_replace": [1],
+    "moe_layer_freq": [*NONE, 1],
+    "linear_attn_config": [],
+    "linear_attn_config.kda_layers": [],
+    "linear_attn_config.full_attn_layers": [],
+    "linear_attn_config.num_heads": [],
+    "linear_attn_config.head_dim": [],
+    "linear_attn_config.short_conv_kernel_size": [],
+}
 TABLES = FIELDS | EXPERT_FIELDS | LLAMA_FIELDS | FALCON_FIELDS | LFM2_FIELDS
 TABLES |= LFM2_RAW_FIELDS | NEMOTRON_FIELDS | MAMBA2_FIELDS | GRANITE_FIELDS
-TABLES |= QWEN2_FIELDS | GPT_OSS_FIELDS | DEEPSEEK_FIELDS
+TABLES |= KIMI_FIELDS | KIMI_RAW_FIELDS | QWEN2_FIELDS | GPT_OSS_FIELDS | DEEPSEEK_FIELDS
 # An id that stands for the end of a text is right or wrong by its value alone.
 NOT_WRONG = {"eos_token_id": [0, [1]]}
 # Here they mean another model of the same tensors.
-NOT_WRONG |= {"norm_topk_prob": [False]}
+NOT_WRONG |= {"norm_topk_prob": [False], "moe_renormalize": [False]}
 NOT_WRONG |= {"full_attn_idxs": [[], [1]]}  # lists of layers, but not those of the tensors
 NOT_WRONG_OF_LLAMA = {
     "rope_parameters": [*NONE, {}, {"x": 1}],  # as Llama 2's: its base, and no scaling
@@ -692,6 +728,7 @@ CULPRITS = {
     "mamba_conv_bias": "mamba.conv1d.bias",
     "use_conv_bias": "mixer.conv1d.bias",
     "attention_head_dim": "head_dim",  # its other name
+    "num_shared_experts": ".shared_experts.",  # without it there is none
     "num_local_experts": "block_sparse_moe",  # without experts there are none of their tensors
     "mamba_rms_norm": "mamba.norm.weight",
     "attention_bias": "_proj.bias",
@@ -700,6 +737,7 @@ CULPRITS = {
     "block_auto_adjust_ff_dim": ".feed_forward.",  # then the layers have another width
     "block_ffn_dim_multiplier": ".feed_forward.",
     "head_dim": "self_attn",  # by default the heads share the hidden channels
+    "mlp_layer_types": "first_k_dense_replace",  # the other field that says which are dense
     "mlp_only_layers": "model.layers.1.mlp",  # else that layer would have experts
     "architectures": "config.json asks for the model 'word'",
     "rope_parameters": "rope_theta",
@@ -717,7 +755,7 @@ def is_among(value, values):
 def with_field(config, path, value):
     """`config` with the field at `path` set to `value` or taken away."""
     name, _, rest = path.partition(".")
-    if rest and name.startswith("rope"):
+    if rest and name.startswith(("rope", "linear_attn")):
         return {**config, name: with_field(config.get(name) or {}, rest, value)}
     return {key: v for key, v in config.items() if key != name} | (
         {} if value is ABSENT else {name: value}
@@ -740,12 +778,14 @@ def with_field(config, path, value):
         ("qwen2", QWEN2_FIELDS, NOT_WRONG),
         ("gpt_oss", GPT_OSS_FIELDS, NOT_WRONG_OF_GPT_OSS),
         ("deepseek_v32", DEEPSEEK_FIELDS, NOT_WRONG_OF_DEEPSEEK),
+        ("kimi_linear", KIMI_FIELDS, NOT_WRONG),
+        ("kimi_linear_raw", KIMI_RAW_FIELDS, NOT_WRONG),
     ],
     indirect=["corpus"],
     ids=[
         *("dense", "experts", "llama", "Falcon-H1", "LFM2", "LFM2 raw"),
         *("Nemotron", "Mamba2", "Granite hybrid", "Granite", "Qwen2", "gpt-oss"),
-        "DeepSeek",
+        *("DeepSeek", "Kimi-Linear", "Kimi-Linear raw"),
     ],
 )
 def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
@@ -774,6 +814,8 @@ def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
             "gpt_oss",
             "deepseek_v3",
             "deepseek_v32",
+            "kimi_linear",
+            "kimi_linear_raw",
             *EXPERTS,
         ),
     ],
@@ -802,7 +844,7 @@ def test_the_tables_have_every_field_that_is_read(corpus, monkeypatch):
     [
         *("qwen3_5", "qwen3_5_vl", "qwen3", "qwen3_5_moe", "qwen3_next", "llama", "falcon_h1"),
         *("lfm2", "nemotron_h", "nemotron_h_latent", "mamba2", "granitemoehybrid", "granite"),
-        *("gpt_oss", "deepseek_v32"),
+        *("gpt_oss", "deepseek_v32", "kimi_linear"),
     ],
     indirect=True,
 )

@@ -40,6 +40,7 @@ SHARED = {
     "lfm2": 4,
     "deepseek_v3": 4,
     "deepseek_v32": 2,
+    "kimi_linear": 4,
 }
 
 
@@ -145,6 +146,7 @@ def shared_width(stack, first, is_up, pieces):
         ("nemotron_h_latent", 4, False),
         ("granitemoehybrid", 4, False),
         ("qwen3_moe", 4, False),
+        ("kimi_linear", 4, False),
         ("qwen3_5_moe", 2, True),
         ("nemotron_h_moe", 2, True),
         ("lfm2_moe", 4, True),

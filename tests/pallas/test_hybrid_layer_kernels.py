@@ -1,4 +1,4 @@
-"""Layers of Falcon-H1 and LFM2 compile for an H200 to kernels, and copy no pool."""
+"""Layers of Falcon-H1, LFM2 and DeepSeek compile for an H200 to kernels, and copy no pool."""
 
 import json
 
@@ -36,6 +36,22 @@ LFM2 = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
+# The sizes of DeepSeek-V3.
+DEEPSEEK = {
+    "hidden_size": 7168,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "topk_group": 4,
+    "v_head_dim": 128,
+}
 
 
 @pytest.mark.parametrize("rows", [1, 64])
@@ -44,8 +60,9 @@ LFM2 = {
     [
         ("falcon_h1", FALCON, {"attention_inputs", "paged_attention", "mamba2_conv_replay"}),
         ("lfm2", LFM2, {"conv_update"}),
+        ("deepseek_v3", DEEPSEEK, {"latent_attention", "moe_experts"}),
     ],
-    ids=["Falcon-H1", "LFM2"],
+    ids=["Falcon-H1", "LFM2", "DeepSeek"],
 )
 def test_a_layer_is_its_kernels(h200, monkeypatch, fixture, sizes, expected, rows):
     monkeypatch.setattr("jaxspec.device.default_device", lambda: h200)

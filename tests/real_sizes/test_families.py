@@ -35,6 +35,7 @@ OTHER_NAMES = [
     "lfm2-1.2b",
     "deepseek-v3",
     "deepseek-v3.2",
+    "kimi-linear-48b-a3b",
 ]
 HAVE_HEADS = {
     "qwen3.5-0.8b",

@@ -1,4 +1,4 @@
-"""Tokens for Gated DeltaNet as a layer makes them, and its recurrence in float64."""
+"""Tokens for the gated delta rule as layers make them, and its recurrence in float64."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +7,7 @@ from benchmarks.measure.shapes import GdnShape
 from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams
 
 SMALL = GdnShape(2, 6, key_dim=8, value_dim=5)
+SMALL_BY_CHANNEL = GdnShape(3, 3, key_dim=8, value_dim=5)
 
 
 def int32(*values):
@@ -23,8 +24,18 @@ def operands(rng, *batch, shape=SMALL):
     return [x.astype(np.float32) for x in (q, k, v, g, beta)]
 
 
+def operands_by_channel(rng, *batch, shape=SMALL_BY_CHANNEL):
+    """Likewise with a decay for each key channel."""
+    q, k, v, _, beta = operands(rng, *batch, shape=shape)
+    g = -rng.exponential(size=(*batch, shape.value_heads, shape.key_dim))
+    return [q, k, v, g.astype(np.float32), beta]
+
+
 def oracle(state, q, k, v, g, beta):
-    """Outputs and states after each token; `state` [value_heads, value_dim, key_dim]."""
+    """Outputs and states after each token; `state` [value_heads, value_dim, key_dim].
+
+    `g` has a decay for each head, or for each of a head's key channels.
+    """
     state, outputs, states = state.astype(np.float64), [], []
     group = v.shape[1] // k.shape[1]
     for t in range(len(q)):
@@ -65,5 +76,5 @@ def gated_norm(heads, norm):
     gate = np.asarray(norm.gates, np.float64)[:, norm.first : norm.first + x[0].size]
     gate = gate.reshape(x.shape)
     x = x / np.sqrt((x**2).mean(axis=2, keepdims=True) + norm.eps) * weight
-    x = x * gate / (1 + np.exp(-gate))
+    x = x * (gate if norm.gate == "silu" else 1) / (1 + np.exp(-gate))
     return x.reshape(len(x), -1).astype(norm.gates.dtype).astype(np.float64)

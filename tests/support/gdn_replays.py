@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gated_delta import heads_of
-from recurrences import GDN
+from recurrences import GDN, spoil
 from regions import decode_region
 from replays import pools
 from sm90 import array
@@ -48,7 +48,7 @@ def real_tokens(width):
     return [width, max(1, width - 1), width, 0, 0, 0, 0, width]
 
 
-def pools_and_rows(rng, shape, dtype, width, window=None):
+def pools_and_rows(rng, shape, dtype, width, window=None, family=GDN):
     """Checkpoints, ring and region; NaN in all that no row may read.
 
     Rows: an empty ring; one that folds, of all the tokens it may have; one that just does not
@@ -69,7 +69,7 @@ def pools_and_rows(rng, shape, dtype, width, window=None):
     states = filled(1, shape.value_heads, shape.value_dim, shape.key_dim, scale=0.3)
     k = filled(num_rows, shape.key_heads, shape.key_dim, scale=0.1)
     u = filled(num_rows, shape.value_heads, shape.value_dim, scale=0.5)
-    g = -0.1 * np.abs(filled(num_rows, shape.value_heads, scale=1.0))
+    g = -0.1 * np.abs(filled(num_rows, *family.factors(shape)[2], scale=1.0))
     for slot, computed, length in zip(slots, num_computed, ring_length, strict=True):
         if not 0 < slot < SLOTS:
             continue
@@ -81,14 +81,45 @@ def pools_and_rows(rng, shape, dtype, width, window=None):
     return jnp.asarray(states, dtype), ring, rows
 
 
-def norm_of(shape, rows, width, dtype, first=8):
+def norm_of(shape, rows, width, dtype, first=8, gate="silu"):
     """The output norm of so many tokens; other columns than the gates are NaN."""
     rng = np.random.default_rng(width)
     features = shape.value_heads * shape.value_dim
     gates = np.full((rows * width, first + features + 4), np.nan)
     gates[:, first : first + features] = rng.normal(size=(rows * width, features))
     weight = jnp.asarray(rng.normal(size=shape.value_dim), jnp.float32)
-    return GatedNorm(jnp.asarray(gates, dtype), weight, first=first, eps=1e-3)
+    return GatedNorm(jnp.asarray(gates, dtype), weight, first=first, eps=1e-3, gate=gate)
+
+
+def interpreted(interpret, splits=None):
+    """The kernel in Mosaic's interpreter, as the op."""
+
+    def run(tokens, states, ring, layer, rows, norm=None):
+        operands = tokens, states, ring, jnp.int32(layer), rows, norm
+        return GDN.replay.kernel(*operands, interpret=interpret, splits=splits)
+
+    return run
+
+
+def check(run, shape, dtype, width, window=None, seed=0, normed=None, family=GDN):
+    """`run` is the reference in what it puts out and in every element of the pools.
+
+    NaN is in padding, in all that no row may read, and in live row 2's keys. `normed`: what it puts
+    out is normed, in this dtype.
+    """
+    rng, real = np.random.default_rng(seed), real_tokens(width)
+    states, ring, rows = pools_and_rows(rng, shape, dtype, width, window, family)
+    # Slowed, so that the ring's oldest tokens still count.
+    tokens = family.slowed(family.draw(rng, len(real), width, shape=shape), 0.1)
+    for row, count in enumerate(real):
+        spoil(tokens, np.s_[row, count:])
+    tokens.k[2] = np.nan
+    want = family.replay.reference(tokens, states, ring, 1, rows)
+    norm = normed and norm_of(shape, len(real), width, normed, gate=family.gate)
+    got = run(tokens, states, ring, 1, rows, norm)
+    # An update may round the other way, and then so do those that follow.
+    loose = 1e-5 if dtype == jnp.float32 else 4 * float(jnp.finfo(dtype).eps)
+    compare(got, want, states, rows, width, loose, norm)
 
 
 def compare(got, want, before, rows, width, loose, norm=None):
@@ -197,9 +228,9 @@ def assert_bits_are_the_same(first, others):
             np.testing.assert_array_equal(ours, theirs)
 
 
-def abstract_pools(shape, dtype, width):
+def abstract_pools(shape, dtype, width, family=GDN):
     """Shapes of checkpoints and ring, for programs that are only compiled."""
-    return jax.eval_shape(lambda: pools(GDN, jnp.zeros, shape, dtype, width=width, slots=33))
+    return jax.eval_shape(lambda: pools(family, jnp.zeros, shape, dtype, width=width, slots=33))
 
 
 def abstract_region(rows):

@@ -1,11 +1,11 @@
-"""The oracle of `oracle.py` for Falcon-H1, LFM2 and LFM2-MoE: token by token, NumPy float64.
+"""The oracle of `oracle.py` for Falcon-H1, LFM2, LFM2-MoE and Kimi-Linear, in NumPy float64.
 
 Falcon-H1's multipliers stand where its paper has them, at the activations.
 """
 
 import numpy as np
 from mamba_oracle import MambaRun
-from oracle import Run, _sigmoid, _silu
+from oracle import Run, _sigmoid, _silu, _unit
 
 
 class FalconH1Run(MambaRun):
@@ -113,4 +113,99 @@ class LFM2Run(Run):
         )
 
 
-RUNS = {"falcon_h1": FalconH1Run, "lfm2": LFM2Run, "lfm2_moe": LFM2Run}
+class KimiLinearRun(Run):
+    """A delta rule with a decay by channel, and latents that are expanded to keys and values."""
+
+    def feed(self, token):
+        oracle = self.oracle
+        x, self.streams = oracle.embedding[token], []
+        for layer, memory in enumerate(self.memory):
+            prefix = f"model.layers.{layer}."
+            self.streams.append(x)
+            h, mixer = self._norm(x, prefix + "input_layernorm"), prefix + "self_attn."
+            is_delta = mixer + "A_log" in oracle.weights
+            x = x + (self._delta if is_delta else self._latent)(h, mixer, memory)
+            h = self._norm(x, prefix + "post_attention_layernorm")
+            is_sparse = prefix + "block_sparse_moe.gate.weight" in oracle.weights
+            x = x + (
+                self._sparse(h, prefix + "block_sparse_moe.")
+                if is_sparse
+                else self._mlp(h, prefix + "mlp.")
+            )
+        self.streams.append(x)
+        self.position += 1
+        return oracle.head @ self._norm(x, "model.norm")
+
+    def _convolved(self, x, prefix, name, memory):
+        taps = self._w(f"{prefix}{name}_conv1d")[:, 0]
+        new = self._w(f"{prefix}{name}_proj") @ x
+        window = memory.setdefault(name, [np.zeros_like(new)] * taps.shape[1])
+        window.append(new)
+        del window[0]
+        return _silu(sum(taps[:, i] * past for i, past in enumerate(window)))
+
+    def _delta(self, x, prefix, memory):
+        weights = self.oracle.weights
+        heads = weights[prefix + "A_log"].size
+        q, k, v = (self._convolved(x, prefix, name, memory).reshape(heads, -1) for name in "qkv")
+        query, key = _unit(q) * q.shape[1] ** -0.5, _unit(k)
+        step = self._w(prefix + "f_b_proj") @ (self._w(prefix + "f_a_proj") @ x)
+        step = np.logaddexp(0, step + weights[prefix + "dt_bias"]).reshape(heads, -1)
+        decay = np.exp(-np.exp(weights[prefix + "A_log"].reshape(heads, 1)) * step)
+        beta = _sigmoid(self._w(prefix + "b_proj") @ x)
+        state = memory.get("state", np.zeros((heads, v.shape[1], k.shape[1])))
+        state = state * decay[:, None, :]
+        change = beta[:, None] * (v - np.einsum("hvk,hk->hv", state, key))
+        memory["state"] = state = state + change[:, :, None] * key[:, None, :]
+        out = np.einsum("hvk,hk->hv", state, query)
+        gate = self._w(prefix + "g_b_proj") @ (self._w(prefix + "g_a_proj") @ x)
+        normed = self._rms(out) * self._w(prefix + "o_norm") * _sigmoid(gate).reshape(heads, -1)
+        return self._w(prefix + "o_proj") @ normed.ravel()
+
+    def _latent(self, x, prefix, memory):
+        config = self.oracle.config
+        heads, plain, shared, rank = (
+            config[name]
+            for name in (
+                "num_attention_heads",
+                "qk_nope_head_dim",
+                "qk_rope_head_dim",
+                "kv_lora_rank",
+            )
+        )
+        query = (self._w(prefix + "q_proj") @ x).reshape(heads, plain + shared)
+        latent, key = np.split(self._w(prefix + "kv_a_proj_with_mqa") @ x, [rank])
+        latent = latent / np.sqrt((latent**2).mean() + 1e-6) * self._w(prefix + "kv_a_layernorm")
+        up = (self._w(prefix + "kv_b_proj") @ latent).reshape(heads, -1)
+        key = np.concatenate([up[:, :plain], np.tile(key, (heads, 1))], axis=1)
+        memory.setdefault("kv", []).append((key, up[:, plain:]))
+        keys, values = (np.stack(part) for part in zip(*memory["kv"], strict=True))
+        scores = np.einsum("hd,thd->ht", query, keys) * (plain + shared) ** -0.5
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = np.einsum("ht,thd->hd", weights / weights.sum(-1, keepdims=True), values)
+        return self._w(prefix + "o_proj") @ mixed.ravel()
+
+    def _sparse(self, x, prefix):
+        config = self.oracle.config
+        score = _sigmoid(self._w(prefix + "gate") @ x)
+        compared = score + self.oracle.weights[prefix + "gate.e_score_correction_bias"]
+        chosen = np.argsort(-compared, kind="stable")[: config["num_experts_per_token"]]
+        share = score[chosen] * config["routed_scaling_factor"]
+        share = share / (score[chosen].sum() + 1e-20)
+        routed = sum(
+            part * self._swiglu(x, f"{prefix}experts.{expert}.", "w1", "w3", "w2")
+            for part, expert in zip(share, chosen, strict=True)
+        )
+        return routed + self._mlp(x, prefix + "shared_experts.")
+
+    def _swiglu(self, x, prefix, gate, up, down):
+        inner = _silu(self._w(prefix + gate) @ x) * (self._w(prefix + up) @ x)
+        return self._w(prefix + down) @ inner
+
+
+RUNS = {
+    "falcon_h1": FalconH1Run,
+    "lfm2": LFM2Run,
+    "lfm2_moe": LFM2Run,
+    "kimi_linear": KimiLinearRun,
+}

@@ -1,4 +1,4 @@
-"""Gated DeltaNet and Mamba2 as a table, for laws that hold for both."""
+"""Gated DeltaNet, Kimi Delta Attention and Mamba2 as a table, for laws that hold for all."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -78,6 +78,7 @@ class Family(NamedTuple):
     factors: Callable  # shape -> dimensions of the ring's fields; the last is float32
     sign: int  # of the last
     replay: Op  # operands: tokens, states, ring, layer, rows
+    gate: str = "silu"  # of the output norm, if it is a `GatedNorm`
 
     def __str__(self) -> str:
         return self.name
@@ -120,6 +121,10 @@ def _gdn_in_dtype(tokens, dtype):
 
 def _gdn_scale(tokens, factor):
     tokens.g[:] *= factor
+
+
+def _kda_scale(tokens, factor):
+    tokens.g[:] *= factor[..., None]
 
 
 def _gdn_forget(tokens, where, decay):
@@ -170,6 +175,16 @@ GDN = Family(
     sign=-1,
     replay=Op.jitted(gdn_replay, gdn_replay_reference, gdn_replay_kernel, layer=3),
 )
+KDA = GDN._replace(
+    name="kda",
+    operands=gated_delta.operands_by_channel,
+    small=gated_delta.SMALL_BY_CHANNEL,
+    typical=shapes.KDA["kimi-linear-48b-a3b"],
+    published=shapes.KDA,
+    scale=_kda_scale,
+    factors=lambda shape: (*GDN.factors(shape)[:2], (shape.value_heads, shape.key_dim)),
+    gate="sigmoid",
+)
 MAMBA2 = Family(
     name="mamba2",
     tokens=Mamba2Tokens,
@@ -200,6 +215,8 @@ MAMBA2 = Family(
     sign=1,
     replay=Op.jitted(mamba2_replay, mamba2_replay_reference, mamba2_replay_kernel, layer=3),
 )
-RECURRENT = GDN, MAMBA2
+RECURRENT = GDN, MAMBA2  # which have kernels for everything
+REPLAYED = GDN, KDA, MAMBA2
 
 both = pytest.mark.parametrize("family", RECURRENT, ids=str)
+every = pytest.mark.parametrize("family", REPLAYED, ids=str)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -12,7 +13,7 @@ import numpy as np
 from benchmarks.kernels.case import INPUTS, Case, about, filled
 from benchmarks.kernels.cases.conv import MAMBA2_SIZES, mamba2_params, mamba2_projections
 from benchmarks.kernels.cases.prefill import mamba2_tokens
-from benchmarks.measure.shapes import GDN, MAMBA2
+from benchmarks.measure.shapes import GDN, KDA, MAMBA2
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay, gdn_conv_replay_reference
 from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnRing, GdnTokens
 from jaxspec.pallas.gated_delta.replay import gdn_replay, gdn_replay_reference
@@ -31,14 +32,14 @@ def _run(op, pool, layer, tokens, region):
     return out, tuple(pool)
 
 
-def gdn_tokens(rng, shape, rows, width):
-    """The tokens of a rectangle as a layer makes them."""
+def gdn_tokens(rng, shape, rows, width, by_channel=False):
+    """The tokens of a rectangle as a layer makes them; `by_channel`: its decays are by channel."""
     key = (rows, width, shape.key_heads, shape.key_dim)
     value = (rows, width, shape.value_heads, shape.value_dim)
     q, k = (rng.normal(size=key).astype(np.float32) for _ in range(2))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v = rng.normal(size=value).astype(np.float32)
-    g = -rng.exponential(size=value[:3]).astype(np.float32)
+    g = -rng.exponential(size=key if by_channel else value[:3]).astype(np.float32)
     return GdnTokens(q, k, v, g, rng.random(size=value[:3]).astype(np.float32))
 
 
@@ -69,6 +70,9 @@ def _nbytes(operands):
 def gdn_replay_cases() -> Iterator[Case]:
     """Rings as full as chance would have them; the results say how many rows fold."""
     yield from _gdn_cases(_gdn_replay_case)
+    for dtype, width in itertools.product(("float32", "float16", "bfloat16"), (4, 1)):
+        for model, shape in KDA.items():
+            yield _gdn_replay_case(model, shape, jnp.dtype(dtype), 64, width, by_channel=True)
 
 
 def gdn_conv_replay_cases() -> Iterator[Case]:
@@ -84,11 +88,12 @@ def _gdn_cases(case):
                 yield case(model, shape, jnp.dtype(dtype), rows, width)
 
 
-def _gdn_replay_case(model, shape, dtype, rows, width):
+def _gdn_replay_case(model, shape, dtype, rows, width, by_channel=False):
     rng, window = np.random.default_rng(0), default_window(dtype.itemsize)
-    tokens = gdn_tokens(rng, shape, rows, width)
+    tokens = gdn_tokens(rng, shape, rows, width, by_channel)
     region = _region(rng, rows, width, window)
     state = (shape.value_heads, shape.value_dim, shape.key_dim)
+    decays = tokens.g.shape[2:]
 
     def pool(layers):
         fill = functools.partial(filled, layers, rows)
@@ -96,14 +101,14 @@ def _gdn_replay_case(model, shape, dtype, rows, width):
         return fill(1, *state, dtype=dtype), GdnRing(
             k=fill(in_ring, shape.key_heads, shape.key_dim, dtype=dtype),
             u=fill(in_ring, *state[:2], dtype=dtype),
-            g=-jnp.abs(fill(in_ring, shape.value_heads, dtype=jnp.float32)),
+            g=-jnp.abs(fill(in_ring, *decays, dtype=jnp.float32)),
             window=window,
         )
 
     folds, of_ring = _folding(region, width, window)
     state_bytes = math.prod(state) * dtype.itemsize
     factors = shape.key_heads * shape.key_dim + shape.value_heads * shape.value_dim
-    token_bytes = factors * dtype.itemsize + 4 * shape.value_heads
+    token_bytes = factors * dtype.itemsize + 4 * math.prod(decays)
     ring_bytes = int(region.ring_length.sum() + rows * width) * token_bytes
     return Case(
         op="gdn_replay",

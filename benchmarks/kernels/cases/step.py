@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.kernels.case import FEW, MANY, Case, about, filled, live_region
 from benchmarks.kernels.cases.prefill import mamba2_tokens
 from benchmarks.kernels.cases.replay import gdn_tokens
-from benchmarks.measure.shapes import GDN, MAMBA2
+from benchmarks.measure.shapes import GDN, KDA, MAMBA2
 from jaxspec.pallas.gated_delta.heads import GdnTokens
 from jaxspec.pallas.gated_delta.step import gdn_step, gdn_step_reference
 from jaxspec.pallas.mamba2.step import mamba2_step, mamba2_step_reference
@@ -33,10 +33,13 @@ def gdn_step_cases() -> Iterator[Case]:
         for dtype, rows, width in sizes:
             if model == "qwen3.5-9b" or (rows, width) == (64, 4):
                 yield _gdn_step_case(model, shape, jnp.dtype(dtype), rows, width)
+    for model, shape in KDA.items():
+        for dtype in ("float32", "bfloat16"):
+            yield _gdn_step_case(model, shape, jnp.dtype(dtype), 64, 4, by_channel=True)
 
 
-def _gdn_step_case(model, shape, dtype, rows, width):
-    tokens = gdn_tokens(np.random.default_rng(0), shape, rows, width)
+def _gdn_step_case(model, shape, dtype, rows, width, by_channel=False):
+    tokens = gdn_tokens(np.random.default_rng(0), shape, rows, width, by_channel)
     tokens = GdnTokens(*(jnp.asarray(x) for x in tokens))
     state = (shape.value_heads, shape.value_dim, shape.key_dim)
     state_bytes = rows * math.prod(state) * dtype.itemsize

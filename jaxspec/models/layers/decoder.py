@@ -11,6 +11,7 @@ from jaxspec.cache import CacheOptions, CacheSpec, Pools
 from jaxspec.models.config import (
     DENSE,
     FULL_ATTENTION,
+    KIMI_DELTA,
     LATENT_ATTENTION,
     LATENT_SPARSE,
     LINEAR_ATTENTION,
@@ -26,6 +27,7 @@ from jaxspec.models.config import (
 )
 from jaxspec.models.layers.attention import Attention
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNet
+from jaxspec.models.layers.kimi_delta import KimiDelta
 from jaxspec.models.layers.latent_attention import LatentAttention
 from jaxspec.models.layers.latent_moe import LatentMoE
 from jaxspec.models.layers.mamba2 import Mamba2
@@ -46,6 +48,7 @@ MIXERS: dict[str, Callable[[ModelConfig, jnp.dtype], Mixer[Any]]] = {
     FULL_ATTENTION: Attention,
     SLIDING_ATTENTION: WindowAttention,
     LATENT_ATTENTION: LatentAttention,
+    KIMI_DELTA: KimiDelta,
     LINEAR_ATTENTION: GatedDeltaNet,
     MAMBA2: Mamba2,
     PARALLEL: Parallel,

@@ -17,6 +17,7 @@ from jaxspec.pallas.norm.gated_norm import Heads
 from jaxspec.regions import DecodeRegion, PrefillRegion
 
 Finished = Float[Array, "tokens features"]
+MixerTokens = Any  # the projection of each token, or what `prepare` returns in its place
 
 
 class RecurrentMixer(nnx.Module):
@@ -49,12 +50,12 @@ class RecurrentMixer(nnx.Module):
 
     def prepare(
         self, projected: Projected, inputs: LayerInputs, pools: Pools, layer: int
-    ) -> tuple[Projected, Pools]:
+    ) -> tuple[MixerTokens, Pools]:
         """Return the projection unchanged: each region's operation starts with the convolution."""
         return projected, pools
 
     def decode(
-        self, projected: Projected, inputs: ModelInputs, pools: Pools, layer: int
+        self, projected: MixerTokens, inputs: ModelInputs, pools: Pools, layer: int
     ) -> tuple[Heads, Pools]:
         """Compute the rectangle's heads with `step` or `replay`, as the state policy selects."""
         pool = pools[self.pool]
@@ -62,21 +63,21 @@ class RecurrentMixer(nnx.Module):
         return heads, pools | {self.pool: pool}
 
     def step(
-        self, projected: Projected, pool: RecurrentPool, rows: DecodeRegion, layer: int
+        self, projected: MixerTokens, pool: RecurrentPool, rows: DecodeRegion, layer: int
     ) -> tuple[Heads, RecurrentPool]:
         """Compute the rectangle's heads under the snapshot policy, which stores every state."""
         heads, conv, states = self.step_heads(projected, pool, rows, layer)
         return flat(heads), dataclasses.replace(pool, conv=conv, states=states)
 
     def replay(
-        self, projected: Projected, pool: RecurrentPool, rows: DecodeRegion, layer: int
+        self, projected: MixerTokens, pool: RecurrentPool, rows: DecodeRegion, layer: int
     ) -> tuple[Heads, RecurrentPool]:
         """Compute the rectangle's heads under the replay policy, which stores updates in a ring."""
         heads, conv, states, ring = self.replay_heads(projected, pool, rows, layer)
         return flat(heads), dataclasses.replace(pool, conv=conv, states=states, ring=ring)
 
     def prefill(
-        self, projected: Projected, inputs: ModelInputs, pools: Pools, layer: int
+        self, projected: MixerTokens, inputs: ModelInputs, pools: Pools, layer: int
     ) -> tuple[Finished, Pools]:
         """Compute the chunks' normed heads; store the state at the end of each chunk."""
         chunks, pool = inputs.prefill, pools[self.pool]
@@ -89,7 +90,7 @@ class RecurrentMixer(nnx.Module):
         pool = pools[self.pool]
         return {self.pool: pool.policy.states(self, pool, rows, layer)}
 
-    def finish(self, heads: Heads, projected: Projected) -> Finished:
+    def finish(self, heads: Heads, projected: MixerTokens) -> Finished:
         """Gate and norm the heads, unless `replay`'s kernel has done so."""
         return self.output_norm(projected)(heads)
 
@@ -99,19 +100,19 @@ class RecurrentMixer(nnx.Module):
 
     @abc.abstractmethod
     def step_heads(
-        self, projected: Projected, pool: RecurrentPool, rows: DecodeRegion, layer: int
+        self, projected: MixerTokens, pool: RecurrentPool, rows: DecodeRegion, layer: int
     ) -> tuple[Array, Array, Array]:
         """Return heads `[rows, width, ...]`, convolution inputs and states."""
 
     @abc.abstractmethod
     def replay_heads(
-        self, projected: Projected, pool: RecurrentPool, rows: DecodeRegion, layer: int
+        self, projected: MixerTokens, pool: RecurrentPool, rows: DecodeRegion, layer: int
     ) -> tuple[Array, Array, Array, Any]:
         """Return heads `[rows, width, ...]`, convolution inputs, states and ring."""
 
     @abc.abstractmethod
     def prefill_heads(
-        self, projected: Projected, pool: RecurrentPool, chunks: PrefillRegion, layer: int
+        self, projected: MixerTokens, pool: RecurrentPool, chunks: PrefillRegion, layer: int
     ) -> tuple[Array, Array, Array]:
         """Return heads `[tokens, ...]`, convolution inputs and states."""
 
@@ -120,5 +121,5 @@ class RecurrentMixer(nnx.Module):
         """Return each row's state: the slot's with the ring's tokens added."""
 
     @abc.abstractmethod
-    def output_norm(self, projected: Projected) -> Callable[[Heads], Finished]:
+    def output_norm(self, projected: MixerTokens) -> Callable[[Heads], Finished]:
         """Return the gated norm of these tokens' heads."""

@@ -91,4 +91,6 @@ def rotate_pairs(x: _Channels, turns: Rotation) -> _Channels:
 
 
 def _rotated(a: Array, b: Array, cos: Array, sin: Array) -> list[Array]:
-    return [part.astype(a.dtype) for part in (a * cos - b * sin, b * cos + a * sin)]
+    dtype = a.dtype
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return [part.astype(dtype) for part in (a * cos - b * sin, b * cos + a * sin)]

@@ -19,7 +19,7 @@ from jaxspec.regions import DecodeRegion, PrefillRegion
 _MIN_CPU_CONTEXT = 128  # positions read per row on a CPU, however short the rows are
 _TILE = 64  # queries per tile of the prefill reference; a tile never spans two chunks
 _SCORES_AT_ONCE = 2**22  # of tiles side by side
-_NO_KERNEL = "no kernel takes latents"
+_MAX_KERNEL_WIDTH = 9
 
 
 def latent_attention(
@@ -40,8 +40,13 @@ def latent_attention(
     features are the value. Scores are multiplied by `scale`; scores and softmax are float32. With
     an `index`, over `[rows, width]` tokens, each token attends to those that it selects.
     """
-    dispatch.runs_kernel("latent_attention", _NO_KERNEL, rows=queries.shape[0])
     sizes = {"value_dim": value_dim, "scale": scale}
+    why = _why_not_kernel(queries, latents, value_dim, index)
+    if dispatch.runs_kernel("latent_attention", why, rows=queries.shape[0]):
+        from jaxspec.pallas.attention.latent_kernel import latent_attention_kernel
+
+        on_device = dispatch.layer_index(latents, layer)
+        return latent_attention_kernel(queries, latents, on_device, page_tables, rows, **sizes)
     if device.default_device().platform != "cpu":
         operands = queries, latents, layer, page_tables, rows, index
         return latent_attention_reference(*operands, **sizes)
@@ -94,7 +99,8 @@ def latent_prefill_attention(
     Chunks, positions and padding are as in `prefill_attention`, and all else as in
     `latent_attention`; an `index` is over the region's tokens.
     """
-    dispatch.runs_kernel("latent_prefill_attention", _NO_KERNEL, rows=queries.shape[0])
+    why = "no kernel takes latents of prompts"
+    dispatch.runs_kernel("latent_prefill_attention", why, rows=queries.shape[0])
     operands = queries, latents, layer, page_tables, chunks, index
     return latent_prefill_attention_reference(*operands, value_dim=value_dim, scale=scale)
 
@@ -185,7 +191,29 @@ def _attend(queries, latents, layer, pages, position, num_real, index, value_dim
     length = jnp.where(num_real > 0, position + num_real, 0)
     written = (place[None, :] < length[:, None])[:, :, None]
     is_later = (place[None, :] > position[:, None])[:, :, None]
-    values = held[:, :, :value_dim].astype(jnp.float32)
-    values = jnp.where(written & (~is_later | jnp.isfinite(values)), values, 0.0)
-    out = jnp.einsum("rhwc,rcd->rwhd", weights, values, precision="highest")
+    values = held[:, :, :value_dim].astype(queries.dtype)
+    values = jnp.where(written & (~is_later | jnp.isfinite(values)), values, 0)
+    # Weights of 16 bits for values of 16 bits: GPUs run this, too, as prompts have no kernel.
+    out = jnp.einsum(
+        "rhwc,rcd->rwhd",
+        weights.astype(queries.dtype),
+        values,
+        precision="highest",
+        preferred_element_type=jnp.float32,
+    )
     return out.astype(queries.dtype)
+
+
+def _why_not_kernel(queries, latents, value_dim, index):
+    width, features, page_size = queries.shape[1], queries.shape[3], latents.shape[2]
+    if index is not None:
+        return "a token index"
+    if width > _MAX_KERNEL_WIDTH:
+        return f"{width} tokens a row, more than {_MAX_KERNEL_WIDTH}"
+    if queries.dtype != jnp.bfloat16 or latents.dtype != jnp.bfloat16:
+        return f"queries in {queries.dtype} over {latents.dtype}, not bfloat16"
+    if value_dim not in (128, 256, 512) or features != value_dim + 64:
+        return f"latents of {value_dim} and {features - value_dim} features"
+    if page_size < 16 or page_size % 8:
+        return f"pages of {page_size}, no multiple of 8 from 16 on"
+    return None

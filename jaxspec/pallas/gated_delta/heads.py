@@ -1,4 +1,4 @@
-"""Heads and parameters of Gated DeltaNet; the inputs, gates and ring of its recurrence."""
+"""Heads and parameters of the gated delta rule; the inputs, gates and ring of its recurrence."""
 
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ BLOCK_CHANNELS = 512  # channels per block: four per thread, so that a warp hold
 Keys = Float[Array, "*tokens key_heads key_dim"]
 Values = Float[Array, "*tokens value_heads value_dim"]
 Gates = Float[Array, "*tokens value_heads"]
+ChannelGates = Float[Array, "*tokens value_heads key_dim"]
 Decay = Float[Array, "value_heads 2"]
 States = Float[Array, "layers slots candidates value_heads value_dim key_dim"]
 ReplayBases = Float[Array, "layers slots 1 value_heads value_dim key_dim"]
@@ -43,13 +44,14 @@ class GdnTokens(NamedTuple):
     """Inputs of the recurrence for each token, float32 unless an op documents another dtype.
 
     The leading axes `*tokens` are `rows width` in a decode region and `tokens` in prompt chunks.
-    Value head `h` uses key head `h // (value_heads // key_heads)`.
+    Value head `h` uses key head `h // (value_heads // key_heads)`. The decay is one number per head
+    in Gated DeltaNet, and one per key channel in Kimi Delta Attention.
     """
 
     q: Keys  # normalised and scaled
     k: Keys  # normalised
     v: Values
-    g: Gates  # log decay, at most 0
+    g: Gates | ChannelGates  # log decay, at most 0
     beta: Gates  # write strength
 
 
@@ -76,6 +78,25 @@ def gates_in_kernel(b: Any, a: Any, log_rate: Any, bias: Any) -> tuple[Any, Any]
     return -kernel_math.exp(log_rate) * kernel_math.softplus(a + bias), kernel_math.sigmoid(b)
 
 
+def channel_gates(
+    f: ChannelGates, log_rate: Float[Array, " heads"], bias: Float[Array, "heads key_dim"]
+) -> ChannelGates:
+    """Return float32 log decays by channel: `-exp(log_rate) * softplus(f + bias)`.
+
+    Kimi Team 2025, "Kimi Linear", arXiv 2510.26692. `f` may have any float dtype.
+    """
+    step = jax.nn.softplus(f.astype(jnp.float32) + jnp.broadcast_to(bias, f.shape))
+    return -jnp.broadcast_to(jnp.exp(log_rate)[:, None], f.shape) * step
+
+
+def over_state(
+    decay: Float[Array, "..."], state: Float[Array, "... value_dim key_dim"]
+) -> Float[Array, "..."]:
+    """Give a decay per head, or per head and key channel, the axes of the state it multiplies."""
+    by_head = decay.ndim == state.ndim - 2
+    return decay[..., None, None] if by_head else decay[..., None, :]
+
+
 @flax.struct.dataclass
 class GdnRing:
     """Factors that each token added to its slot's state: `u k^T`, after a decay of `g`.
@@ -85,7 +106,8 @@ class GdnRing:
 
     k: Float[Array, "layers slots ring key_heads key_dim"]
     u: Float[Array, "layers slots ring value_heads value_dim"]
-    g: Float[Array, "layers slots ring value_heads"]  # float32, log decay
+    # Log decay, in float32 and with the axes of the tokens' decay.
+    g: Float[Array, "layers slots ring value_heads"] | Float[Array, "layers slots ring heads keys"]
     window: int = flax.struct.field(pytree_node=False)  # tokens kept between steps
 
     @property

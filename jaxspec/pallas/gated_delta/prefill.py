@@ -1,11 +1,11 @@
 """Prefill of Gated DeltaNet: flat prompt chunks, and one final state per sequence."""
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gated_delta.heads import GdnTokens, States, Values
+from jaxspec.pallas.gated_delta.chunk_by_channel import chunk_by_channel
+from jaxspec.pallas.gated_delta.heads import GdnTokens, States, Values, over_state
+from jaxspec.pallas.gated_delta.unit_lower import unit_lower_inverse
 from jaxspec.pallas.recurrent.chunks import (
     chunk_by_chunk,
     product,
@@ -36,8 +36,12 @@ def gdn_prefill(
 
         u_t + beta_t sum_{i<t} e^{G_t - G_i} (k_i . k_t) u_i = beta_t (v_t - e^{G_t} S_0 k_t)
         o_t = e^{G_t} S_0 q_t + sum_{i<=t} e^{G_t - G_i} (k_i . q_t) u_i
+
+    A decay by channel (Kimi Delta Attention) is inside the products of keys and queries, and has no
+    kernel: see `chunk_by_channel`.
     """
-    why = why_not_chunk_blocks(tokens.v, states)
+    by_channel = tokens.g.ndim == tokens.v.ndim
+    why = "a decay by channel" if by_channel else why_not_chunk_blocks(tokens.v, states)
     if dispatch.runs_kernel("gdn_prefill", why, rows=tokens.v.shape[0]):
         from jaxspec.pallas.gated_delta.prefill_kernel import gdn_prefill_kernel
 
@@ -48,12 +52,13 @@ def gdn_prefill(
 def gdn_prefill_xla(tokens, states, layer, chunks):
     """`gdn_prefill` in XLA: one chunk after the other, all heads at once."""
     group = tokens.v.shape[1] // tokens.k.shape[1]
+    advance = chunk_by_channel if tokens.g.ndim == tokens.v.ndim else _chunk
 
     def step(state, chunk):
         # Heads first. A padding token is all zeros, so it leaves the state unchanged.
         q, k, v, g, beta = (x.astype(jnp.float32).swapaxes(0, 1) for x in chunk)
         q, k = (jnp.repeat(x, group, axis=0) for x in (q, k))
-        state, out = _chunk(GdnTokens(q, k, v, g, beta), state)
+        state, out = advance(GdnTokens(q, k, v, g, beta), state)
         return state, out.swapaxes(0, 1)
 
     return chunk_by_chunk(step, tokens, states, layer, chunks)
@@ -83,30 +88,6 @@ def _chunk(tokens, state):
     return state, out
 
 
-@jax.custom_jvp
-def unit_lower_inverse(strictly_lower: Float[Array, "... n n"]) -> Float[Array, "... n n"]:
-    """Return `(1 + A)^-1` for a power of two `n`, by joining the inverses of ever larger blocks.
-
-    Powers of `A` would grow where keys resemble each other.
-    """
-    half = strictly_lower.shape[-1] // 2
-    if not half:
-        return 1 - strictly_lower  # it is zero
-    blocks = [strictly_lower[..., :half, :half], strictly_lower[..., half:, half:]]
-    blocks = unit_lower_inverse(jnp.stack(blocks))
-    joining = product("...ij,...jk->...ik", strictly_lower[..., half:, :half], blocks[0])
-    joining = -product("...ij,...jk->...ik", blocks[1], joining)
-    upper = jnp.concatenate([blocks[0], jnp.zeros_like(joining)], axis=-1)
-    return jnp.concatenate([upper, jnp.concatenate([joining, blocks[1]], axis=-1)], axis=-2)
-
-
-@unit_lower_inverse.defjvp
-def _inverse_derivative(primals, tangents):
-    (strictly_lower,), (change,) = primals, tangents
-    inverse = unit_lower_inverse(strictly_lower)
-    return inverse, -product("...ij,...jk,...kl->...il", inverse, jnp.tril(change, -1), inverse)
-
-
 def gdn_prefill_reference(tokens, states, layer, chunks):
     """Reference for `gdn_prefill`: one token after the other."""
     group = tokens.v.shape[1] // tokens.k.shape[1]
@@ -114,7 +95,7 @@ def gdn_prefill_reference(tokens, states, layer, chunks):
     def step(state, token):
         q, k, v, g, beta = (x.astype(jnp.float32) for x in token)
         q, k = (jnp.repeat(x, group, axis=0) for x in (q, k))
-        state = state * jnp.exp(g)[:, None, None]
+        state = state * over_state(jnp.exp(g), state)
         delta = beta[:, None] * (v - product("hvk,hk->hv", state, k))
         state = state + delta[:, :, None] * k[:, None, :]
         return state, product("hvk,hk->hv", state, q)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gated_delta.heads import GdnRing, GdnTokens, ReplayBases
+from jaxspec.pallas.gated_delta.heads import GdnRing, GdnTokens, ReplayBases, over_state
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.recurrent.replay import (
     check_ring,
@@ -38,6 +38,8 @@ def gdn_replay(
     `num_computed - 1`; with `G` the running sum of their `g`, and `G_P` its last value:
 
         S = exp(G_P) S_0 + sum_j exp(G_P - G_j) u_j k_j^T
+
+    A decay by channel multiplies the columns of `S_0` and the channels of `k_j`.
 
     A row that folds (`must_fold`) writes this state as its replay base, and continues from the
     rounded numbers. Tokens `t < query_len` are stored in the ring at position `num_computed + t`;
@@ -88,7 +90,7 @@ def gdn_replay_reference(tokens, states, ring, layer, rows):
     for t in range(width):
         k_t = rounded_to(k[:, t], ring.k.dtype)
         q_h, k_h = (jnp.repeat(x, group, axis=1) for x in (q[:, t], k_t))
-        state = state * jnp.exp(g[:, t])[..., None, None]
+        state = state * over_state(jnp.exp(g[:, t]), state)
         recalled = jnp.einsum("rhvk,rhk->rhv", state, k_h, precision="highest")
         u_t = beta[:, t][..., None] * (v[:, t] - recalled)
         u_t = rounded_to(u_t, ring.u.dtype)
@@ -108,10 +110,16 @@ def replayed_states(
     group = states.shape[3] // ring.k.shape[3]
     gather = ring_reader(ring, layer, rows)
     k, u, g = jnp.repeat(gather(ring.k), group, axis=2), gather(ring.u), gather(ring.g)
-    after = sums_after(g)
-    decay = jnp.exp(jnp.sum(g, axis=1))[..., None, None]
     checkpoint = state_select_reference(states, layer, rows)
-    added = jnp.einsum("rwh,rwhv,rwhk->rhvk", jnp.exp(after), u, k, precision="highest")
+    decay = over_state(jnp.exp(jnp.sum(g, axis=1)), checkpoint)
+    if g.ndim == u.ndim:
+        heads, channels = g.shape[2:]
+        flat = g.reshape(*g.shape[:2], heads * channels)
+        k = jnp.exp(sums_after(flat)).reshape(g.shape) * k
+        added = jnp.einsum("rwhv,rwhk->rhvk", u, k, precision="highest")
+    else:
+        after = jnp.exp(sums_after(g))
+        added = jnp.einsum("rwh,rwhv,rwhk->rhvk", after, u, k, precision="highest")
     return decay * checkpoint.astype(jnp.float32) + added
 
 

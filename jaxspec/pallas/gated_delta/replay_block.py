@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas.gpu import layouts
 from jaxspec.pallas.gpu.access import load, store
 from jaxspec.pallas.norm import gated_norm_block
+from jaxspec.pallas.norm.gated_norm import Gate
 from jaxspec.pallas.recurrent.replay_block import RING_GROUP, ReplaySizes, RingBlock
 
 
@@ -24,6 +25,7 @@ class OutputNorm(NamedTuple):
 
     first: int  # first column of the gates
     eps: float
+    gate: Gate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,7 @@ class GdnLaunch:
     norm: OutputNorm | None
     state: Any  # StateInFloat32 or StateOnTensorCores
     tokens: Any  # LoadedTokens or ConvTokens
+    block: Any  # GdnReplayBlock or ChannelReplayBlock
 
 
 class HeadPart(NamedTuple):
@@ -94,15 +97,15 @@ class GdnReplayBlock:
 
     def run(self) -> None:
         """Run the block; a padding row stores zeros."""
-        self.ring.run(self._step, self._output)
+        self.ring.run(self._step, self.output)
 
     def _step(self):
         ring, state, smem, wait = self.ring, self.state, self.smem, plgpu.barrier_wait
         tokens = self.launch.tokens(self.launch, ring, state, self.part, smem)
-        self._begin_copies(tokens)
+        self.begin_copies(tokens, self._ring_gate)
         self._find_ring_decay()
         tokens.finish()
-        self._append_keys()
+        self.append_keys()
         lax.fori_loop(0, ring.num_groups, lambda i, _: wait(smem.ring_produced.at[i]), None)
         has_ring = ring.table.ring_length > 0
         decay = jnp.where(has_ring, smem.ring_decay[0] * jnp.exp(smem.g[0]), 1.0)
@@ -116,7 +119,7 @@ class GdnReplayBlock:
         v = tokens.values()
         g, beta = tokens.gates()
         norm = self.launch.norm
-        gates = self._load_output_gates(norm) if norm else []
+        gates = self.load_output_gates(norm) if norm else []
         state.multiply_keys()
 
         @pl.when(jnp.logical_not(ring.folds))
@@ -127,14 +130,20 @@ class GdnReplayBlock:
         updates = self._solve(reads, v, g, beta)
         self._append(updates, g)
         if norm:
-            self._store_normed(norm, gates)
+            self.store_normed(norm, gates)
 
         @pl.when(ring.folds)
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _begin_copies(self, tokens):
+    def _ring_gate(self, j):
+        """Return the log decay of a ring token, by age."""
+        return self.gmem.ring_g[self.ring.update_index(self.ring.row_by_age(j))]
+
+    def begin_copies(self, tokens: Any, gate_of: Any = None) -> None:
         """Start all copies to shared memory: tokens, ring tokens that count, replay base.
+
+        `gate_of(j)` returns the log decay of ring token `j`, for shared memory, too.
 
         The replay base is last, because copies that are needed earlier would wait for its bytes.
         Each warp issues some of the copies, because the address of one takes about 40 instructions.
@@ -153,18 +162,18 @@ class GdnReplayBlock:
             # One token of each group per warp, so that four warps take a quarter of the time.
             groups = range(self.sizes.copied_tokens // RING_GROUP)
             ring_tokens = [RING_GROUP * i + warp for i in groups]
-            gates = [gmem.ring_g[ring.update_index(ring.row_by_age(j))] for j in ring_tokens]
+            gates = [gate_of(j) for j in ring_tokens] if gate_of else []
 
             def copy_token(i, _):
                 j, produced = RING_GROUP * i + warp, smem.ring_produced.at[i]
                 row = ring.row_by_age(j)
                 update = gmem.ring_u.at[ring.update_index(row), self.part.values]
-                copy(gmem.ring_k.at[ring.key_index(row)], tiles.keys.at[width + j], produced)
+                copy(gmem.ring_k.at[ring.key_index(row)], self.state.keys.at[width + j], produced)
                 copy(update, tiles.updates.at[j], produced)
 
             lax.fori_loop(0, ring.num_groups, copy_token, None)
             self.state.begin_load(warp)
-            for j, gate in zip(ring_tokens, gates, strict=True):
+            for j, gate in zip(ring_tokens, gates, strict=False):
                 smem.g[j] = gate
 
     def _find_ring_decay(self):
@@ -173,7 +182,7 @@ class GdnReplayBlock:
         after, counts = self.ring.sums_after(self.smem.g.at[pl.ds(0, self.sizes.square)])
         store(self.smem.ring_decay, jnp.where(counts, jnp.exp(after), 0.0))
 
-    def _append_keys(self):
+    def append_keys(self) -> None:
         """Store this step's keys in the ring, in only one of the blocks that share them."""
 
         def append_key(t):
@@ -205,9 +214,12 @@ class GdnReplayBlock:
             for s in range(t + 1):
                 out += (decays[s] * key_products[s, t]) * updates[s]
             outs.append(out)
-        for t, out in enumerate(outs):  # at the end: the compiler moves no load above a store
-            store(self.smem.v_then_o.at[t] if self.launch.norm else self._output(t), out)
+        self.store_outputs(outs)
         return updates
+
+    def store_outputs(self, outs: list[Any]) -> None:
+        for t, out in enumerate(outs):  # at the end: the compiler moves no load above a store
+            store(self.smem.v_then_o.at[t] if self.launch.norm else self.output(t), out)
 
     def _append(self, updates, g):
         def append_token(t):
@@ -221,10 +233,11 @@ class GdnReplayBlock:
 
         self.ring.for_real_tokens(append_token)
 
-    def _output(self, t):
+    def output(self, t: Any) -> Any:
+        """Return the reference to the outputs of token `t`."""
         return self.gmem.out.at[self.ring.table.row, t, self.ring.head, self.part.values]
 
-    def _load_output_gates(self, norm):
+    def load_output_gates(self, norm: OutputNorm) -> list[Any]:
         """Load (gates, weight, layout) of the norm for each of the `pieces_of` the tokens."""
         gmem, sizes = self.gmem, self.sizes
         columns = pl.ds(norm.first + self.ring.head * sizes.values, sizes.values)
@@ -236,7 +249,7 @@ class GdnReplayBlock:
             pieces.append((z, load(gmem.norm_weight, layout.reduce(0)), layout))
         return pieces
 
-    def _store_normed(self, norm, pieces):
+    def store_normed(self, norm: OutputNorm, pieces: list[Any]) -> None:
         """Normalise, gate and store the outputs; each head is within one warp."""
         width, row, head = self.sizes.width, self.ring.table.row, self.ring.head
         self.ring.sync()
@@ -245,5 +258,5 @@ class GdnReplayBlock:
         ):
             tokens = pl.ds(start, count)
             o, out = self.smem.v_then_o.at[tokens], self.gmem.out.at[row, tokens, head]
-            normed = gated_norm_block.in_kernel(layout, load(o, layout), z, weight, norm.eps)
+            normed = gated_norm_block.in_kernel(layout, load(o, layout), z, weight, norm)
             store(out, normed.astype(out.dtype))

@@ -16,7 +16,7 @@ from jaxspec.pallas.recurrent.replay_block import ReplaySizes, RingBlock, RingTi
 
 # Register layout of 16 keys in stripes of 64: the 8 threads whose accesses are served together have
 # 8 rows of a stripe, in different banks.
-_STRIPES = plgpu.Layout.TILED(
+STRIPES = plgpu.Layout.TILED(
     plgpu.Tiling(((16, 64), (8, 32), (8,))), warp_dims=(-5, -4), lane_dims=(-2, -3), vector_dim=-1
 )
 # Register layout of 8 queries or keys in float32: 16 lanes for each, which read 256 contiguous
@@ -112,8 +112,8 @@ class StateOnTensorCores:
         `again`: the memory holds earlier keys, which all threads must have read.
         """
         key = self.keys.at[pl.ds(self.ring.sizes.width + first, 16), columns]
-        key = load(key, _STRIPES)
-        index = plgpu.broadcasted_iota(jnp.int32, key.shape, 0, layout=_STRIPES)
+        key = load(key, STRIPES)
+        index = plgpu.broadcasted_iota(jnp.int32, key.shape, 0, layout=STRIPES)
         counts = index < self.ring.table.ring_length - first
         key = jnp.where(counts, key, jnp.zeros((), key.dtype))
         if again:
@@ -130,20 +130,20 @@ class StateOnTensorCores:
         index = plgpu.broadcasted_iota(jnp.int32, update.shape, 1, layout=_WGMMA)
         exact = update * broadcast(decay, update.shape, 1, _WGMMA)
         exact = jnp.where(index < self.ring.table.ring_length - first, exact, 0.0)
-        return _rounded_and_rest(exact, self.ring.sizes.dtype)
+        return rounded_and_rest(exact, self.ring.sizes.dtype)
 
     def multiply_keys(self) -> None:
         """Multiply all keys with the step's queries and keys; `tokens` is not read afterwards."""
-        self._store_factors()
+        self.store_factors()
         self.ring.multiply_keys(self.tokens)
         plgpu.commit_smem()  # tensor cores read the factors
 
-    def _store_factors(self):
+    def store_factors(self) -> None:
         """Store queries and keys in 16 bits, and after all of them their rounding errors."""
         columns = self.ring.sizes.columns
         for start in range(0, columns, 8):
             exact = load(self.tokens.at[pl.ds(start, 8)], _BY_EIGHT)
-            rounded, rest = _rounded_and_rest(exact, self.ring.sizes.dtype)
+            rounded, rest = rounded_and_rest(exact, self.ring.sizes.dtype)
             store(self.factors.at[pl.ds(start, 8)], rounded)
             store(self.factors.at[pl.ds(columns + start, 8)], rest)
 
@@ -159,6 +159,7 @@ class StateOnTensorCores:
         return self.ring.replay(decay, sums, self.products, _WGMMA, self.ring.sync)
 
 
-def _rounded_and_rest(exact, dtype):
+def rounded_and_rest(exact: Any, dtype: Any) -> tuple[Any, Any]:
+    """Return float32 numbers rounded to 16 bits, and their rounding errors in 16 bits."""
     rounded = exact.astype(dtype)
     return rounded, (exact - rounded.astype(jnp.float32)).astype(dtype)

@@ -95,7 +95,7 @@ class StateInFloat32:
         tokens = [i * _FOLD_UNROLL + j for j in range(_FOLD_UNROLL)]
         by_value = _BY_QUARTER.reduce((0, 2))
         updates = [load(tiles.updates.at[j], by_value) * tiles.ring_decay[j] for j in tokens]
-        keys = [self._load_quarters(self.keys.at[width + j]) for j in tokens]
+        keys = [self.load_quarters(self.keys.at[width + j]) for j in tokens]
         for update, key in zip(updates, keys, strict=True):
             state += broadcast(update, state.shape, 1, _BY_QUARTER) * key
         return state
@@ -134,7 +134,7 @@ class StateInFloat32:
 
             def multiply_some(i, _, first=first):
                 indices = [i * _FACTORS_UNROLL + x for x in range(_FACTORS_UNROLL)]
-                factors = [self._load_quarters(self.tokens.at[first + x]) for x in indices]
+                factors = [self.load_quarters(self.tokens.at[first + x]) for x in indices]
                 products = [jnp.sum(state * factor, axis=2) for factor in factors]
                 for x, product in zip(indices, products, strict=True):
                     store(self.products.at[x], product)
@@ -146,7 +146,7 @@ class StateInFloat32:
                 reads.append(decay * ((parts[0] + parts[1]) + (parts[2] + parts[3])))
         return reads
 
-    def _load_quarters(self, vector):
+    def load_quarters(self, vector: Any) -> Any:
         """Load a key or query into registers, in the layout of the state that it multiplies."""
         shape, spare = self.smem.state.shape, self.smem.spare
         if spare is None:

@@ -48,6 +48,7 @@ from jaxspec.pallas.gated_delta.replay_block import (
     OutputNorm,
 )
 from jaxspec.pallas.gated_delta.replay_block_16bit import StateOnTensorCores
+from jaxspec.pallas.gated_delta.replay_block_by_channel import ChannelReplayBlock
 from jaxspec.pallas.gated_delta.replay_block_float32 import StateInFloat32
 from jaxspec.pallas.gpu.device import MULTIPROCESSORS
 from jaxspec.pallas.norm.gated_norm import GatedNorm
@@ -135,7 +136,7 @@ def _launch(name, tokens, pools, layer, rows, norm, splits, interpret):
     def body(*refs, **scratch):
         gmem = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
         smem = types.SimpleNamespace(**{"spare": None, **scratch})
-        GdnReplayBlock(launch, gmem, smem).run()
+        launch.block(launch, gmem, smem).run()
 
     dtype = norm.gates.dtype if norm else jnp.float32
     kernel = plgpu.kernel(
@@ -173,9 +174,10 @@ def _plan(tokens, pools, norm, splits):
         sizes,
         splits,
         conv_rows=1 if pools.conv is None else pools.conv.shape[2],
-        norm=norm and OutputNorm(norm.first, norm.eps),
+        norm=norm and OutputNorm(norm.first, norm.eps, norm.gate),
         state=state,
         tokens=LoadedTokens if pools.conv is None else ConvTokens,
+        block=GdnReplayBlock if pools.ring.g.ndim == 4 else ChannelReplayBlock,
     )
 
 
@@ -214,6 +216,8 @@ def _scratch(launch, interpreted):
     }
     if is_loaded:
         scratch["tokens_produced"] = plgpu.Barrier(num_arrivals=state.TOKEN_COPIES)
+    if launch.block is ChannelReplayBlock:
+        scratch |= ChannelReplayBlock.scratch(sizes)
     if launch.norm or not is_loaded:
         scratch["v_then_o"] = plgpu.SMEM((sizes.width, sizes.values), jnp.float32)
     return scratch

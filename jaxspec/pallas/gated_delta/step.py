@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gated_delta.heads import GdnTokens, States, Values
+from jaxspec.pallas.gated_delta.heads import GdnTokens, States, Values, over_state
 from jaxspec.pallas.recurrent.state_select import (
     check_candidates,
     state_select_reference,
@@ -25,6 +25,9 @@ def gdn_step(
     Delta Networks", arXiv 2412.06464, equation 10):
 
         S <- exp(g) S;   S <- S + beta (v - S k) k^T;   o = S q
+
+    A decay by channel multiplies the columns of `S` (Kimi Team 2025, "Kimi Linear", arXiv
+    2510.26692): `S <- S diag(exp(g))`.
 
     `tokens` are `[rows, width, ...]`, and the outputs have the shape of `v`. The initial state is
     the slot's candidate `state_offset`; the state after token `t` becomes candidate `t` for
@@ -45,7 +48,7 @@ def gdn_step(
         from jaxspec.pallas.gated_delta.step_kernel import gdn_step_kernel
 
         return gdn_step_kernel(tokens, states, dispatch.layer_index(states, layer), rows)
-    if width > 1:
+    if width > 1 and tokens.g.ndim == tokens.beta.ndim:
         return _gdn_step_together(tokens, states, layer, rows)
     return gdn_step_reference(tokens, states, layer, rows)
 
@@ -59,7 +62,7 @@ def gdn_step_reference(tokens, states, layer, rows):
     for t in range(width):
         q, k, v, g, beta = (x[:, t] for x in tokens)
         q, k = (jnp.repeat(x, group, axis=1) for x in (q, k))
-        state = state * jnp.exp(g)[..., None, None]
+        state = state * over_state(jnp.exp(g), state)
         recalled = jnp.einsum("rhvk,rhk->rhv", state, k, precision="highest")
         delta = beta[..., None] * (v - recalled)
         state = state + delta[..., None] * k[..., None, :]
@@ -71,7 +74,7 @@ def gdn_step_reference(tokens, states, layer, rows):
 
 
 def _gdn_step_together(tokens, states, layer, rows):
-    """`gdn_step` in XLA, all tokens at once."""
+    """`gdn_step` in XLA, all tokens at once, for a decay per head."""
     state = state_select_reference(states, layer, rows).astype(jnp.float32)
     group = states.shape[3] // tokens.q.shape[2]
     q, k = (jnp.moveaxis(jnp.repeat(x, group, axis=2), 1, 2) for x in (tokens.q, tokens.k))

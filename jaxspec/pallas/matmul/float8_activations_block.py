@@ -75,7 +75,7 @@ def normed(heads, norm) -> Activations:
 
     def compute(layout, pieces, constants):
         (x, gate), (weight,) = pieces, constants
-        return gated_norm_block.in_kernel(layout, x, gate, weight, norm.eps)
+        return gated_norm_block.in_kernel(layout, x, gate, weight, norm)
 
     operands = heads.reshape(tokens, number * dim), gates, norm.weight
     return Activations(operands, number * dim, pieces, compute, gates.dtype)

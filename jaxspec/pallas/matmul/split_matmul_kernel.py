@@ -190,7 +190,7 @@ def _norm_and_multiply(tiling, norm, operands, rows, refs):
         for t in range(tokens)
     ]
     for t, (x, gate) in enumerate(loaded):
-        normed = gated_norm_block.in_kernel(layout, x, gate, scale, norm.eps)
+        normed = gated_norm_block.in_kernel(layout, x, gate, scale, norm)
         access.store(rows.at[t], normed.astype(rows.dtype))
     _retile(tiling, rows, refs)
     _multiply_tile(tiling, weights, refs)

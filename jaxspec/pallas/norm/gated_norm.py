@@ -1,6 +1,7 @@
-"""Output norm of Gated DeltaNet: each head is normalised, then gated by the projection."""
+"""Output norm of the delta rule's layers: each head is normalised, then gated."""
 
 import dataclasses
+from typing import Literal
 
 import flax.struct
 import jax
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas.norm.rms_norm import rms_norm
+
+Gate = Literal["silu", "sigmoid"]
 
 # Output of a recurrence: float32 heads or, with two axes, the result of `GatedNorm` on them.
 Heads = Float[Array, "tokens heads dim"] | Float[Array, "tokens features"]
@@ -34,10 +37,11 @@ def check_gates(
 class GatedNorm:
     """RMSNorm over heads, with gates (Yang et al. 2024, arXiv 2412.06464).
 
-    Each head is normalised by `rms_norm` with `weight` (float32), then multiplied by `silu` of its
-    gates. Everything is in float32; the result is rounded to the dtype of `gates`.
+    Each head is normalised by `rms_norm` with `weight` (float32), then multiplied by `gate` of its
+    gates: `silu`, or `sigmoid` in Kimi Delta Attention (arXiv 2510.26692). Everything is in
+    float32; the result is rounded to the dtype of `gates`.
 
-    `gates` is the whole projection. The gates are its columns from `first` on, one per channel in
+    `gates` may be a whole projection. The gates are its columns from `first` on, one per channel in
     the order of the channels; the other columns are not read.
     """
 
@@ -45,6 +49,7 @@ class GatedNorm:
     weight: Float[Array, " dim"]
     first: int = flax.struct.field(pytree_node=False)
     eps: float = flax.struct.field(pytree_node=False)  # added to the mean square
+    gate: Gate = flax.struct.field(pytree_node=False, default="silu")
 
     def split(self, tokens: int) -> "tuple[GatedNorm, GatedNorm]":
         """Return the norm of the first `tokens` tokens, and the norm of the rest."""
@@ -71,6 +76,7 @@ class GatedNorm:
         if heads.ndim == 2:
             return heads
         tokens, number, dim = heads.shape
-        gate = self.gates[:, self.first : self.first + number * dim].reshape(heads.shape)
-        gated = rms_norm(heads, self.weight, self.eps) * jax.nn.silu(gate.astype(jnp.float32))
+        gates = self.gates[:, self.first : self.first + number * dim].reshape(heads.shape)
+        activate = jax.nn.silu if self.gate == "silu" else jax.nn.sigmoid
+        gated = rms_norm(heads, self.weight, self.eps) * activate(gates.astype(jnp.float32))
         return gated.reshape(tokens, number * dim).astype(self.gates.dtype)

@@ -210,7 +210,7 @@ class RingBlock:
         `factors`: in shared memory, one per row. Of several warpgroups, each takes every
         `warpgroups`-th group of 8 keys.
         """
-        tiles, layout = self.tiles, _factor_layout(self.sizes.dtype.itemsize)
+        tiles, layout = self.tiles, _factor_layout(self.tiles.keys.dtype.itemsize)
         shape = (8, 4, self.sizes.key_dim)
         fours = [pl.ds(start, 4) for start in range(0, self.sizes.factors, 4)]
         factors = [load_untiled(factors.at[four], layout.reduce(0)) for four in fours]

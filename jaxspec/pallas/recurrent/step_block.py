@@ -33,10 +33,10 @@ class StepBlock(NamedTuple):
 class Recurrence(NamedTuple):
     """Functions of one kind of recurrence; `tokens` is a pytree of arrays `[rows, width, ...]`.
 
-    `shared(tokens)` returns the two arrays `[rows, width, groups, state_dim]` of which a block
-    reads one group, through shared memory. `load(tokens, block)` returns the other operands of each
-    token, in registers. `advance(state, first, second, operands)` returns the state after a token,
-    and its outputs; `first` and `second` are the token's shared vectors.
+    `shared(tokens)` returns the arrays `[rows, width, groups, state_dim]` of which a block reads
+    one group, through shared memory. `load(tokens, block)` returns the other operands of each
+    token, in registers. `advance(state, *vectors, operands)` returns the state after a token, and
+    its outputs; `vectors` are the token's parts of the shared arrays.
     """
 
     shared: Callable
@@ -56,15 +56,16 @@ class _Rows(NamedTuple):
 def launch(name, recurrence, tokens, states, layer, rows, interpret):
     """Return float32 outputs `[rows, width, heads, values]`, and the pool, written in place."""
     layers, num_slots, candidates, heads, value_dim, state_dim = states.shape
-    first, _ = recurrence.shared(tokens)
+    first, *others = recurrence.shared(tokens)
     num_rows, width = first.shape[:2]
+    num_shared = 1 + len(others)
     kernel = plgpu.kernel(
         functools.partial(_run_block, recurrence, states.shape),
         kernel_name=name,
         out_type=jax.ShapeDtypeStruct((num_rows, width, heads, value_dim), jnp.float32),
         scratch_types={
-            "arrived": plgpu.Barrier(num_arrivals=2),
-            "shared": plgpu.SMEM((2, width, state_dim), first.dtype),
+            "arrived": plgpu.Barrier(num_arrivals=num_shared),
+            "shared": plgpu.SMEM((num_shared, width, state_dim), first.dtype),
         },
         grid=(num_rows, heads, value_dim // BLOCK_VALUES),
         grid_names=("row", "head", "part"),
@@ -84,10 +85,10 @@ def _run_block(recurrence, states_shape, tokens, rows, pool, out, *, arrived, sh
     """Run one block; all array operands are references, and `shared` is in shared memory."""
     _, num_slots, candidates, heads, value_dim, state_dim = states_shape
     row, head, part = (lax.axis_index(axis) for axis in ("row", "head", "part"))
-    first, _ = recurrence.shared(tokens)
-    width, groups = first.shape[1:3]
+    sources = recurrence.shared(tokens)
+    width, groups = sources[0].shape[1:3]
     group = lax.div(head, heads // groups)
-    for index, source in enumerate(recurrence.shared(tokens)):
+    for index, source in enumerate(sources):
         plgpu.copy_gmem_to_smem(source.at[row, :, group], shared.at[index], arrived)
     slot, count = rows.slots[row], rows.query_len[row]
     live = is_live(slot, count, num_slots)
@@ -109,7 +110,7 @@ def _run_block(recurrence, states_shape, tokens, rows, pool, out, *, arrived, sh
         operands = recurrence.load(tokens, block)
         plgpu.barrier_wait(arrived)
         for t in range(width):
-            vectors = [access.load(shared.at[i, t], tile.reduce(0)) for i in range(2)]
+            vectors = [access.load(shared.at[i, t], tile.reduce(0)) for i in range(len(sources))]
             state, y = recurrence.advance(state, *vectors, operands[t])
             access.store(out.at[row, t, head, block.values], y)
             store_state(state, t)

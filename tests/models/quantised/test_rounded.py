@@ -147,6 +147,7 @@ KEPT = (
     "in_proj_ba.",
 )
 KEPT += (
+    "shared_head.head",
     "kv_b_proj",
     "weights_proj",
     "mtp.fc.",

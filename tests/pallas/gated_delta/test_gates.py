@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.pallas.gated_delta.heads import gates, gates_in_kernel
+from jaxspec.pallas.gated_delta.heads import channel_gates, gates, gates_in_kernel
 
 
 def test_decay_and_strength_are_those_of_the_paper():
@@ -15,6 +15,14 @@ def test_decay_and_strength_are_those_of_the_paper():
     factor = (1 + np.exp(a + bias)) ** -np.exp(log_decay)
     np.testing.assert_allclose(np.exp(np.float64(g)), factor, rtol=1e-5)
     np.testing.assert_allclose(beta, 1 / (1 + np.exp(-np.float64(b))), rtol=1e-6)
+
+
+def test_decays_by_channel_are_those_of_the_paper():
+    rng = np.random.default_rng(3)
+    f, bias, log_rate = (rng.normal(size=size) for size in ((5, 3, 4), (3, 4), 3))
+    g = channel_gates(*(jnp.asarray(x, jnp.float32) for x in (f, log_rate, bias)))
+    factor = (1 + np.exp(f + bias)) ** -np.exp(log_rate)[:, None]
+    np.testing.assert_allclose(np.exp(np.float64(g)), factor, rtol=1e-5)
 
 
 def test_a_kernel_s_gates_are_the_gates():

@@ -11,13 +11,12 @@ from gdn_replays import (
     abstract_region,
     assert_bits_are_the_same,
     assert_one_row_table,
-    compare,
-    norm_of,
+    check,
+    interpreted,
     pools_and_rows,
-    real_tokens,
     window_of,
 )
-from recurrences import GDN, spoil
+from recurrences import GDN
 from regions import decode_region
 from replays import assert_rounding_does_not_add_up, nan, pools, walk
 from sm90 import array, assert_lean, compile_for
@@ -32,37 +31,6 @@ from jaxspec.pallas.recurrent.replay import next_ring_length
 OPTIMIZED = True  # as for a user: one test looks at what the compiler makes
 
 op, reference = GDN.replay.run, GDN.replay.reference
-
-
-def interpreted(interpret, splits=None):
-    """The kernel in Mosaic's interpreter, as the op."""
-
-    def run(tokens, states, ring, layer, rows, norm=None):
-        operands = tokens, states, ring, jnp.int32(layer), rows, norm
-        return GDN.replay.kernel(*operands, interpret=interpret, splits=splits)
-
-    return run
-
-
-def check(run, shape, dtype, width, window=None, seed=0, normed=None):
-    """`run` is the reference in what it puts out and in every element of the pools.
-
-    NaN is in padding, in all that no row may read, and in live row 2's keys. `normed`: what it puts
-    out is normed, in this dtype.
-    """
-    rng, real = np.random.default_rng(seed), real_tokens(width)
-    states, ring, rows = pools_and_rows(rng, shape, dtype, width, window)
-    # Slowed, so that the ring's oldest tokens still count.
-    tokens = GDN.slowed(GDN.draw(rng, len(real), width, shape=shape), 0.1)
-    for row, count in enumerate(real):
-        spoil(tokens, np.s_[row, count:])
-    tokens.k[2] = np.nan
-    want = reference(tokens, states, ring, 1, rows)
-    norm = normed and norm_of(shape, len(real), width, normed)
-    got = run(tokens, states, ring, 1, rows, norm)
-    # An update may round the other way, and then so do those that follow.
-    loose = 1e-5 if dtype == jnp.float32 else 4 * float(jnp.finfo(dtype).eps)
-    compare(got, want, states, rows, width, loose, norm)
 
 
 @pytest.mark.mosaic

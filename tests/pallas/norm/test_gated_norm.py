@@ -11,20 +11,21 @@ from jaxspec.pallas.norm.gated_norm import GatedNorm
 TOKENS, HEADS, DIM, FIRST = 5, 3, 16, 7
 
 
-def case(dtype):
+def case(dtype, gate="silu"):
     """Heads of very different sizes, and a norm whose gates have columns of NaN on both sides."""
     rng = np.random.default_rng(0)
     heads = rng.normal(size=(TOKENS, HEADS, DIM)) * np.exp(2 * rng.normal(size=(TOKENS, HEADS, 1)))
     gates = np.full((TOKENS, FIRST + HEADS * DIM + 2), np.nan)
     gates[:, FIRST:-2] = 3 * rng.normal(size=(TOKENS, HEADS * DIM))
     weight = jnp.asarray(rng.normal(size=DIM), jnp.float32)
-    norm = GatedNorm(jnp.asarray(gates, dtype), weight, first=FIRST, eps=1e-2)
+    norm = GatedNorm(jnp.asarray(gates, dtype), weight, first=FIRST, eps=1e-2, gate=gate)
     return jnp.asarray(heads, jnp.float32), norm
 
 
+@pytest.mark.parametrize("gate", ["silu", "sigmoid"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_heads_are_normed_gated_and_rounded(dtype):
-    heads, norm = case(dtype)
+def test_heads_are_normed_gated_and_rounded(dtype, gate):
+    heads, norm = case(dtype, gate)
     out = jax.jit(lambda heads, norm: norm(heads))(heads, norm)
     assert out.shape == (TOKENS, HEADS * DIM) and out.dtype == dtype
     eps = max(float(jnp.finfo(dtype).eps), 1e-6)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from recurrences import GDN, MAMBA2, both
+from recurrences import GDN, KDA, MAMBA2, both
 from sm90 import array, assert_lean, compile_for
 
 from benchmarks.measure.shapes import GdnShape, Mamba2Shape
@@ -31,6 +31,11 @@ STEPS = [  # family, shape, dtypes of states and of tokens, width
     *(
         (GDN, shape, dtype, FLOAT32, width)
         for shape in (*GDN.published.values(), GdnShape(2, 2, 64, 64))
+        for dtype in (FLOAT32, BFLOAT16, FLOAT16)
+        for width in (1, 4, 8)
+    ),
+    *(
+        (KDA, KDA.typical, dtype, FLOAT32, width)
         for dtype in (FLOAT32, BFLOAT16, FLOAT16)
         for width in (1, 4, 8)
     ),

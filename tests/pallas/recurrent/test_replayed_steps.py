@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from recurrences import GDN, MAMBA2, RECURRENT, at, both, spoil
+from recurrences import GDN, KDA, MAMBA2, REPLAYED, at, every, spoil
 from regions import decode_region
 from replays import assert_rounding_does_not_add_up, kept_by, nan, pools, walk
 
@@ -23,7 +23,7 @@ def one_row(slot, num_computed, ring_length):
 
 
 @any_acceptance
-@both
+@every
 def test_a_state_replayed_equals_a_state_never_advanced(family, acceptance):
     """Over many folds, with rows that change places and steps of fewer tokens.
 
@@ -39,19 +39,19 @@ def test_a_state_replayed_equals_a_state_never_advanced(family, acceptance):
 
 
 @pytest.mark.parametrize("narrow", [31, 32, 33, 35, 70, None])
-@both
+@every
 def test_steps_of_several_widths_share_a_ring(family, narrow):
     """A wide step after `narrow` ones of a token, as fill a window of 32. None: random widths."""
     rng = np.random.default_rng(narrow)
     widths = rng.integers(1, WIDTH + 1, 150) if narrow is None else [1] * narrow + [WIDTH, 1, WIDTH]
-    empty, slowed = pools(family, nan, width=WIDTH), {"gdn": 0.05, "mamba2": 0.1}[family.name]
+    empty, slowed = pools(family, nan, width=WIDTH), (0.1 if family is MAMBA2 else 0.05)
     run = family.replay.run
     _, _, folds = walk(family, run, rng, empty, widths, lambda real: real, slowed=slowed)
     assert folds >= 3
 
 
 @any_acceptance
-@both
+@every
 def test_replay_equals_snapshots(family, acceptance):
     rng = np.random.default_rng(2)
     kept_of = kept_by(acceptance, rng)
@@ -77,6 +77,7 @@ def test_replay_equals_snapshots(family, acceptance):
     ("family", "shape", "slowed"),
     [
         (GDN, GdnShape(1, 1, key_dim=32, value_dim=16), 0.05),
+        (KDA, GdnShape(1, 1, key_dim=32, value_dim=16), 0.05),
         (MAMBA2, Mamba2Shape(2, 1, head_dim=16, state_dim=32), 0.05),
     ],
     ids=str,
@@ -99,7 +100,7 @@ def test_rounding_does_not_add_up(family, shape, slowed, dtype, error):
 
 
 @pytest.mark.parametrize(
-    ("family", "decay"), [(family, x) for family in RECURRENT for x in family.decays], ids=str
+    ("family", "decay"), [(family, x) for family in REPLAYED for x in family.decays], ids=str
 )
 def test_a_strong_decay_keeps_what_follows_exact(family, decay):
     rng = np.random.default_rng(6)
@@ -115,7 +116,7 @@ def test_a_strong_decay_keeps_what_follows_exact(family, decay):
         exact = after[-1]
 
 
-@both
+@every
 def test_padding_is_inert(family):
     """Slots, positions, lengths of padding may be anything; its tokens may be NaN."""
     rng = np.random.default_rng(1)
@@ -128,7 +129,7 @@ def test_padding_is_inert(family):
     jax.tree.map(np.testing.assert_array_equal, tuple(after), before)
 
 
-@both
+@every
 def test_a_token_that_overflows_harms_no_token_before_it_nor_another_row(family):
     """In one of the operands that a state takes, or in all operands."""
     rng = np.random.default_rng(5)
@@ -136,7 +137,7 @@ def test_a_token_that_overflows_harms_no_token_before_it_nor_another_row(family)
     tokens = family.draw(rng, 2, WIDTH)
     rows = decode_region([2, 3], WIDTH, num_computed=9, ring_length=[3, 5])
     want, _, expected = family.replay.run(tokens, *before, 1, rows)
-    error = {"gdn": 1e-6, "mamba2": 0.0}[family.name]  # Gated DeltaNet solves for a row's tokens
+    error = 0.0 if family is MAMBA2 else 1e-6  # Gated DeltaNet solves for a row's tokens
     for fields in [*zip(family.written, strict=True), tokens._fields]:
         hurt = jax.tree.map(np.copy, tokens)
         spoil([getattr(hurt, field) for field in fields], (0, 2))
@@ -149,7 +150,7 @@ def test_a_token_that_overflows_harms_no_token_before_it_nor_another_row(family)
         assert lost.all() if fields == tokens._fields else lost.any(axis=(1, 2)).all()
 
 
-@both
+@every
 def test_a_ring_too_small_for_its_steps_is_refused(family):
     tokens = family.draw(np.random.default_rng(0), 1, WIDTH)
     states, ring = pools(family, np.zeros, width=WIDTH - 1, window=8)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from recurrences import GDN, MAMBA2, RECURRENT, at, both, spoil
+from recurrences import GDN, KDA, MAMBA2, REPLAYED, at, both, every, spoil
 from regions import decode_region
 
 from benchmarks.measure.shapes import GdnShape, Mamba2Shape
@@ -20,7 +20,7 @@ def pool_of(family):
     return LAYERS, SLOTS, CANDIDATES, *family.state(family.small)
 
 
-@both
+@every
 def test_a_state_rolled_back_equals_a_state_never_advanced(family):
     rng, pool = np.random.default_rng(0), pool_of(family)
     states = jnp.zeros(pool)
@@ -42,7 +42,7 @@ def test_a_state_rolled_back_equals_a_state_never_advanced(family):
     assert not np.any(states[0])
 
 
-@both
+@every
 def test_a_token_that_overflows_harms_no_token_before_it_nor_another_row(family):
     """In one of the operands that a state takes, or in all operands."""
     rng = np.random.default_rng(5)
@@ -50,7 +50,7 @@ def test_a_token_that_overflows_harms_no_token_before_it_nor_another_row(family)
     tokens = family.draw(rng, 2, CANDIDATES)
     rows = decode_region([2, 3], CANDIDATES, state_offset=[0, 1])
     want, expected = family.step.run(tokens, states, 1, rows)
-    error = {"gdn": 1e-6, "mamba2": 0.0}[family.name]  # Gated DeltaNet solves for a row's tokens
+    error = 0.0 if family is MAMBA2 else 1e-6  # Gated DeltaNet solves for a row's tokens
     for fields in [*zip(family.written, strict=True), tokens._fields]:
         hurt = jax.tree.map(np.copy, tokens)
         spoil([getattr(hurt, field) for field in fields], (0, 2))
@@ -64,7 +64,7 @@ def test_a_token_that_overflows_harms_no_token_before_it_nor_another_row(family)
 
 
 @pytest.mark.parametrize(
-    ("family", "decay"), [(family, x) for family in RECURRENT for x in family.decays], ids=str
+    ("family", "decay"), [(family, x) for family in REPLAYED for x in family.decays], ids=str
 )
 def test_a_strong_decay_keeps_what_follows_exact(family, decay):
     rng = np.random.default_rng(6)
@@ -77,7 +77,7 @@ def test_a_strong_decay_keeps_what_follows_exact(family, decay):
     np.testing.assert_allclose(after[1, 2], expected, atol=1e-6)
 
 
-@both
+@every
 def test_padding_is_inert(family):
     rng = np.random.default_rng(1)
     states = rng.normal(size=pool_of(family)).astype(np.float32)
@@ -88,7 +88,7 @@ def test_padding_is_inert(family):
     np.testing.assert_array_equal(after, states)
 
 
-@both
+@every
 def test_a_padding_token_is_never_stored(family):
     rng = np.random.default_rng(2)
     states = rng.normal(size=pool_of(family)).astype(np.float32)
@@ -100,7 +100,7 @@ def test_a_padding_token_is_never_stored(family):
     np.testing.assert_array_equal(after[1, 2, 2:], states[1, 2, 2:])
 
 
-@both
+@every
 def test_more_tokens_than_candidates_are_refused(family):
     tokens = family.draw(np.random.default_rng(0), 1, CANDIDATES + 1)
     with pytest.raises(ValueError, match="num_drafts >= 4"):
@@ -131,7 +131,7 @@ def check(family, run, shape, dtype, x_dtype, width, seed=0):
     pool = (LAYERS, 7, 4 if width <= 4 else 8, *family.state(shape))
     states = jnp.asarray(rng.normal(size=pool) * 0.3, dtype)
 
-    error, tolerance = {"gdn": 2e-6, "mamba2": 5e-6}[family.name], 8 * float(jnp.finfo(dtype).eps)
+    error, tolerance = (5e-6 if family is MAMBA2 else 2e-6), 8 * float(jnp.finfo(dtype).eps)
     before = np.asarray(states, np.float32)
     expected, after_reference = family.step.reference(tokens, states, 1, ROWS)
     out, after = (np.asarray(x, np.float32) for x in run(tokens, states, 1, ROWS))
@@ -161,6 +161,8 @@ def check(family, run, shape, dtype, x_dtype, width, seed=0):
         (GDN, GdnShape(2, 4, 128, 64), jnp.bfloat16, jnp.float32, 4),
         (GDN, GdnShape(2, 4, 64, 64), jnp.bfloat16, jnp.float32, 2),
         (GDN, GdnShape(2, 4, 128, 64), jnp.float16, jnp.float32, 3),
+        (KDA, GdnShape(2, 2, 128, 128), jnp.float32, jnp.float32, 4),
+        (KDA, GdnShape(2, 2, 64, 64), jnp.bfloat16, jnp.float32, 1),
         (MAMBA2, Mamba2Shape(4, 2, 64, 128), jnp.float32, jnp.float32, 3),
         (MAMBA2, Mamba2Shape(4, 2, 64, 64), jnp.float32, jnp.bfloat16, 8),
         (MAMBA2, Mamba2Shape(4, 2, 64, 128), jnp.bfloat16, jnp.bfloat16, 4),

@@ -1,0 +1,69 @@
+"""The cases of attention over latents; `table.OPS` lists them."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.kernels.case import Case
+from jaxspec.pallas.attention.latent import latent_attention, latent_attention_reference
+from jaxspec.regions import DecodeRegion
+
+PAGE_SIZE, VALUE_DIM, FEATURES = 16, 512, 576
+HEADS = {"deepseek-v3": 128, "deepseek-v3 of 8 devices": 16, "kimi-linear-48b": 32}
+
+
+def latent_attention_cases() -> Iterator[Case]:
+    """Plain steps and verification of many rows, and of one long row."""
+    for model in HEADS:
+        for rows, context, width in ((64, 8192, 1), (64, 8192, 4), (1, 32768, 4)):
+            yield _latent_attention_case(model, rows, context, width)
+
+
+def _latent_attention_case(model, rows, context, width):
+    rng, heads = np.random.default_rng(0), HEADS[model]
+    pages = rows * context // PAGE_SIZE
+    tables = 1 + rng.permutation(pages).reshape(rows, -1)
+    tables = jnp.asarray(np.concatenate((np.zeros_like(tables[:1]), tables)), jnp.int32)
+    slots = jnp.asarray(1 + rng.permutation(rows), jnp.int32)
+    unread = jnp.zeros_like(slots)  # only recurrent layers read it
+    region = DecodeRegion(
+        slots=slots,
+        num_computed=jnp.full_like(slots, context - width),
+        query_len=jnp.full_like(slots, width),
+        state_offset=unread,
+        ring_length=unread,
+    )
+    layer_bytes, sizes = 2 * rows * context * FEATURES, (rows, width, heads)
+
+    def pool(layers):
+        """The pool, and the queries; a call's output becomes a part of the next one's."""
+        keys, dtype = jax.random.split(jax.random.key(0)), jnp.bfloat16
+        latents = jax.random.normal(keys[0], (layers, 1 + pages, PAGE_SIZE, FEATURES), dtype)
+        return latents, jax.random.normal(keys[1], (*sizes, FEATURES), dtype)
+
+    def run(op, pool, layer, tables, region):
+        latents, queries = pool
+        out = op(queries, latents, layer, tables, region, value_dim=VALUE_DIM, scale=FEATURES**-0.5)
+        return out, (latents, queries.at[..., :VALUE_DIM].set(out))
+
+    return Case(
+        op="latent_attention",
+        about={
+            "model": model,
+            "heads": f"{heads} x {FEATURES}",
+            "dtype": "bfloat16",
+            "rows": rows,
+            "context": context,
+            "width": width,
+        },
+        run=functools.partial(run, latent_attention),
+        reference=functools.partial(run, latent_attention_reference),
+        pool=pool,
+        layer_bytes=layer_bytes,
+        operands=(tables, region),
+        total_bytes=layer_bytes,
+        flops=2 * rows * width * heads * context * (FEATURES + VALUE_DIM),
+    )

@@ -1,0 +1,35 @@
+"""The kernel of latent_attention compiles for an H200: no spills, no copy of the pool."""
+
+import jax.numpy as jnp
+import pytest
+from sm90 import array, assert_lean, compile_for
+
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.attention.latent import latent_attention
+from jaxspec.regions import DecodeRegion
+
+OPTIMIZED = True  # as for a user
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "width"),
+    [(128, 64, 1), (128, 64, 4), (32, 64, 1), (16, 1, 8)],
+    ids=["DeepSeek", "DeepSeek, verification", "Kimi", "one row of eight devices"],
+)
+def test_latent_attention(h200, monkeypatch, capfd, heads, rows, width):
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, why_not, **_: why_not is None)
+
+    def step(queries, pool, tables, rows):
+        total = 0.0
+        for layer in range(2):
+            out = latent_attention(queries, pool, layer, tables, rows, value_dim=512, scale=0.07)
+            total += jnp.sum(out.astype(jnp.float32))
+        return total, pool
+
+    index = array(rows, dtype=jnp.int32)
+    region = DecodeRegion(index, index, index, index, index)
+    queries = array(rows, width, heads, 576, dtype=jnp.bfloat16)
+    pool = array(2, 32768, 16, 576, dtype=jnp.bfloat16)
+    operands = queries, pool, array(65, 512, dtype=jnp.int32), region
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
+    assert_lean(compiled, capfd.readouterr().out, pool)
