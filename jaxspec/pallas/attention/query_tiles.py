@@ -6,13 +6,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec import device
 from jaxspec.pallas import dispatch
 from jaxspec.regions import PrefillRegion
 
-_SCORES_AT_ONCE = 2**22  # of tiles side by side
+_SCORES_AT_ONCE = 2**22  # of tiles side by side, for gradients
+_SCORES_ON_GPU = 2**25  # of an iteration: 128 MB
 
 _Queries = Float[Array, "tokens heads head_dim"]
 _Scalar = Int[Array, ""]
+
+
+def tiles_at_once(most: int, scores: int) -> int:
+    """Return the tiles that one iteration computes: on a GPU, enough to occupy it.
+
+    Args:
+        most: Number of tiles.
+        scores: Scores per tile.
+    """
+    if device.default_device().platform == "cpu" or dispatch.longest() is not None:
+        return 1
+    return max(1, min(most, _SCORES_ON_GPU // scores))
 
 
 def in_tiles(
@@ -55,7 +69,17 @@ def in_tiles(
     most = (num_tokens + (tile - 1) * num_seqs) // tile
     scores = tile * queries.shape[1] * context
     batch = max(1, min(num_seqs, _SCORES_AT_ONCE // scores))
-    tiles = dispatch.stacked(tiles_end[-1], most, attend_tile, batch=batch)
+    group = tiles_at_once(most, scores)
+    if group == 1:
+        tiles = dispatch.stacked(tiles_end[-1], most, attend_tile, batch=batch)
+    else:
+        each = jnp.arange(group, dtype=jnp.int32)
+        tiles = dispatch.stacked(
+            (tiles_end[-1] + group - 1) // group,
+            -(-most // group),
+            lambda number: jax.vmap(attend_tile)(number * group + each),
+        )
+        tiles = tiles.reshape(tiles.shape[0] * group, *tiles.shape[2:])
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     seq = jnp.searchsorted(chunks.query_start[1:], token, side="right").astype(jnp.int32)

@@ -1,11 +1,14 @@
 """Attention over a sliding window against float64 attention, in prompts and between rejections."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention import attention_oracle, decode_rows, normal, prompt_chunks
 
+from jaxspec.pallas.attention import query_tiles
 from jaxspec.pallas.attention.window import window_attention, window_prefill
 
 KV_HEADS, HEADS, DIM, SLOTS, WIDTH = 2, 4, 8, 4, 3
@@ -86,6 +89,18 @@ def test_each_token_sees_its_window(window, has_sinks):
         rows.decode(slots, np.where(slots, most, 0), np.where(slots, accepted, 0))
     rows.prefill([2, 3], [20, 5])  # as of a request that was preempted
     assert rows.computed[1:].min() > 100
+
+
+@pytest.mark.parametrize("at_once", [2, 3])
+def test_several_tiles_at_once_give_the_same(monkeypatch, at_once):
+    """As on a GPU; the last ones have no tokens."""
+    monkeypatch.setattr(query_tiles, "tiles_at_once", lambda most, scores: at_once)
+    anew = functools.partial(window_prefill)  # another function, so that it is traced again
+    traced = jax.jit(anew, static_argnums=4, static_argnames="window")
+    monkeypatch.setattr(f"{__name__}.prefill", traced)
+    rows = Sequences(5)
+    rows.prefill([1, 2, 3], [70, 1, 69])
+    rows.prefill([3, 0, 2], [1, 9, 66])
 
 
 def test_other_layers_and_slots_are_unchanged():
