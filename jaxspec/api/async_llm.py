@@ -27,6 +27,7 @@ from jaxspec.requests.outputs import Sample
 from jaxspec.requests.request import Request
 
 _Receiver = TypeVar("_Receiver", bound=Receiver)
+_LOOK = 0.1  # seconds between looks for a pause
 
 
 class AsyncLLM(AsyncRollouts):
@@ -240,22 +241,26 @@ class AsyncLLM(AsyncRollouts):
         """Refuse new requests and wait until the others have finished.
 
         Args:
-            timeout: Seconds after which unfinished requests are aborted; None means unlimited.
+            timeout: Seconds after which unfinished requests are aborted. None means unlimited,
+                but in a pause, in which none would finish, they are aborted at once.
 
         Returns:
-            True if all requests finished within the timeout and no step failed.
+            True if no request was aborted by the drain and no step failed.
 
         Raises:
             RuntimeError: this is a forked child of the engine's process.
         """
         check_process(self._process)
         idle = asyncio.wrap_future(self._admission.drain())
-        done, _ = await asyncio.wait({idle}, timeout=timeout)
-        if not done:
+        if timeout is not None:
+            await asyncio.wait({idle}, timeout=timeout)
+        while timeout is None and not (idle.done() or self.is_paused):
+            await asyncio.wait({idle}, timeout=_LOOK)
+        if not (is_whole := idle.done()):
             self._thread.abort(*self._admission.close(DrainingError))
             await asyncio.wait({idle}, timeout=self._thread.aborting)
             idle.cancel()
-        return bool(done) and self._thread.error is None
+        return is_whole and self._thread.error is None
 
     async def close(self) -> None:
         """Abort all requests, free the device memory, and refuse later requests.

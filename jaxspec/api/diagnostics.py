@@ -8,7 +8,13 @@ from typing import Any
 import jax
 
 from jaxspec.engine.engine import StepTimes
-from jaxspec.engine.metrics import EngineSnapshot, Metric, kv_cache_usage, metrics_of
+from jaxspec.engine.metrics import (
+    EngineSnapshot,
+    Metric,
+    kv_cache_usage,
+    metrics_of,
+    sleep_states,
+)
 from jaxspec.engine.request_histograms import RequestHistograms
 from jaxspec.engine.session import Session
 from jaxspec.flight.recorder import FlightRecorder
@@ -125,7 +131,9 @@ class Diagnostics:
         """
         self.session.require_usable()
         name = self.model_name
-        return [*metrics_of(self.session.engine, name), *self._histograms.metrics(name)]
+        is_on_host = self._runner.has_put_away
+        sleep = sleep_states(self.session.gate, name, is_on_host=is_on_host)
+        return [*metrics_of(self.session.engine, name), *sleep, *self._histograms.metrics(name)]
 
     def save_flight(self, path: str | Path) -> Path:
         """Write the recorded steps to a file for `python -m jaxspec replay`.

@@ -22,7 +22,7 @@ from jaxspec.models.trees.checkpoint import named_arrays
 from jaxspec.options.engine_options import EngineConfig
 from jaxspec.options.vllm_options import check_call
 from jaxspec.process import check_process, first_process
-from jaxspec.requests.outputs import RequestOutput, Sample, taken
+from jaxspec.requests.outputs import RequestOutput, Sample
 from jaxspec.requests.prompts import Prompt
 from jaxspec.requests.request import INT32_MAX
 from jaxspec.requests.sampling_features import LADDER, features_named
@@ -297,7 +297,7 @@ class LLMEngine(Pausing):
             session.step()
         outputs = list[RequestOutput]()
         for request_id, samples in list(self._added.items()):
-            deltas = taken(samples)
+            deltas = session.taken(samples)
             output = RequestOutput.due(samples, deltas) if deltas else None
             if output is not None:
                 outputs.append(output)

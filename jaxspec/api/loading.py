@@ -9,6 +9,7 @@ Options and configuration are validated before a tensor is read.
 
 import contextlib
 import dataclasses
+import importlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from jaxspec.api.logits_processors import LogitsProcessors
 from jaxspec.api.nodes import Node, join
 from jaxspec.api.settling import ResolvedOptions, settle
 from jaxspec.api.weight_updates import Layouts
+from jaxspec.checks import shown
 from jaxspec.files import writable_folder
 from jaxspec.gguf import is_gguf
 from jaxspec.grammar import Matchers
@@ -258,6 +260,7 @@ def load_runner(
             memory.
         OSError: other nodes can't be reached (`join`).
     """
+    import_plugin(config.model_plugin)
     enable_compilation_cache(config.compilation_cache)
     has_files = config.load_format != "dummy" and weights is None
     folder = folder_of(config, progress=progress, weights=has_files)
@@ -266,6 +269,26 @@ def load_runner(
     node = join(config, folder, progress=progress)
     with node.loading():
         return _loaded(config, folder, node, weights, progress=progress)
+
+
+def import_plugin(module: str | None) -> None:
+    """Import the module that registers the model's architecture, in each process of an engine.
+
+    Args:
+        module: Name of the module; None does nothing.
+
+    Raises:
+        ValueError: it can't be imported.
+    """
+    if module is None:
+        return
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # importing runs arbitrary code of the module
+        raise ValueError(
+            f"model_plugin must be a module that can be imported, got {shown(module)}: "
+            f"{type(error).__name__}: {error}. Install it, or put its folder on PYTHONPATH."
+        ) from error
 
 
 def _check_given(config: EngineConfig, folder: Path) -> None:

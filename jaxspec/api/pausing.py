@@ -1,6 +1,7 @@
 """`Pausing`: pauses of a loaded engine, and sleep, which frees its device memory meanwhile."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
@@ -80,8 +81,13 @@ class Pausing(WeightUpdates):
                 f"{shown(level)}. Call pause to keep all memory."
             )
         parts = _parts(tags)
-        with self._alone("sleep"), self._stopping(mode, *parts):
-            self.session.in_turn(lambda: self._sleep_in_turn(level, mode, parts))
+
+        def sleep() -> None:
+            with self._stopping(mode, *parts):
+                self.session.in_turn(lambda: self._sleep_in_turn(level, mode, parts))
+
+        self._check_one_process("sleep")
+        self._alone("sleep", sleep)
 
     def wake_up(self, tags: Sequence[Part] | None = None) -> None:
         """Restore what `sleep` freed; does nothing if the engine does not sleep.
@@ -96,26 +102,22 @@ class Pausing(WeightUpdates):
         Raises:
             ValueError, RuntimeError: as in `sleep`.
         """
-        parts = _parts(tags)
-        with self._alone("wake_up"):
-            self.session.in_turn(lambda: self._wake_in_turn(parts))
+        wake = functools.partial(self._wake_in_turn, _parts(tags))
+        self._check_one_process("wake_up")
+        self._alone("wake_up", lambda: self.session.in_turn(wake))
 
     @property
     def is_sleeping(self) -> bool:
         """True after `sleep`, until both parts are there again."""
         return self.session.gate.is_closed_by(*PARTS)
 
-    @contextlib.contextmanager
-    def _alone(self, call: str) -> Iterator[None]:
-        """Exclude updates of weights and other calls of `sleep` and `wake_up`."""
+    def _check_one_process(self, call: str) -> None:
         self.session.require_open()
         if (count := self._runner.group.nodes) > 1:
             raise ValueError(
                 f"{call} frees or restores the memory of one process, and this engine has {count} "
                 "nodes. Use nnodes=1."
             )
-        with self._no_update(call):
-            yield
 
     @contextlib.contextmanager
     def _stopping(self, mode: Any, *reasons: Reason) -> Iterator[None]:

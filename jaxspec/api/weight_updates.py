@@ -1,17 +1,16 @@
 """`WeightUpdates`: new weights for a loaded engine, between two steps; the versions of weights."""
 
-import contextlib
 import functools
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import jax
 import numpy as np
 
 from jaxspec.api.diagnostics import Diagnostics
 from jaxspec.checks import shown
+from jaxspec.engine.session import FairLock
 from jaxspec.models.trees.checkpoint import named_arrays
 from jaxspec.models.trees.export import exported
 from jaxspec.models.trees.layout import Filling, WeightLayout
@@ -20,6 +19,7 @@ from jaxspec.models.trees.leaves import await_copies
 Mode = Literal["keep", "recompute", "abort"]
 """What happens to unfinished requests."""
 SpecKind = Literal["published", "own", "drafter"]
+_Result = TypeVar("_Result")
 _VERSION_CHARACTERS = 128
 
 
@@ -62,7 +62,7 @@ class WeightUpdates(Diagnostics):
     _layouts: Layouts
 
     def _begin_versions(self, version: str) -> None:
-        self._updating = threading.Lock()
+        self._updating = FairLock()
         self._versions = {check_version(version)}
         self.session.scheduler.weight_version = version
 
@@ -139,26 +139,8 @@ class WeightUpdates(Diagnostics):
         """
         self.session.require_open()
         self._check_arguments(weights, mode, keep, drafter, check_finite)
-        with self._no_update("update_weights"):
-            self._check_awake(weights, keep, drafter)
-            if version is None:
-                version = self._next_version()
-            if check_version(version) in self._versions:
-                raise ValueError(
-                    f"version must be one that no earlier weights had, got {shown(version)} again. "
-                    "Number the updates, or leave it out."
-                )
-            fillings = _Fillings(
-                self._filling("weights", weights, keep), self._filling("drafter", drafter, keep)
-            )
-            for name, filling in fillings.by_argument() if check_finite else ():
-                filling.check_finite(name)
-            self._compile_updates(fillings)
-            update = functools.partial(self._update_in_turn, fillings, version, mode)
-            updated = self.session.in_turn(update)
-            # Steps go on meanwhile. DLPack shares memory that the caller may write to afterwards.
-            await_copies((*self._runner.weights, *self._runner.drafter_weights))
-            return updated
+        act = functools.partial(self._update, weights, version, mode, keep, drafter, check_finite)
+        return self._alone("update_weights", act)
 
     def export_weights(self) -> dict[str, np.ndarray]:
         """Return copies of the model's weights on the host, by published names.
@@ -185,18 +167,44 @@ class WeightUpdates(Diagnostics):
             )
         return exported(model, self.session.in_turn(self._weights_in_turn))
 
-    @contextlib.contextmanager
-    def _no_update(self, call: str) -> Iterator[None]:
-        """Exclude other threads that replace or move weights."""
-        if not self._updating.acquire(blocking=False):
+    def _alone(self, call: str, act: Callable[[], _Result]) -> _Result:
+        """Return `act()`, called while no other thread replaces or moves weights."""
+        done = self._updating.try_hold(lambda: (act(),))
+        if done is None:
             raise RuntimeError(
-                "Weights are updated or moved by one call at a time, and another thread's has not "
+                "Weights are updated or moved by one call at a time, and another one has not "
                 f"ended. Call {call} again after it."
             )
-        try:
-            yield
-        finally:
-            self._updating.release()
+        return done[0]
+
+    def _update(
+        self,
+        weights: Any,
+        version: str | None,
+        mode: Mode,
+        keep: Sequence[str],
+        drafter: Any,
+        check_finite: bool,
+    ) -> WeightUpdate:
+        self._check_awake(weights, keep, drafter)
+        if version is None:
+            version = self._next_version()
+        if check_version(version) in self._versions:
+            raise ValueError(
+                f"version must be one that no earlier weights had, got {shown(version)} again. "
+                "Number the updates, or leave it out."
+            )
+        fillings = _Fillings(
+            self._filling("weights", weights, keep), self._filling("drafter", drafter, keep)
+        )
+        for name, filling in fillings.by_argument() if check_finite else ():
+            filling.check_finite(name)
+        self._compile_updates(fillings)
+        update = functools.partial(self._update_in_turn, fillings, version, mode)
+        updated = self.session.in_turn(update)
+        # Steps go on meanwhile. DLPack shares memory that the caller may write to afterwards.
+        await_copies((*self._runner.weights, *self._runner.drafter_weights))
+        return updated
 
     def _compile_updates(self, fillings: _Fillings) -> None:
         """Compile programs for trees of new names or dtypes, while steps go on."""

@@ -73,7 +73,8 @@ class Gate:
                 "The thread that paused an LLM can't wait for its requests, which would never "
                 f"end. Call {self._way_out()} first, or generate in another thread."
             )
-        self._opened.wait(_POLL)
+        if self._closers:  # an interrupt of `open` may have left the event unset
+            self._opened.wait(_POLL)
 
     def check_admits(self) -> None:
         """Raise PausedError if new requests are refused."""

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.gate import Gate
 from jaxspec.scheduler.scheduler import Scheduler
+
+SLEEP_STATE = "vllm:engine_sleep_state"
+HOST_BYTES = "routed_experts_host_bytes"
+"""Key of `LLM.metrics`: bytes of routed experts that were copied to the host."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +94,24 @@ def metrics_of(engine: Engine, model_name: str) -> list[Metric]:
     ]
 
 
+def sleep_states(gate: Gate, model_name: str, *, is_on_host: bool) -> list[Metric]:
+    """Return vLLM's gauges of sleep, of which at most one is 1.
+
+    None is if the caches sleep alone. `is_on_host`: the weights are in host memory.
+    """
+    is_dropped = gate.is_closed_by("weights") and not is_on_host
+    values = {
+        "awake": not gate.is_closed_by("weights", "kv_cache"),
+        "weights_offloaded": is_on_host,
+        "discard_all": is_dropped,
+    }
+    labels = labels_of(model_name)
+    return [
+        Gauge(SLEEP_STATE, {**labels, "sleep_state": state}, float(value))
+        for state, value in values.items()
+    ]
+
+
 class EngineSnapshot(NamedTuple):
     """All metrics of an engine at one moment."""
 
@@ -104,20 +127,21 @@ class EngineSnapshot(NamedTuple):
     @staticmethod
     def total(parts: "Sequence[EngineSnapshot]") -> "EngineSnapshot":
         """Return the sums over several engines with the same options; shares are averaged."""
-        by_name = dict[str, list[Metric]]()
+        by_name = dict[tuple[str, ...], list[Metric]]()
         for part in parts:
             for metric in part.by_vllm:
-                by_name.setdefault(metric.name, []).append(metric)
+                by_name.setdefault((metric.name, *metric.labels.values()), []).append(metric)
         engine = _sum([part.engine for part in parts])
         engine.setdefault("kv_cache_usage", 0.0)  # all engines have ended
         return EngineSnapshot(engine, [_total(each) for each in by_name.values()])
 
 
 _SAME = ("shapes", "implementations", "kv_cache", "max_in_flight")  # equal in all engines
-_MEANS = ("kv_cache_usage", "vllm:kv_cache_usage_perc")
+_MEANS = ("kv_cache_usage", "vllm:kv_cache_usage_perc", SLEEP_STATE)
 _NOTHING: dict[str, Any] = {  # current values of an engine that has ended, in any dict
     "num_running": 0,
     "num_waiting": 0,
+    HOST_BYTES: 0,
     "memory_bytes": {},
     "tokens_per_second": 0.0,
     "rounds_per_second": 0.0,

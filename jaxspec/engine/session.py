@@ -189,6 +189,14 @@ class Session:
             self._await_gate()
         return progressed
 
+    def taken(self, samples: Iterable[Sample]) -> list[TextDelta]:
+        """Return the next delta of each sample that has one.
+
+        The last delta of a sample with routed experts follows once they are copied, or no step
+        remains, so that steps in flight are not awaited.
+        """
+        return taken(each for each in samples if each.is_copied or not self.can_step)
+
     def run(self, samples: Sequence[Sample]) -> Generator[Sequence[Sample], None, None]:
         """Add samples and step until all have finished; yield the unfinished ones after each step.
 
@@ -370,10 +378,10 @@ class Session:
             self.guarded(lambda: self.engine.copy_in(request, copied))
 
     def _next_deltas(self, samples: Sequence[Sample]) -> list[TextDelta]:
-        deltas = taken(samples)  # from another caller's step
+        deltas = self.taken(samples)  # from another caller's step
         if not deltas:
             self.guarded(self._step_once)
-            deltas = taken(samples)
+            deltas = self.taken(samples)
         return deltas
 
     def _let_in(self) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxspec.api.loading import folder_of
+from jaxspec.api.loading import folder_of, import_plugin
 from jaxspec.files import read_json
 from jaxspec.gguf import is_gguf
 from jaxspec.inspection.config_faults import parse
@@ -232,6 +232,7 @@ def _locate(options: EngineConfig) -> _Place:
     named = os.path.expanduser(options.model or "")
     if str(named).endswith(".json") and os.path.isfile(named) and options.revision is None:
         return _Place(Path(named), has_weights=False)
+    import_plugin(options.model_plugin)
     folder = folder_of(options, progress=False, weights=False)
     is_hub = options.model is not None and not os.path.isdir(named)
     is_hub = is_hub and not is_gguf(folder)

@@ -319,12 +319,17 @@ def _unread(
     rounds = quantised.rounds(scheme, folder)
     dtype = jnp.dtype(dtype)
     given = asked.weights
+    if asked.scales_kv and any(name.endswith(".kv_scales") for name in given or ()):  # of leaves
+        config = dataclasses.replace(config, scales_kv=True)
+        shared = config.local(group.size)
     leaves = None if given is None else tensors_of_leaves(family, config, dtype, given)
     if asked.load_format == "dummy" or leaves:
         whole, model = (undefined(family, sizes, dtype, leaves) for sizes in (config, shared))
         of_ranks = of_devices(whole.checkpoint(), model.checkpoint(), group.size)
         hold_drawn(of_ranks, ROUNDED if rounds else scheme, quantised)
-        layout = WeightLayout.of(model, dtype, group, scheme, rounds=rounds)
+        layout = WeightLayout.of(
+            model, dtype, group, scheme, rounds=rounds, scales_kv=asked.scales_kv
+        )
         if leaves:
             _check_leaves(config, leaves, layout, rounds=rounds)
         read = _filled_or_drawn(model, layout, given, group)

@@ -1,12 +1,13 @@
 """SafetensorsFile: one file of weights, whose header is validated before any tensor is read.
 
 The format: 8 bytes with the length of the header (little-endian), the header in JSON, and the bytes
-of all tensors without gaps. Tensors are read with system calls, not through a memory map: if a
+of all tensors without gaps. Checkpoints are read with system calls, not through a memory map: if a
 mapped file is truncated, a signal kills the process.
 """
 
 import dataclasses
 import math
+import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -85,6 +86,11 @@ class SafetensorsFile:
             ValueError: The file was truncated after it was opened.
         """
         fill(self._file, into.view(np.uint8).data, self.tensors[name].start + first * into.itemsize)
+
+    def map(self) -> mmap.mmap:
+        """Return the file mapped for reading, which outlasts `close`."""
+        size, _ = self._state
+        return mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_READ)
 
     def check_unchanged(self) -> None:
         """Raise ValueError if the file was written to after it was opened."""

@@ -56,6 +56,11 @@ class EngineConfig:
     )
     _: dataclasses.KW_ONLY
     revision: str | None = option(None, "branch, tag or commit of a hub id", none="main")
+    model_plugin: str | None = option(
+        None,
+        "module to import before the model is loaded, which calls jaxspec.register_model",
+        none="no module",
+    )
     tokenizer: str | Path | None = option(
         None, "folder with tokenizer files, GGUF file, or hub id", none="the model's tokenizer"
     )

@@ -308,6 +308,12 @@ class Sample:
         return self._read_rest() if has_rest else None
 
     @property
+    def is_copied(self) -> bool:
+        """True if `take` and `output` would not wait for the device."""
+        routes = self.request.routes
+        return not self.request.finish or routes is None or routes.is_ready
+
+    @property
     def is_settled(self) -> bool:
         """True if no stop string can shorten the finished sample after `read`."""
         return True
@@ -418,7 +424,7 @@ class Sample:
         # After an error the copies of an earlier preemption may have failed, too.
         if request.finish in (Finish.RUNNING, Finish.ERROR) or request.routes is None:
             return None
-        return request.routes.first(len(request.tokens) - 1)
+        return request.routes.between(request.first_route, len(request.tokens) - 1)
 
     def _logprobs(self, first: int, tokens: list[int]) -> Any:
         """Return the deferred logprobs of `tokens`, which begin at output index `first`."""

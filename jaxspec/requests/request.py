@@ -38,24 +38,36 @@ class Finish(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RoutedTokens:
-    """Copies of a request's pages, `[pages, page_size, layers, top_k]`, that may be in flight."""
+    """Copies of a request's pages, `[pages, page_size, layers, top_k]`, that may be in flight.
+
+    Attributes:
+        copies: The copies, in order.
+        num_skipped: Tokens in the pages before the first copied one.
+    """
 
     copies: Sequence[Any]
+    num_skipped: int = 0
 
     @property
     def is_ready(self) -> bool:
-        """True if `first` would not wait."""
+        """True if `between` would not wait."""
         return all(isinstance(copy, np.ndarray) or copy.is_ready() for copy in self.copies)
 
-    def first(self, num_tokens: int) -> Experts:
-        """Return the experts of the first tokens; wait for the copies."""
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the copies on the host."""
+        return sum(copy.nbytes for copy in self.copies)
+
+    def between(self, start: int, end: int) -> Experts:
+        """Return the experts of the tokens from index `start` to `end`; wait for the copies."""
         parts = [np.asarray(copy) for copy in self.copies]
         tokens = [part.reshape(part.shape[0] * part.shape[1], *part.shape[2:]) for part in parts]
-        return np.concatenate(tokens)[:num_tokens]
+        first, last = start - self.num_skipped, max(0, end - self.num_skipped)
+        return np.concatenate(tokens)[first:last]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle NumPy arrays; another process may have no device."""
-        return RoutedTokens, ([np.asarray(copy) for copy in self.copies],)
+        return RoutedTokens, ([np.asarray(copy) for copy in self.copies], self.num_skipped)
 
 
 @dataclasses.dataclass
@@ -282,6 +294,11 @@ class Request:
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields to pickle, without what another process creates again."""
         return self.__dict__ | {"matcher": None, "automaton": None, "token_filter": None}
+
+    @property
+    def first_route(self) -> int:
+        """Index of the first token whose experts are returned."""
+        return min(self.params.routed_experts_prompt_start, len(self.prompt))
 
     @property
     def has_tables(self) -> bool:

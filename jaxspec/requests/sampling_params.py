@@ -197,6 +197,9 @@ class SamplingParams:
             reasoning of a model that thinks. None means free text.
         thinking_token_budget: Most tokens of the model's reasoning, after which only those of
             `</think>` are allowed. None means unlimited.
+        routed_experts_prompt_start: Index of the first prompt token whose routed experts are
+            returned, if the engine returns them; the prompt's length, or more, returns those of
+            the output alone.
         extra_args: Arguments of the engine's logits processors, by name: numbers, texts, bools, or
             lists of them. None uses no processor.
 
@@ -233,6 +236,7 @@ class SamplingParams:
     logprobs_mode: str | None = None
     structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
     thinking_token_budget: int | None = None
+    routed_experts_prompt_start: int = 0
     extra_args: dict[str, Any] | None = None
     guided_decoding: InitVar[Any] = None
     response_format: InitVar[Any] = None
@@ -275,6 +279,9 @@ class SamplingParams:
             logprobs=_num_logprobs("logprobs", self.logprobs),
             prompt_logprobs=_num_logprobs("prompt_logprobs", self.prompt_logprobs),
             logprobs_mode=_logprobs_mode(self.logprobs_mode),
+            routed_experts_prompt_start=integer(
+                "routed_experts_prompt_start", self.routed_experts_prompt_start, 0
+            ),
         )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(

@@ -1,5 +1,6 @@
 """Copies of pages on the host, without waiting for the device: of any pool, and routed experts."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from jaxspec.cache import RoutedExperts
+from jaxspec.engine.metrics import HOST_BYTES
 from jaxspec.requests.request import Request, RoutedTokens
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.scheduler.request_observer import RequestObserver
@@ -56,14 +58,23 @@ class RouteRecorder(RequestObserver):
     def __init__(self, runner: ModelRunner):
         """Compile the copy of pages."""
         self._reader = PageReader(runner, RoutedExperts.name)
+        self._copied = weakref.WeakSet[RoutedTokens]()
 
     def leave(self, request: Request) -> None:
         """Enqueue copies of the request's pages."""
         if request.is_prefilling:
             return  # not all its tokens are computed
-        num_routes = (len(request.tokens) if request.finish else request.tokens_bound) - 1
-        pages = request.pages[: -(-num_routes // self._reader.page_size)]
-        request.routes = RoutedTokens(self._reader.read(pages))
+        size = self._reader.page_size
+        length = len(request.tokens) if request.finish else request.tokens_bound
+        num_routes = max(1, length - 1)  # at least one page, which has the shape of the experts
+        first = min(request.first_route, num_routes - 1) // size
+        pages = request.pages[first : -(-num_routes // size)]
+        request.routes = RoutedTokens(self._reader.read(pages), first * size)
+        self._copied.add(request.routes)
+
+    def stats(self) -> dict[str, int]:
+        """Return the bytes of copies on the host, until their requests are dropped."""
+        return {HOST_BYTES: sum(each.num_bytes for each in list(self._copied))}
 
 
 def _copy(pool: Pages, pages: Int[Array, " pages"]) -> Pages:

@@ -53,7 +53,7 @@ OF_SAMPLING = {
     **_each(("mm_processor_kwargs", "media_io_kwargs"), _TEXT_ALONE),
     "watermarking": Refusal("tokens are drawn without a watermark. Leave it out."),
     "routed_experts_prompt_start": Refusal(
-        "answers have the experts of all tokens. Leave it out.", (None, 0)
+        "answers of /inference/v1/generate alone have routed experts. Leave it out.", (None, 0)
     ),
     "logprob_token_ids": Refusal("logprobs are of the likeliest tokens. Leave it out."),
     "repetition_detection": Refusal("requests end at their stops and lengths. Use max_tokens."),

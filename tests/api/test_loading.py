@@ -9,7 +9,7 @@ from harness import FIXTURES, model
 from jaxspec import SpeculativeConfig, inspect
 from jaxspec.api.loading import EMBEDDED_MODEL, load
 from jaxspec.api.settling import settle
-from jaxspec.models import transfer
+from jaxspec.models import MODELS, transfer
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.options.engine_options import EngineConfig
 from jaxspec.pallas import dispatch
@@ -27,6 +27,31 @@ def test_whatever_the_device_decided_is_written_into_the_options():
     assert config.speculative_config == SpeculativeConfig(num_speculative_tokens=3)
     again = load(config, progress=False)
     assert again.config == config and again.runner.shapes == loaded.runner.shapes
+
+
+PLUGIN = """
+import jaxspec
+from jaxspec.models.llama import Llama
+
+class Plugged(Llama):
+    pass
+
+jaxspec.register_model("PluggedForCausalLM", Plugged)
+"""
+
+
+def test_a_module_registers_the_model_before_it_is_loaded(tmp_path, monkeypatch):
+    """Also in a process that has nothing else of it, such as the server's."""
+    (tmp_path / "plugged_model.py").write_text(PLUGIN)
+    (tmp_path / "plugged_fault.py").write_text("raise OSError('planted')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("jaxspec.models.MODELS", MODELS.copy())
+    options = {"hf_overrides": {"architectures": ["PluggedForCausalLM"]}, "max_num_seqs": 1}
+    config = EngineConfig(FIXTURES / "llama", **options, model_plugin="plugged_model")
+    assert type(load(config, progress=False).runner.model()).__name__ == "Plugged"
+    for plugin in ("plugged_fault", "no_module", "", "."):
+        with pytest.raises(ValueError, match="model_plugin"):
+            load(EngineConfig(FIXTURES / "llama", **options, model_plugin=plugin), progress=False)
 
 
 def test_the_embedded_model_is_the_default():

@@ -6,6 +6,8 @@ checks each plan. Events take their time in real threads, so no storm is quite l
 
 import asyncio
 import collections
+import contextlib
+import functools
 import gc
 import threading
 import time
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 from callers import PROMPTS, Ask, expected
 from fake_llm_engine import FakeLLMEngine
+from fake_weights import TREE
 from pairwise import soak
 from threads import in_threads
 
@@ -23,7 +26,13 @@ from jaxspec.api import async_llm
 from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.engine.async_stream import AsyncStream, OutputQueue
 from jaxspec.engine.engine_thread import EngineThread
-from jaxspec.engine.errors import DrainingError, EngineDeadError, QueueFullError, QueueTimeoutError
+from jaxspec.engine.errors import (
+    DrainingError,
+    EngineDeadError,
+    PausedError,
+    QueueFullError,
+    QueueTimeoutError,
+)
 from jaxspec.engine.sample_stream import SampleStream
 from jaxspec.requests.request import Finish
 from jaxspec.requests.sampling_params import RequestOutputKind, SamplingParams
@@ -41,6 +50,8 @@ WAYS = (
     *("at once", "cancelled submit", "silent"),  # without a piece
 )
 
+
+LATE = QueueFullError, DrainingError, EngineDeadError, QueueTimeoutError
 
 before = weakref.WeakSet()  # streams of other tests, which pytest may keep with their errors
 
@@ -88,7 +99,7 @@ def check(ask, deltas, kind=RequestOutputKind.DELTA):
     return ends
 
 
-async def visit(llm, ask, way, random):
+async def visit(llm, ask, way, random, *, may_abort=False):
     """One caller: what its samples ended with."""
     kind = random.choice(list(RequestOutputKind))
     params = SamplingParams(output_kind=kind)
@@ -139,30 +150,71 @@ async def visit(llm, ask, way, random):
             await stream.aclose()
     ends = check(ask, deltas, kind)
     if way in ("read", "late"):
-        is_closed = llm._admission._is_closed
-        assert set(ends) <= {"stop", "length", *(["abort"] if is_closed else [])}
+        may_abort = may_abort or llm._admission._is_closed
+        assert set(ends) <= {"stop", "length", *(["abort"] if may_abort else [])}
         assert stream.metrics is not None
     if way == "id":
         assert None not in ends
     return ends
 
 
-async def storm(llm, seed, count, ways=WAYS, every=0.001):
-    """So many callers, who come one after the other; how often what happened."""
+async def storm(llm, seed, count, ways=WAYS, every=0.001, modes=()):
+    """So many callers, who come one after the other; how often what happened.
+
+    With `modes`, two trainers pause and update the engine meanwhile.
+    """
     random = np.random.default_rng(seed)
     happened = collections.Counter()
+    may_abort, refusals = "abort" in modes, (PausedError,) if modes else ()
 
     async def visiting(ask, way):
         try:
-            happened.update(await visit(llm, ask, way, random))
-        except (QueueFullError, DrainingError, EngineDeadError, QueueTimeoutError) as error:
+            happened.update(await visit(llm, ask, way, random, may_abort=may_abort))
+        except (*LATE, *refusals) as error:
             happened[type(error).__name__] += 1
 
+    is_over = asyncio.Event()
+    trainings = [train(llm, random, modes, happened, is_over) for _ in modes[:2]]
+    training = asyncio.gather(*trainings)
     async with asyncio.TaskGroup() as group:
         for _ in range(count):
             group.create_task(visiting(random_ask(random), str(random.choice(ways))))
             await asyncio.sleep(float(random.exponential(every)))
+        if modes:
+            await asyncio.sleep(0.05)
+            is_over.set()
+            await training
+            await mend(llm)
+            assert not llm.is_paused and llm.is_ready
     return happened
+
+
+async def train(llm, random, modes, happened, is_over):
+    """Pauses, sleeps and updates, of which the other trainer's calls may refuse some."""
+    while not is_over.is_set():
+        mode, level = str(random.choice(modes)), int(random.integers(1, 3))
+        tags = [None, ["weights"], ["kv_cache"]][random.integers(3)]
+        at_update = "recompute" if mode == "wait" else mode
+        acts = {
+            "pause": functools.partial(llm.pause, mode, clear_cache=bool(random.integers(2))),
+            "sleep": functools.partial(llm.sleep, level, mode, tags=tags),
+            "update": functools.partial(llm.update_weights, TREE, mode=at_update),
+        }
+        act = str(random.choice([*acts]))
+        with contextlib.suppress(RuntimeError):
+            await acts[act]()
+            happened[act] += 1
+            await asyncio.sleep(float(random.exponential(0.004)))
+            await mend(llm)
+        await asyncio.sleep(float(random.exponential(0.004)))
+
+
+async def mend(llm):
+    """End all pauses."""
+    await llm.resume()
+    await llm.wake_up()
+    if llm.is_sleeping:
+        await llm.update_weights(TREE)
 
 
 async def settled(llm, seconds=30):
@@ -287,6 +339,33 @@ def test_a_drain_in_the_middle_refuses_new_ones_and_ends_the_others(make, timeou
     assert is_whole == (timeout is None) == (not happened["abort"])
 
 
+@pytest.mark.parametrize("timeout", [None, 0.05])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_drain_in_a_pause_ends(make, timeout, is_late):
+    """Requests that no step runs are aborted; also if the pause begins after the drain."""
+
+    async def rounds():
+        async with make() as llm:
+            ask = Ask(prompt=2, max_tokens=12, n=2)
+            await llm.pause()
+            streams = [await llm.submit(llm._engine.ask(ask)) for _ in range(5)]
+            if is_late:
+                await llm.resume()
+                draining = asyncio.create_task(llm.drain(timeout))
+                await asyncio.sleep(0)
+                await llm.sleep()
+                is_whole = await draining
+            else:
+                is_whole = await asyncio.wait_for(llm.drain(timeout), 20)
+            ends = {delta.finish_reason for each in streams async for delta in each}
+            assert is_whole == ("abort" not in ends)
+            assert is_late or ends == {"abort"}
+            del streams
+            await assert_nothing_is_left(llm)
+
+    asyncio.run(rounds())
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["dispatch", "result"])
 def test_a_step_that_fails_ends_every_stream_and_the_service(make, place):
@@ -362,6 +441,34 @@ def test_close_ends_what_runs_with_abort(make):
 
     assert asyncio.run(rounds())["abort"]
     assert_threads_are_gone(num_threads)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "depth, kept, modes",
+    [
+        (2, "pages", ("keep", "wait")),
+        (3, "off", ("keep", "wait", "abort")),
+        soak(0, "pages", ("keep",)),
+        soak(1, "off", ("wait", "wait")),
+    ],
+)
+def test_trainers_change_no_token_and_leave_nothing(make, depth, kept, modes):
+    """L16: pauses, sleeps and updates among callers that come and go."""
+
+    async def rounds():
+        happened = collections.Counter()
+        async with make(max_in_flight=depth, prefix_caching=kept) as llm:
+            for number in range(2):
+                happened += await storm(llm, 20 * depth + number, 60, every=0.003, modes=modes)
+                await assert_nothing_is_left(llm)
+            assert llm.is_healthy
+        return happened
+
+    happened = asyncio.run(rounds())
+    print(dict(happened))
+    assert min(happened[name] for name in ("pause", "sleep", "update", "length", "stop")) > 0
+    assert not happened["EngineDeadError"]
 
 
 @pytest.mark.soak

@@ -7,6 +7,7 @@ fork), its experts are those of an engine that computes one token after the othe
 
 import asyncio
 import dataclasses
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -222,6 +223,52 @@ def test_an_aborted_sample_has_those_of_its_tokens(busy, plain):
     np.testing.assert_array_equal(found.routed_experts, want.routed_experts[:count])
 
 
+@pytest.mark.parametrize("start", [0, 3, 8, 12, 20, 21, 500])
+def test_a_request_chooses_from_which_token_of_the_prompt_on_it_has_them(plain, start):
+    """The page that the prompt ends in, pages before it, and none of the prompt."""
+    params = dataclasses.replace(SAMPLED, routed_experts_prompt_start=start)
+    (want,), (found,) = (asked(plain, PROMPTS[:1], each)[0].outputs for each in (SAMPLED, params))
+    first = min(start, len(PROMPTS[0]))
+    np.testing.assert_array_equal(found.routed_experts, want.routed_experts[first:])
+    ((sample,),) = plain.prepare([{"prompt_token_ids": PROMPTS[0][:20]}], [params])
+    plain.session.add([sample])
+    while sample.request.is_prefilling or not sample.request.slot:
+        plain.session.step()
+    plain.session.abort([sample])
+    experts, count = sample.output().routed_experts, len(sample.request.tokens) - 1
+    assert len(experts) == max(0, count - min(start, 20))
+
+
+def test_copies_on_the_host_are_counted_until_their_requests_are_dropped(plain):
+    outputs = asked(plain, PROMPTS[:1], SAMPLED)
+    page = plain.shapes.page_size * outputs[0].outputs[0].routed_experts[0].nbytes
+    gc.collect()
+    before = plain.metrics()["routed_experts_host_bytes"]
+    ((sample,),) = plain.prepare([{"prompt_token_ids": PROMPTS[0]}], [SAMPLED])
+    deltas = list(plain.session.stream(sample))
+    held = plain.metrics()["routed_experts_host_bytes"] - before
+    assert held >= len(deltas[-1].routed_experts) // plain.shapes.page_size * page
+    del sample
+    gc.collect()
+    assert plain.metrics()["routed_experts_host_bytes"] == before
+
+
+def test_steps_go_on_while_the_experts_of_one_sample_are_copied(plain, monkeypatch):
+    """Its last delta follows once they are there, or with the last step."""
+    params = [dataclasses.replace(GREEDY, max_tokens=count) for count in (2, 12)]
+    groups = plain.prepare([{"prompt_token_ids": each} for each in PROMPTS[:2]], params)
+    samples, ends, steps = [sample for group in groups for sample in group], [], []
+    step = plain.session.engine.step
+    monkeypatch.setattr(RoutedTokens, "is_ready", property(lambda self: len(steps) > 8))
+    monkeypatch.setattr(plain.session.engine, "step", lambda: steps.append(1) or step())
+    for delta in plain.session.stream(*samples):
+        if delta.finish_reason:
+            ends.append((len(steps), delta.routed_experts))
+    (first, experts), (last, _) = ends
+    assert 8 < first < last
+    assert len(experts) == len(PROMPTS[0]) + 1
+
+
 def preempted(llm, num_output):
     """A sample with about so many tokens, back in the queue."""
     ((sample,),) = llm.prepare([{"prompt_token_ids": PROMPTS[4]}], [GREEDY])
@@ -249,7 +296,7 @@ def test_copies_of_before_a_failed_step_are_not_read(plain, monkeypatch):
 
     sample = preempted(plain, 20)
     with monkeypatch.context() as planted:
-        planted.setattr(RoutedTokens, "first", fails)  # as a copy that waits for a failed step
+        planted.setattr(RoutedTokens, "between", fails)  # as a copy that waits for a failed step
         planted.setattr(plain._runner, "dispatch", fails)
         with pytest.raises(RuntimeError):
             plain.session.step()

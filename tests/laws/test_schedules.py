@@ -24,10 +24,11 @@ from hypothesis.stateful import (
 )
 from interrupts import INTERRUPTS, CtrlC
 from pairwise import soak
-from schedules import MAX_LEN, PLACES, Schedule
+from schedules import MAX_LEN, PLACES, TRAINED, Schedule
 
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.session import Session
+from jaxspec.prefix.cache import PrefixCache
 from jaxspec.prefix.page_pool import PagePool
 from jaxspec.requests.request import Finish
 from jaxspec.scheduler import scheduler as scheduler_module
@@ -163,7 +164,49 @@ class Machine(RuleBasedStateMachine):
             self.happened.update(self.schedule.happened())
 
 
-def search(count, seed, *, shrink=True):
+MODES = st.sampled_from(("keep", "wait", "abort"))
+TAGS = st.sampled_from((None, None, ["weights"], ["kv_cache"]))
+is_stopped = precondition(lambda self: self.schedule.rollouts.is_paused)
+
+
+class TrainedMachine(Machine):
+    """Draws pauses, sleeps and updates of weights, too (L16)."""
+
+    happened = collections.Counter()
+
+    @rule(mode=MODES, clear_cache=st.booleans())
+    def pause(self, mode, clear_cache):
+        self.schedule.pause(mode, clear_cache=clear_cache)
+
+    @is_stopped
+    @rule()
+    def resume(self):
+        self.schedule.resume()
+
+    @rule(level=st.integers(1, 2), mode=MODES, tags=TAGS)
+    def sleep(self, level, mode, tags):
+        self.schedule.sleep(level, mode, tags)
+
+    @is_stopped
+    @rule(tags=TAGS)
+    def wake_up(self, tags):
+        self.schedule.wake_up(tags)
+
+    @is_stopped
+    @rule()
+    def mend(self):
+        self.schedule.mend()
+
+    @rule(mode=st.sampled_from(("keep", "recompute", "abort")))
+    def update(self, mode):
+        self.schedule.update(mode)
+
+    @rule(place=st.sampled_from(TRAINED), error=st.sampled_from(INTERRUPTS))
+    def fail_trained(self, place, error):
+        self.schedule.fail(place, error)
+
+
+def search(count, seed, machine=Machine, *, shrink=True):
     """Draw `count` schedules; how often each thing happened in them.
 
     A failure is raised with the smallest schedule that fails in its notes.
@@ -177,9 +220,9 @@ def search(count, seed, *, shrink=True):
         phases=phases,
         report_multiple_bugs=False,
     )
-    Machine.happened = collections.Counter()
-    run_state_machine_as_test(hypothesis.seed(seed)(Machine), settings=settings)
-    return Machine.happened
+    machine.happened = collections.Counter()
+    run_state_machine_as_test(hypothesis.seed(seed)(machine), settings=settings)
+    return machine.happened
 
 
 def steps_of(error):
@@ -197,11 +240,21 @@ def test_whatever_callers_do_and_wherever_they_are_interrupted_others_notice_not
     assert min(happened[name] for name in ("interrupts", "preemptions", "forks")) > 100
 
 
+@pytest.mark.parametrize("seed", [0, *map(soak, (1, 2, 3))])
+def test_whatever_trainers_do_meanwhile_others_notice_nothing(seed):
+    happened = search(400, seed, TrainedMachine)
+    print(dict(happened))
+    assert happened["schedules"] >= 400
+    assert min(happened[finish.name] for finish in Finish) > 50
+    assert min(happened[name] for name in ("interrupts", "trained", "refused", "broken")) > 10
+
+
 @pytest.mark.soak
-def test_nobody_notices_anything_in_very_many_schedules():
+@pytest.mark.parametrize("machine", [Machine, TrainedMachine])
+def test_nobody_notices_anything_in_very_many_schedules(machine):
     count, start, total = int(os.environ.get("SCHEDULES", 1000)), time.monotonic(), 0
     for seed in range(4, 4 + count // 500):
-        total += search(500, seed)["schedules"]
+        total += search(500, seed, machine)["schedules"]
         print(f"seed {seed}: {total:,} schedules in {time.monotonic() - start:,.0f} s", flush=True)
     assert total >= count
 
@@ -312,6 +365,57 @@ BUGS = [
     (Scheduler, "cut", tokens_behind_a_stop_string_stay),
 ]
 FOUND = (AssertionError, RuntimeError, ValueError, LookupError)
+
+
+def prefixes_of_earlier_weights_are_kept(self, fingerprint):
+    del self, fingerprint
+
+
+def samples_fork_from_earlier_weights(self, version, fingerprint):
+    self.weight_version = version
+    self.prefixes.renew(fingerprint)
+
+
+def prefixes_outlast_the_device(self):
+    self.preempt_all()
+
+
+def an_update_that_breaks_off_counts(self, fault):
+    del self, fault
+
+
+BUGS_OF_TRAINERS = [
+    (PrefixCache, "renew", prefixes_of_earlier_weights_are_kept),
+    (Scheduler, "forget_device", prefixes_outlast_the_device),
+    (Session, "break_off", an_update_that_breaks_off_counts),
+]
+
+
+def update_within_a_prompt(num_steps):
+    """The samples of a prompt fork, of which earlier weights have computed the beginning."""
+    schedule = Schedule(num_drafts=0, chunk=2, decode_rows=(5,))
+    schedule.arrive(Ask(prompt=4, max_tokens=6, n=4), "add")
+    schedule.step(num_steps)
+    schedule.update("keep")
+    schedule.end(closes=False)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 5])
+def test_samples_fork_from_prompts_of_the_same_weights_alone(num_steps, monkeypatch):
+    update_within_a_prompt(num_steps)
+    monkeypatch.setattr(Scheduler, "renew_weights", samples_fork_from_earlier_weights)
+    with pytest.raises(AssertionError):
+        update_within_a_prompt(num_steps)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "owner, name, bug", BUGS_OF_TRAINERS, ids=lambda v: getattr(v, "__name__", "")
+)
+def test_the_schedules_of_trainers_find(owner, name, bug, monkeypatch):
+    monkeypatch.setattr(owner, name, bug)
+    with pytest.raises(FOUND):
+        search(2000, 0, TrainedMachine, shrink=False)
 
 
 @pytest.mark.few(2)

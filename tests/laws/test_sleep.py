@@ -227,6 +227,59 @@ def test_sleep_changes_no_token(llm, want, tensors, level, after, compiled):
     assert not compiled
 
 
+OWN = (slice(0, 1), slice(1, 2), slice(2, 4), slice(4, 5))  # of `want`, by prompt
+
+
+def trained(llm, random, tensors):
+    """A pause, a sleep or an update with the same weights, and the end of it; or less memory."""
+    level, tags = int(random.integers(1, 3)), random.choice(["weights", "kv_cache"])
+    act = random.choice(["pause", "sleep", "part", "update", "clear"])
+    if act == "pause":
+        llm.pause(clear_cache=bool(random.integers(2)))
+        llm.resume()
+    elif act == "sleep":
+        sleep_and_wake(llm, level, tensors)
+    elif act == "part":
+        llm.sleep(1, tags=[str(tags)])
+        llm.wake_up()
+    elif act == "update":
+        llm.update_weights(tensors, mode=str(random.choice(["keep", "recompute"])))
+    else:
+        llm.reset_prefix_cache()
+    return str(act)
+
+
+def test_a_storm_of_all_of_it_changes_no_token(llm, want, tensors, compiled):
+    """L16: prompts come and are aborted among pauses, sleeps and updates; nothing is left."""
+    random, session, live, acts = np.random.default_rng(4), llm.session, [], set()
+    llm.reset_prefix_cache()
+    for _ in range(150):
+        chance = random.random()
+        if chance < 0.25 and len(session.scheduler.waiting) < 4:
+            number = int(random.integers(len(PROMPTS)))
+            ((*samples,),) = llm.prepare([PROMPTS[number]], [PARAMS[number]])
+            session.add(samples)
+            live.append((want[OWN[number]], samples))
+        elif chance < 0.3 and live:
+            session.abort(live[random.integers(len(live))][1][:1])
+        elif chance < 0.5:
+            acts.add(trained(llm, random, tensors))
+        session.step()
+    while session.has_work:
+        session.step()
+    assert len(acts) == 5 and not compiled
+    ends = set()
+    for wanted, samples in live:
+        for (tokens, logprobs), sample in zip(wanted, samples, strict=True):
+            count = sample.request.num_output
+            ends.add(sample.output().finish_reason)
+            check_same(told([sample]), [(tokens[:count], logprobs[:count])])
+            assert sample.output().finish_reason == "abort" or count == len(tokens)
+    assert ends == {"length", "abort"}
+    llm.reset_prefix_cache()
+    assert session.scheduler.pages.num_free == llm.shapes.num_pages - 1
+
+
 def test_device_memory_is_freed_and_taken_again(llm, want, tensors):
     before, held = device_bytes(), llm.metrics()["memory_bytes"]
     total = sum(held.values())

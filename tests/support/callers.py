@@ -119,8 +119,8 @@ class Watched:
 class Caller:
     """Somebody in the middle of `Session.run` or `Session.stream`."""
 
-    def __init__(self, watched: list[Watched], generator):
-        self.watched, self.generator = watched, generator
+    def __init__(self, watched: list[Watched], generator, *, is_stream=False):
+        self.watched, self.generator, self.is_stream = watched, generator, is_stream
         self.deltas: list[TextDelta] = []
         self.has_begun = self.has_ended = False
 

@@ -141,6 +141,16 @@ class FakeDevice:
         self.begun: set[int] = set()  # slots that wait for what they begin on
         self.owner: dict[Request, int] = {}  # generation of each running request
         self.uncollected: deque[ScheduledStep] = deque()
+        # What earlier weights computed, or was computed from that.
+        self.old_rows: set[tuple[Request, int]] = set()  # with their generations
+        self.old_pages = np.zeros(buckets.num_pages, bool)
+        self.old_checkpoints: set[int] = set()
+
+    def renew(self):
+        """From now on weights are others: what is here is for the rows that have it alone."""
+        self.old_rows |= set(self.owner.items())
+        self.old_pages[:] = True
+        self.old_checkpoints = set(range(1, 1 + self.buckets.num_checkpoints))
 
     def run(self, scheduler: Scheduler, step: ScheduledStep) -> StepOutput:
         """Carry out a plan that `scheduler` just gave."""
@@ -221,9 +231,11 @@ class FakeDevice:
         assert row is not None and 0 < slot <= self.buckets.num_checkpoints
         assert row.num_computed == len(self.states[row.fields["slot"]])
         self.checkpoints[slot] = self.states[row.fields["slot"]]
+        assert not self._is_old(row), "a state that earlier weights computed"
+        self.old_checkpoints.discard(slot)
         self.num_exports += 1
         if values["target_page"]:
-            self.pages[values["target_page"]] = self.pages[values["source_page"]]
+            self._copy_page(values["source_page"], values["target_page"])
 
     def _copy(self, plan, values):
         """A piece is filled with what is there now, or what it was filled with is put back."""
@@ -239,14 +251,28 @@ class FakeDevice:
         pages, state = piece.arrays
         for place, page in zip(values["sources"], values["targets"], strict=True):
             if page:
-                self.pages[page] = pages[place]
+                self.pages[page], self.old_pages[page] = pages[place], False
         if slot:
             assert state is not None
             self.checkpoints[slot] = state
+            self.old_checkpoints.discard(slot)
+
+    def _is_old(self, row):
+        return (row.request, row.request.generation) in self.old_rows
+
+    def _copy_page(self, source, target):
+        self.pages[target], self.old_pages[target] = self.pages[source], self.old_pages[source]
+
+    def _check_new(self, row):
+        """What a row begins on is of the same weights as what it computes."""
+        pages = {self._where(row, position)[0] for position in range(row.num_computed)}
+        assert not self.old_pages[list(pages)].any(), "keys and values of earlier weights"
 
     def _restore(self, row, source, slot):
         """The state that was kept, where states are; else the row's pages say where it stands."""
         self.num_restores += 1
+        assert source not in self.old_checkpoints, "a state of earlier weights"
+        self._check_new(row)
         if self.buckets.num_checkpoints:
             self.states[slot] = self.checkpoints[source]
         else:
@@ -267,6 +293,7 @@ class FakeDevice:
             assert page == node.page and node.is_alive
             count = len(node.tokens)
             assert page in coming or tuple(self.pages[page][:count]) == node.tokens, "page changed"
+            assert page in coming or not self.old_pages[page], "a page of earlier weights"
         pages_of_rows = {page for request in scheduler.running for page in request.pages}
         pending = [each for each in prefixes._pending.values()]
         assert not pages_of_rows & {page for each in pending for page in each.pages}
@@ -322,7 +349,7 @@ class FakeDevice:
             self.tables[target] = table
             if program == RESTORE:
                 if target_page:
-                    self.pages[target_page] = self.pages[source_page]
+                    self._copy_page(source_page, target_page)
                 self._restore(row, source, target)
                 continue
             self.num_forks += 1
@@ -334,7 +361,8 @@ class FakeDevice:
             if target_page:
                 self.num_copied_pages += 1
                 assert self.tables[source][np.count_nonzero(table) - 1] == source_page
-                self.pages[target_page] = self.pages[source_page]
+                self._copy_page(source_page, target_page)
+            self._check_new(row)
 
     def _remap(self, values, scheduler):
         layout = row_layout(self.buckets.num_drafts)
@@ -439,6 +467,7 @@ class FakeDevice:
         assert self.states[slot] == tuple(truth[:done]), "a recurrent state of other tokens"
         for place, token in enumerate(tokens):
             self.pages[self._where(row, done + place)] = token
+            self.old_pages[self._where(row, done + place)[0]] = self._is_old(row)
         context = [self.pages[self._where(row, p)] for p in range(done + 1)]
         assert context == truth, "keys and values of other tokens"
         self.num_scheduled += len(tokens)

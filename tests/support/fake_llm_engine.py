@@ -4,6 +4,7 @@ import itertools
 import time
 
 from callers import Ask, Letters
+from fake_weights import FakeRollouts
 from schedules import Schedule
 
 from jaxspec.engine.metrics import EngineSnapshot, kv_cache_usage, metrics_of
@@ -13,7 +14,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.requests.stop_strings import StopStrings
 
 
-class FakeLLMEngine:
+class FakeLLMEngine(FakeRollouts):
     """An `LLMEngine` whose prompts are the numbers of `asks`, as texts."""
 
     tokenizer, model_name = None, "fake"
@@ -21,7 +22,8 @@ class FakeLLMEngine:
     def __init__(self, model=None, **options):
         del model
         self.schedule = Schedule(**options)
-        self.session, scheduler = self.schedule.session, self.schedule.scheduler
+        super().__init__(self.schedule.session, self.schedule.runner)
+        scheduler = self.schedule.scheduler
         self.shapes, self.limits = scheduler.shapes, scheduler.limits
         self.inputs = self  # an `InputProcessor`, too
         self.asks: dict[str, Ask] = {}
@@ -68,6 +70,7 @@ class FakeLLMEngine:
         return samples
 
     def admit(self, samples):
+        self.session.gate.check_admits()
         for request in (sample.request for sample in samples):
             request.proposer_key = next(self._keys)
             self.schedule.requests[request.proposer_key] = request

@@ -16,6 +16,9 @@ FILES = {
     for path in (
         PACKAGE / "engine" / "session.py",
         PACKAGE / "engine" / "engine.py",
+        PACKAGE / "engine" / "gate.py",
+        PACKAGE / "api" / "pausing.py",
+        PACKAGE / "api" / "weight_updates.py",
         PACKAGE / "requests" / "waiting_queue.py",
         *(PACKAGE / "prefix").glob("*.py"),
         *(PACKAGE / "scheduler").glob("*.py"),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from callers import Ask, Caller, Watched
 from fake_device import FakeDevice, make_sizes
+from fake_weights import TREE, FakeRollouts, FakeWeights, OthersGate
 from interrupts import INTERRUPTS, CtrlC, Interrupter
 
 from jaxspec.engine.engine import Engine
@@ -20,6 +21,7 @@ from jaxspec.scheduler.scheduler import Scheduler
 MAX_LEN = 30
 MAX_STEPS = 2000  # far more than any schedule here needs
 PLACES = ("dispatch", "dispatched", "result", "resulted", "reset")  # in the runner
+TRAINED = ("put away", "bring back", "allocate", "replaced")  # where it has to do with weights
 
 
 class WatchedScheduler(Scheduler):
@@ -30,19 +32,21 @@ class WatchedScheduler(Scheduler):
         return self.planned
 
 
-class Runner:
+class Runner(FakeWeights):
     """Where plans go: the device runs them at once, and tells when asked."""
 
     def __init__(self, device: FakeDevice, scheduler: WatchedScheduler, interrupter: Interrupter):
+        super().__init__(self._pass)
         self.device, self.scheduler, self.interrupter = device, scheduler, interrupter
         self.is_closed = False
-        self.turn = None  # the session's
+        self.session: Session | None = None
         self.at: dict[str, Callable[[], None]] = {}  # what happens at a place of `PLACES`, once
 
     def dispatch(self, plan):
         self._pass("dispatch")
         step = self.scheduler.planned
-        assert step.plan is plan
+        assert step.plan is plan and self.session.gate.is_open
+        self.check(step.weight_version or self.scheduler.weight_version)  # copies have none
         with self.interrupter.away():
             pending = Pending(self, step, self.device.run(self.scheduler, step))
         self._pass("dispatched")
@@ -51,6 +55,10 @@ class Runner:
     def reset(self):
         self._pass("reset")
         self.device.reset()
+
+    def replace_weights(self, model, drafter):
+        self.device.renew()
+        super().replace_weights(model, drafter)
 
     def close(self):
         self.is_closed = True
@@ -62,7 +70,7 @@ class Runner:
 
     def _pass(self, place):
         self.at.pop(place, lambda: None)()
-        assert self.turn._is_owned(), "a step without the turn"
+        assert self.session._turns._turn._is_owned(), "a step without the turn"
         assert not self.is_closed or place == "reset", "a step of a closed engine"
 
 
@@ -96,7 +104,9 @@ class Schedule:
         self.interrupter = Interrupter()
         self.runner = Runner(self.device, self.scheduler, self.interrupter)
         self.session = Session(Engine(self.scheduler, self.runner, max_in_flight=max_in_flight))
-        self.runner.turn = self.session._turns._turn
+        self.session.gate = OthersGate()
+        self.runner.session = self.session
+        self.rollouts = FakeRollouts(self.session, self.runner)
         self.asked: list[Ask] = []
         self.watched: list[Watched] = []
         self.callers: list[Caller] = []
@@ -104,11 +114,18 @@ class Schedule:
         self.keeps_errors = keeps_errors
         self._kept: BaseException | None = None
         self.num_interrupts = self._num_errors = 0
+        self.num_trained = self.num_refused = self.num_broken = 0  # updates that broke off
 
     # What happens.
 
     def arrive(self, ask: Ask, how: str):
-        """Samples come: by themselves ("add"), or with a caller ("run", "stream")."""
+        """Samples come: by themselves ("add"), or with a caller ("run", "stream").
+
+        A pause may refuse them, and so may an update that broke off.
+        """
+        if self.session.gate.is_refusing or self.session.is_broken:
+            self.num_refused += 1
+            return
         self.asked.append(ask)
         requests = ask.requests(first_key=1 + len(self.requests))
         self.requests.update((request.proposer_key, request) for request in requests)
@@ -124,11 +141,14 @@ class Schedule:
         else:
             for each in watched:
                 each.request.parent = None  # a stream is of one sample
-                self.callers.append(Caller([each], self.session.stream(each.sample)))
+                self.callers.append(
+                    Caller([each], self.session.stream(each.sample), is_stream=True)
+                )
 
     def retry(self, index: int, how: str):
         """Somebody asks for what was asked before."""
-        self.arrive(self.asked[index % len(self.asked)], how)
+        if self.asked:
+            self.arrive(self.asked[index % len(self.asked)], how)
 
     def step(self, times: int):
         """Steps of nobody's, as long as there is something to do."""
@@ -141,7 +161,8 @@ class Schedule:
         """A caller goes on, at most to its end."""
         caller = self.callers[index % len(self.callers)]
         for _ in range(times):
-            if caller.has_ended:
+            waits = caller.is_stream and self.rollouts.is_paused  # for another thread
+            if caller.has_ended or waits:
                 return
             self._advance(caller)
 
@@ -212,6 +233,36 @@ class Schedule:
 
         self.runner.at[place] = leave
 
+    # Trainers
+
+    def pause(self, mode, *, clear_cache):
+        self._train(lambda: self.rollouts.pause(mode, clear_cache=clear_cache), mode)
+
+    def resume(self):
+        self._train(self.rollouts.resume)
+
+    def sleep(self, level, mode, tags):
+        self._train(lambda: self.rollouts.sleep(level, mode, tags=tags), mode)
+
+    def wake_up(self, tags):
+        self._train(lambda: self.rollouts.wake_up(tags))
+
+    def update(self, mode):
+        """New weights; asleep at level 1 they are refused."""
+        if not self.runner.has_put_away:
+            self._train(lambda: self.rollouts.update_weights(TREE, mode=mode), mode)
+
+    def mend(self):
+        self._train(self.rollouts.mend)
+
+    def _train(self, call, mode="keep"):
+        """Call a trainer's call; one that breaks off may abort requests."""
+        unfinished = [each for each in self.watched if not each.request.finish]
+        for each in unfinished if mode == "abort" else ():
+            each.may_abort = True
+        self._call(call, unfinished)
+        self.num_trained += 1
+
     def end(self, closes: bool):
         """All go on to their ends, or are closed, undisturbed; the next one is served.
 
@@ -224,6 +275,8 @@ class Schedule:
                 each.may_abort = True
             self._call(self.session.close)
             self._check_ended(self.watched)
+        else:
+            self._call(self.rollouts.mend)
         for caller in self.callers:
             caller.close() if closes and not caller.has_begun else self._exhaust(caller)
         self._run_dry()
@@ -241,6 +294,9 @@ class Schedule:
         return counts + collections.Counter(
             schedules=1,
             interrupts=self.num_interrupts,
+            trained=self.num_trained,
+            refused=self.num_refused,
+            broken=self.num_broken,
             preemptions=self.scheduler.num_preemptions,
             forks=self.device.num_forks,
         )
@@ -250,6 +306,7 @@ class Schedule:
     def _call(self, function, watched=()):
         """Call the session; False: an interrupt that was planned ended the call."""
         is_interrupted, was_whole = False, self.session._is_whole
+        was_broken = self.session.is_broken
         self.is_broken = True  # until all is checked
         try:
             self.interrupter.run(function)
@@ -268,6 +325,13 @@ class Schedule:
             assert num_errors == self._num_errors, "an error without an interrupt"
             self._check_slots_and_pages()
         self._num_errors = num_errors
+        is_broken = self.session.is_broken or self.session.is_closed
+        is_asleep = self.session.gate.is_closed_by("weights")
+        assert is_asleep or is_broken or self.runner.has_weights, "awake without weights"
+        if was_broken or is_broken:
+            self.num_broken += self.session.is_broken and not was_broken
+            for each in self.watched:
+                each.may_abort |= not each.request.finish or each.request.finish == Finish.ABORT
         self.is_broken = False
         return not is_interrupted
 

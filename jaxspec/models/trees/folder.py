@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxspec.checks import shown
 from jaxspec.models.checkpoint import SafetensorsCheckpoint
-from jaxspec.models.safetensors_file import DTYPES, INTEGERS, QUANTISED
+from jaxspec.models.safetensors_file import DTYPES, INTEGERS, QUANTISED, StoredTensor
 
 _KINDS = DTYPES | INTEGERS | QUANTISED
 
@@ -23,13 +23,18 @@ def read_folder(folder: Path) -> dict[str, np.ndarray]:
     with SafetensorsCheckpoint(folder) as checkpoint:
         for name in sorted(checkpoint.names):
             stored = checkpoint.stored(name)
-            if stored.dtype not in _KINDS:
-                raise ValueError(
-                    f"{shown(name)} must have one of the dtypes {', '.join(_KINDS)}, got "
-                    f"{shown(stored.dtype)}. Save it in another one."
-                )
-            values = np.empty(math.prod(stored.shape), _KINDS[stored.dtype])
+            values = np.empty(math.prod(stored.shape), kind_of(name, stored))
             checkpoint.read(name, 0, values)
             found[name] = values.reshape(stored.shape)
         checkpoint.check_unchanged()
     return found
+
+
+def kind_of(name: str, stored: StoredTensor) -> np.dtype:
+    """Return the dtype of a stored tensor; raise ValueError if it is not supported."""
+    if stored.dtype not in _KINDS:
+        raise ValueError(
+            f"{shown(name)} must have one of the dtypes {', '.join(_KINDS)}, got "
+            f"{shown(stored.dtype)}. Save it in another one."
+        )
+    return _KINDS[stored.dtype]

@@ -1,4 +1,4 @@
-"""Routes of trainers, with vLLM's names: pauses, sleep, and weights from a folder.
+"""Routes of trainers, with vLLM's names: pauses, sleep, and weights from files or shared memory.
 
 They are served with `--enable-rollouts` and an API key, because their clients change the model.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import jax
+import numpy as np
 from fastapi import Query
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
@@ -19,6 +20,7 @@ from jaxspec.api.pausing import PauseMode
 from jaxspec.checks import shown
 from jaxspec.engine.errors import ServiceError
 from jaxspec.models.trees.folder import read_folder
+from jaxspec.models.trees.shared_memory import mapped_tensors
 from jaxspec.server.generation.service import Service, ServiceOf
 from jaxspec.server.http.errors import ApiError, json_response
 from jaxspec.server.http.routing import make_router
@@ -37,12 +39,24 @@ class WeightFolder(BaseModel):
     path: str
 
 
+class WeightMemory(BaseModel):
+    """Source of new weights: a safetensors file in shared memory, which is mapped and not copied.
+
+    The POSIX segment NAME is the file /dev/shm/NAME.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    backend: Literal["shared_memory"]
+    path: str
+
+
 class WeightUpdateRequest(BaseModel):
     """Body of /update_weights; outside of a started update, the weights are replaced at once."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    update_info: WeightFolder
+    update_info: WeightFolder | WeightMemory
     weight_version: str | None = None
 
 
@@ -133,14 +147,26 @@ async def start_draft_weight_update(service: ServiceOf) -> Response:
 
 @router.post("/update_weights")
 async def update_weights(body: WeightUpdateRequest, service: ServiceOf) -> Response:
-    """Read weights from a folder, and replace those of the engine."""
-    folder, started = _allowed(service, body.update_info.path), service.weight_update
+    """Read weights from a folder or shared memory, and replace those of the engine.
+
+    Between a start and the finish, tensors in shared memory are copied: a client may write the next
+    ones to the same place.
+    """
+    source, started = body.update_info, service.weight_update
+    path = _allowed(service, source.path, is_file=isinstance(source, WeightMemory))
+
+    def read() -> dict[str, np.ndarray]:
+        if not isinstance(source, WeightMemory):
+            return read_folder(path)
+        mapped = mapped_tensors(path)
+        return mapped if started is None else {name: each.copy() for name, each in mapped.items()}
+
     with _answering():
-        tensors = await service.llm.prepare(lambda: read_folder(folder), is_long=True)
+        tensors = await service.llm.prepare(read, is_long=True)
     if service.weight_update is not started:
         raise ApiError(
             409,
-            "An update of weights was started or finished while the folder was read, so its "
+            "An update of weights was started or finished while this one was read, so its "
             "tensors were dropped. Await each /update_weights before the next call.",
         )
     if started is None:
@@ -174,28 +200,30 @@ async def _apply(service: Service, trees: Collected, version: str | None) -> Res
     return json_response({"weight_version": update.version, "seconds": update.seconds})
 
 
-def _allowed(service: Service, path: str) -> Path:
-    """Return a folder whose files are in `weights_folders`, also as targets of links.
+def _allowed(service: Service, path: str, *, is_file: bool) -> Path:
+    """Return a file in `weights_folders`, or a folder with all its files, also behind links.
 
     Raises:
         ApiError: 400, it is not, or there is none.
     """
     roots = [Path(root).expanduser().resolve() for root in service.options.weights_folders]
-    folder = Path(path)
+    found, kind = Path(path), "a file" if is_file else "a folder, with all of its files,"
     try:
-        if not folder.is_absolute() or not _is_in(folder.resolve(), roots):
+        if not found.is_absolute() or not _is_in(found.resolve(), roots):
             raise ValueError
-        files = list(folder.iterdir())
+        if is_file and not found.is_file():
+            raise ValueError
+        files = [] if is_file else list(found.iterdir())
         if not all(_is_in(file.resolve(), roots) for file in files):
             raise ValueError
     except (OSError, RuntimeError, ValueError) as error:
         raise ApiError(
             400,
-            "update_info.path must be a folder, with all of its files, in one of the server's "
-            f"weights_folders, got {shown(path)}. Start the server with --weights-folders.",
+            f"update_info.path must be {kind} in one of the server's weights_folders, got "
+            f"{shown(path)}. Start the server with --weights-folders.",
             param="update_info.path",
         ) from error
-    return folder.resolve()
+    return found.resolve()
 
 
 def _is_in(path: Path, roots: list[Path]) -> bool:

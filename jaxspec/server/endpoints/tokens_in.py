@@ -78,6 +78,7 @@ class TokenSampling(Sampling):
     """Fields of `GenerateRequest.sampling_params`."""
 
     logprobs: int | None = None
+    routed_experts_prompt_start: int | None = None
     vllm_xargs: Json | None = Field(None, alias="extra_args")
 
 
@@ -89,6 +90,7 @@ async def generate(body: GenerateRequest, service: ServiceOf) -> Response:
         sampling = body.sampling()
     params = service.sampling_params(sampling, sampling.max_tokens, sampling.logprobs)
     params.detokenize = bool(params.stop)
+    params.routed_experts_prompt_start = sampling.routed_experts_prompt_start or 0
     request_id = new_id("generate-tokens-")
     generation = await service.complete(sampling, [body.token_ids], params, request_id)
     shared: Json = {

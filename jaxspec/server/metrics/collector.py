@@ -11,7 +11,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector as Base
 
-from jaxspec.engine.metrics import Counter, Gauge, Histogram, Vector, labels_of
+from jaxspec.engine.metrics import SLEEP_STATE, Counter, Gauge, Histogram, Vector, labels_of
 from jaxspec.engine.request_histograms import TEXTS
 from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
 from jaxspec.server.metrics.server_metrics import LATENCIES, SIZES
@@ -35,14 +35,13 @@ _TEXTS = {
     "vllm:corrupted_requests": "Samples that ended with non-finite logits.",
     "vllm:admission_rejections": "Rejected requests by reason.",
     "vllm:cache_config": "KV cache configuration: page size, number of pages, prefix caching.",
-    "vllm:engine_sleep_state": "1 for the state of the engine, which is always awake.",
+    SLEEP_STATE: "1 for the state of the engine; all are 0 if its caches sleep alone.",
     "jaxspec:is_healthy": "1 until a step fails, then 0.",
     "jaxspec:host_seconds": "Seconds of the engine thread by stage.",
     "jaxspec:engine_steps": "Number of dispatched steps.",
     "jaxspec:event_loop_lag_seconds": "Seconds until the event loop had run all ready tasks.",
     **{f"vllm:{name}": text for name, text in (TEXTS | LATENCIES | SIZES).items()},
 }
-_SLEEP_STATES = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
 _ENGINE_SECONDS = ("plan_time", "dispatch_time", "wait_time", "collect_time")
 
 
@@ -69,16 +68,20 @@ class Collector(Base):
                 yield self._histogram(group[name].metric(f"vllm:{name}", self._labels))
 
     def _engine(self) -> Iterator[Metric]:
+        sleep = dict[str, float]()
         for metric in self._snapshot.by_vllm:
             if isinstance(metric, Vector):
                 by_position = {str(place): count for place, count in enumerate(metric.values)}
                 yield self._counters(metric.name, "position", by_position)
             elif isinstance(metric, Counter):
                 yield self._counters(metric.name, None, {"": metric.value})
+            elif isinstance(metric, Gauge) and metric.name == SLEEP_STATE:
+                sleep[metric.labels["sleep_state"]] = metric.value
             elif isinstance(metric, Gauge):
                 yield self._gauge(metric.name, metric.value)
             elif isinstance(metric, Histogram):
                 yield self._histogram(metric)
+        yield self._gauges(SLEEP_STATE, "sleep_state", sleep)
         engine = self._snapshot.engine
         seconds = {name.removesuffix("_time"): engine[name] for name in _ENGINE_SECONDS}
         yield self._counters("jaxspec:host_seconds", "stage", seconds)
@@ -99,7 +102,7 @@ class Collector(Base):
         yield self._gauge("jaxspec:event_loop_lag_seconds", self._snapshot.loop_lag)
 
     def _settings(self) -> Iterator[Metric]:
-        """Yield constant metrics: the KV cache configuration and the sleep state."""
+        """Yield the configuration of the KV cache."""
         shapes, limits, name = self._shapes, self._limits, "vllm:cache_config"
         keeps_states = limits.prefix_caching in ("align", "all")
         config = {
@@ -111,11 +114,6 @@ class Collector(Base):
         info = InfoMetricFamily(name, _TEXTS[name], labels=list(self._labels))
         info.add_metric(list(self._labels.values()), config)
         yield info
-        name = "vllm:engine_sleep_state"
-        states = GaugeMetricFamily(name, _TEXTS[name], labels=[*self._labels, "sleep_state"])
-        for state, value in _SLEEP_STATES.items():
-            states.add_metric([*self._labels.values(), state], value)
-        yield states
 
     def _counters(self, name: str, label: str | None, values: Mapping[str, float]) -> Metric:
         labels = [*self._labels, *([label] if label else ())]
@@ -127,6 +125,12 @@ class Collector(Base):
     def _histogram(self, metric: Histogram) -> Metric:
         family = HistogramMetricFamily(metric.name, _TEXTS[metric.name], labels=list(self._labels))
         family.add_metric(list(self._labels.values()), list(metric.buckets.items()), metric.sum)
+        return family
+
+    def _gauges(self, name: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = GaugeMetricFamily(name, _TEXTS[name], labels=[*self._labels, label])
+        for key, value in values.items():
+            family.add_metric([*self._labels.values(), key], value)
         return family
 
     def _gauge(self, name: str, value: float) -> Metric:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from harness import FIXTURES
+from harness import FIXTURES, SCALED, folder_of
 from quantised_folders import FORMATS, write_pair
 from shortened import copied_with
 from trees import changed, tensors_of
@@ -146,6 +146,25 @@ def test_first_weights_may_be_own_leaves(fixture, devices):
         assert state_of(made).keys() == weights.keys()
         check_equal(state_of(made).values(), weights.values())
         assert made.has_draft_head == any(name.startswith("draft_head") for name in weights)
+
+
+def test_first_leaves_may_have_scales_of_keys_and_values():
+    """They are used if the engine's keys and values are in 8 bits, and unexpected otherwise."""
+    folder = folder_of(SCALED)
+    own = state_of(load_model(folder, FLOAT32, scales_kv=True))
+    scales = {name for name in own if name.endswith("kv_scales")}
+    with unread(folder, FLOAT32, weights=own, scales_kv=True) as found:
+        made = found.read()
+    assert made.config.scales_kv and scales
+    check_equal(state_of(made).values(), own.values())
+    plain = {name: leaf for name, leaf in own.items() if name not in scales}
+    with unread(folder, FLOAT32, weights=plain, scales_kv=True) as found:
+        assert state_of(found.read()).keys() == plain.keys()
+    with (
+        pytest.raises(ValueError, match="kv_scales"),
+        unread(folder, FLOAT32, weights=own) as found,
+    ):
+        found.read()
 
 
 def test_a_draft_head_that_leaves_lack_is_missed(caplog):

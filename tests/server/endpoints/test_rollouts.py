@@ -1,6 +1,12 @@
 """The routes of trainers: pauses, sleep, weights from a folder, and versions in answers."""
 
+import asyncio
+import collections
 import json
+import os
+import random
+import subprocess
+import sys
 import threading
 import time
 
@@ -45,7 +51,7 @@ def folders(tmp_path_factory, short_model):
 @pytest.fixture(scope="module")
 def trained(short_model, folders):
     options = {"enable_rollouts": True, "api_key": [KEY]}
-    options["weights_folders"] = [str(folders / "allowed")]
+    options["weights_folders"] = [str(folders / "allowed"), "/dev/shm"]
     with serving(lambda: AsyncLLM(short_model, **OPTIONS), **options) as found:
         yield found
 
@@ -132,6 +138,157 @@ def test_weights_are_read_from_a_folder(client, trained, folders, short_model):
     posted(client, "/wake_up?tags=kv_cache")
     assert choice(client)["token_ids"] == want
     assert trained.llm.weight_version == "two"
+
+
+TRAINER = """
+import json, sys, urllib.request
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+root, key, *files = sys.argv[1:]
+
+def post(path, **body):
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    data = json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(root + path, data, headers)) as answer:
+        return json.load(answer)
+
+size = max(Path(file).stat().st_size for file in files)
+if len(files) > 1:
+    post("/start_weight_update")
+for number, file in enumerate(files):
+    content = Path(file).read_bytes()
+    memory = SharedMemory(f"jaxspec-test-{key}-{number}", create=True, size=len(content))
+    memory.buf[:] = content
+    source = {"backend": "shared_memory", "path": f"/dev/shm/{memory.name}"}
+    answer = post("/update_weights", update_info=source, weight_version=f"shared {len(files)}")
+    memory.buf[:] = bytes(len(content))  # the server reads it no more
+    memory.close()
+    memory.unlink()
+if len(files) > 1:
+    answer = post("/finish_weight_update", weight_version="shared")
+print(answer["weight_version"])
+"""
+
+
+@pytest.mark.parametrize("names", [["new"], ["part-0", "part-1"]])
+def test_another_process_passes_weights_in_shared_memory(client, trained, folders, names):
+    """At once, or in parts that follow each other; it overwrites them after the answer."""
+    allowed = folders / "allowed"
+    files = [str(allowed / name / "model.safetensors") for name in names]
+    assert update(client, allowed / "new").status_code == 200
+    want = choice(client)["token_ids"]
+    old = tensors_of(trained.llm._engine.model_name)
+    save_file({name: np.asarray(each) for name, each in old.items()}, allowed / "old.safetensors")
+    source = {"backend": "shared_memory", "path": str(allowed / "old.safetensors")}
+    posted(client, "/update_weights", update_info=source)
+    assert choice(client)["token_ids"] != want
+    trainer = [sys.executable, "-c", TRAINER, trained.root, KEY, *files]
+    found = subprocess.run(trainer, capture_output=True, text=True, timeout=100)
+    assert found.returncode == 0, found.stderr
+    assert trained.llm.weight_version == found.stdout.strip()
+    assert choice(client)["token_ids"] == want
+
+
+def test_shared_memory_must_hold_whole_safetensors(client, trained, folders):
+    """Sizes are its writer's words, and are checked before anything is read."""
+    version, file = trained.llm.weight_version, folders / "allowed" / "segment"
+    whole = (folders / "allowed" / "part-0" / "model.safetensors").read_bytes()
+    size = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + size])
+    name = next(iter(header))
+    far = {**header, name: header[name] | {"data_offsets": [0, 2**62]}}
+    contents = [b"", b"1234567", b"\xff" * 64, whole[:-1], whole + b"0", whole[: 8 + size]]
+    contents.append(len(text := json.dumps(far).encode()).to_bytes(8, "little") + text)
+    source = {"backend": "shared_memory", "path": str(file)}
+    for content in contents:
+        file.write_bytes(content)
+        answer = client.post("/update_weights", json={"update_info": source})
+        assert answer.status_code == 400 and answer.json()["error"]["message"]
+    file.unlink()
+    os.mkfifo(file)
+    others = [file, folders / "allowed" / "new", folders / "allowed" / "linked/model.safetensors"]
+    others += [folders / "secret" / "model.safetensors", "/dev/shm/none", "segment", "/dev/null"]
+    for path in others:
+        source = {"backend": "shared_memory", "path": str(path)}
+        answer = client.post("/update_weights", json={"update_info": source})
+        assert answer.status_code == 400, path
+    file.unlink()
+    assert trained.llm.weight_version == version
+
+
+ROUNDS = (
+    ("/pause?mode=keep", "/resume"),
+    ("/pause?mode=wait&clear_cache=false", "/resume"),
+    ("/sleep?mode=keep", "/wake_up"),
+    ("/sleep?mode=wait&tags=kv_cache", "/wake_up"),
+)
+
+
+async def storm(client, folder, want, seed):
+    """Clients that come and go, while a trainer pauses the engine and updates it to equal weights.
+
+    Returns how often what happened.
+    """
+    draw, happened, is_over = random.Random(seed), collections.Counter(), asyncio.Event()
+
+    async def one(seconds, most, leaves):
+        await asyncio.sleep(seconds)
+        body = ASKED | {"max_tokens": most, "ignore_eos": True}
+        try:
+            async with asyncio.timeout(leaves):
+                answer = await client.post("/v1/completions", json=body)
+        except TimeoutError:
+            happened["left"] += 1
+            return
+        happened[answer.status_code] += 1
+        if answer.status_code == 200:
+            assert answer.json()["choices"][0]["token_ids"] == want[:most]
+
+    async def train():
+        source = {"backend": "shared_memory", "path": str(folder / "model.safetensors")}
+        while not is_over.is_set():
+            begin, end = draw.choice(ROUNDS)
+            assert (await client.post(begin)).status_code == 200
+            await asyncio.sleep(draw.random() / 50)
+            assert (await client.post(end)).status_code == 200
+            answer = await client.post("/update_weights", json={"update_info": source})
+            assert answer.status_code == 200
+            happened["trained"] += 1
+
+    training = asyncio.create_task(train())
+    visits = [(draw.random(), draw.randint(1, 8), draw.random() ** 3 * 4) for _ in range(40)]
+    await asyncio.gather(*(one(*each) for each in visits))
+    is_over.set()
+    await training
+    return happened
+
+
+def test_clients_notice_no_trainer_and_nothing_is_left(client, trained, folders):
+    """L16 over HTTP; a pause that waits for requests refuses others meanwhile."""
+    folder = folders / "allowed" / "new"
+    assert update(client, folder).status_code == 200
+    want = choice(client, ignore_eos=True)["token_ids"]
+
+    async def run():
+        limits, headers = httpx.Limits(max_connections=None), client.headers
+        url = str(client.base_url)
+        async with httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=120, limits=limits
+        ) as many:
+            return await storm(many, folder, want, seed=1)
+
+    happened = asyncio.run(run())
+    assert happened.keys() <= {200, 503, "left", "trained"}
+    assert min(happened[name] for name in (200, "left", "trained")) > 0, happened
+    session = trained.llm._engine.session
+    while trained.llm.num_running or trained.llm.num_waiting or session.has_work:
+        time.sleep(0.01)
+    trained.llm._engine.reset_prefix_cache()
+    scheduler = session.scheduler
+    assert not trained.llm.is_paused and not scheduler.running and not scheduler.waiting
+    assert scheduler.pages.num_free == scheduler.shapes.num_pages - 1
+    assert choice(client, ignore_eos=True)["token_ids"] == want
 
 
 def test_answers_have_the_versions_of_their_token_ids(client, trained):

@@ -20,6 +20,10 @@ BY_VLLM = [
     Gauge("vllm:num_requests_running", LABELS, 3),
     Counter("vllm:generation_tokens", LABELS, 9),
     Vector("vllm:spec_decode_num_accepted_tokens_per_pos", LABELS, [5, 2]),
+    *(
+        Gauge("vllm:engine_sleep_state", {**LABELS, "sleep_state": state}, value)
+        for state, value in {"awake": 0, "weights_offloaded": 1, "discard_all": 0}.items()
+    ),
     Histogram("vllm:request_prompt_tokens", LABELS, 2, 9.0, {"5.0": 1, "+Inf": 2}),
 ]
 
@@ -61,7 +65,7 @@ def test_metrics_of_engine_and_server_become_families():
     assert 'model_name="a"' in text and 'engine="0"' in text
     assert text.count("# HELP") == text.count("# TYPE") >= 19
     states = {key[1]: value for key, value in found.items() if key[0] == "vllm:engine_sleep_state"}
-    assert states == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
+    assert states == {"awake": 0, "weights_offloaded": 1, "discard_all": 0}
 
 
 @pytest.mark.parametrize(
