@@ -10,8 +10,7 @@ from jaxspec.cache.checkpoints import (
     unknown,
 )
 from jaxspec.cache.hidden_states import HiddenStates
-from jaxspec.cache.paged_kv import PagedKV, kv_dtype_of
-from jaxspec.cache.paged_vectors import PagedVectors
+from jaxspec.cache.paged_kv import PagedKV, PagedVectors, kv_dtype_of
 from jaxspec.cache.policy import Replay, Snapshot, StatePolicy, state_policy
 from jaxspec.cache.recurrent import Conv, PerSlot, Recurrent, RecurrentPool, Ring
 from jaxspec.cache.routed_experts import RoutedExperts

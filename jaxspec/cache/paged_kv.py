@@ -1,4 +1,4 @@
-"""PagedKV: keys and values of attention layers, in pages that requests own or share."""
+"""PagedKV and PagedVectors: data of tokens in pages that requests own or share."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.cache.specs import CacheSpec, MemoryLabel, Moves, PoolSizes, write_at
 
+Vectors = Float[Array, "layers pages page_size width"]
 KV = Float[Array, "layers 2 pages page_size kv_heads head_dim"]  # keys, then values
 
 
@@ -30,6 +31,30 @@ class PagedKV(CacheSpec):
 
     def copy(self, pool: KV, moves: Moves) -> KV:
         return write_at(pool, 2, moves.target_pages, pool[:, :, moves.source_pages])
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedVectors(CacheSpec):
+    """Vectors of tokens without heads: `[layers, pages, page_size, width]`.
+
+    Latents of keys and values, of which each serves all heads, and the keys of a token index. All
+    devices of a group hold the same vectors.
+    """
+
+    width: int
+    dtype: jnp.dtype
+    page_axis = 1
+    labels = {
+        "latent": MemoryLabel("latents of keys and values", ("pages",)),
+        "index": MemoryLabel("keys of the token index", ("pages",)),
+    }
+
+    def allocate(self, sizes: PoolSizes) -> Vectors:
+        page = sizes.page_size, self.width
+        return jnp.zeros((self.layers, sizes.num_pages, *page), self.dtype)
+
+    def copy(self, pool: Vectors, moves: Moves) -> Vectors:
+        return write_at(pool, 1, moves.target_pages, pool[:, moves.source_pages])
 
 
 def kv_dtype_of(word: str | None, dtype: jnp.dtype) -> jnp.dtype:

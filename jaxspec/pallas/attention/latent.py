@@ -12,13 +12,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec import device
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.attention.query_tiles import in_tiles, masked_softmax
 from jaxspec.pallas.attention.token_index import TokenIndex
 from jaxspec.pallas.paging.kv_write import VectorPool
 from jaxspec.regions import DecodeRegion, PrefillRegion
 
 _MIN_CPU_CONTEXT = 128  # positions read per row on a CPU, however short the rows are
-_TILE = 64  # queries per tile of the prefill reference; a tile never spans two chunks
-_SCORES_AT_ONCE = 2**22  # of tiles side by side
+_TILE = 64  # queries per tile of the prefill reference
 _MAX_KERNEL_WIDTH = 9
 
 
@@ -109,49 +109,24 @@ def latent_prefill_attention_reference(
     queries, latents, layer, page_tables, chunks, index=None, *, value_dim, scale
 ):
     """Reference for `latent_prefill_attention`, tile by tile so that only real tokens take time."""
-    (num_tokens, heads, _), num_seqs = queries.shape, chunks.slots.shape[0]
-    if not num_seqs:  # no chunk has tokens
+    num_tokens, heads = queries.shape[:2]
+    if not chunks.slots.shape[0]:  # no chunk has tokens
         return jnp.zeros((num_tokens, heads, value_dim), queries.dtype)
-    length = jnp.where(chunks.is_live(page_tables.shape[0]), chunks.query_len, 0)
-    tiles_end = jnp.cumsum((length + _TILE - 1) // _TILE, dtype=jnp.int32)
-    padded = _pad_tokens(queries)  # room for the last tile
-    padded_index = None if index is None else index.of_tokens(_pad_tokens)
+    is_live = chunks.is_live(page_tables.shape[0])
+    tokens = queries, None if index is None else (index.queries, index.weights)
 
-    def attend_tile(tile):
-        seq = jnp.searchsorted(tiles_end, tile, side="right").astype(jnp.int32)
-        seq = jnp.minimum(seq, num_seqs - 1)
-        first_tile = jnp.where(seq > 0, tiles_end[jnp.maximum(seq - 1, 0)], 0)
-        offset = (tile - first_tile) * _TILE  # first token of the tile, within its chunk
-        start = chunks.query_start[seq] + offset
+    def attend(tile, seq, offset):
+        own, of_index = jax.tree.map(lambda x: x[None], tile)
+        select = None
+        if index is not None:
+            select = TokenIndex(of_index[0], of_index[1], index.keys, index.top_k)
+        position, remaining = chunks.num_computed[seq] + offset, chunks.query_len[seq] - offset
+        rows = page_tables[chunks.slots[seq]][None], position[None], remaining[None]
+        return _attend(own, latents, layer, *rows, select, value_dim, scale)[0]
 
-        def of_tile(x):
-            return jax.lax.dynamic_slice_in_dim(x, start, _TILE)[None]
-
-        select = None if padded_index is None else padded_index.of_tokens(of_tile)
-        position, remaining = chunks.num_computed[seq] + offset, length[seq] - offset
-        pages = page_tables[chunks.slots[seq]]
-        rows = pages[None], position[None], remaining[None]
-        operands = of_tile(padded), latents, layer, *rows, select
-        return _attend(*operands, value_dim, scale)[0]
-
-    most = (num_tokens + (_TILE - 1) * num_seqs) // _TILE
-    context = page_tables.shape[1] * latents.shape[2]
-    scores = _TILE * context * max(heads, 0 if index is None else index.queries.shape[1])
-    batch = max(1, min(num_seqs, _SCORES_AT_ONCE // scores))
-    tiles = dispatch.stacked(tiles_end[-1], most, attend_tile, batch=batch)
-
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    seq = jnp.searchsorted(chunks.query_start[1:], token, side="right").astype(jnp.int32)
-    seq = jnp.minimum(seq, num_seqs - 1)
-    offset = token - chunks.query_start[seq]
-    real = (offset >= 0) & (offset < length[seq])
-    first_tile = jnp.where(seq > 0, tiles_end[jnp.maximum(seq - 1, 0)], 0)
-    tile = jnp.where(real, first_tile + offset // _TILE, 0)
-    return jnp.where(real[:, None, None], tiles[tile, offset % _TILE], 0)
-
-
-def _pad_tokens(x):
-    return jnp.pad(x, ((0, _TILE), *((0, 0),) * (x.ndim - 1)))
+    scored = max(heads, 0 if index is None else index.queries.shape[1])
+    scores = _TILE * scored * page_tables.shape[1] * latents.shape[2]
+    return in_tiles(tokens, chunks, is_live, attend, tile=_TILE, scores=scores)
 
 
 def _attend(queries, latents, layer, pages, position, num_real, index, value_dim, scale):
@@ -180,12 +155,7 @@ def _attend(queries, latents, layer, pages, position, num_real, index, value_dim
         precision="highest",
         preferred_element_type=jnp.float32,
     )
-    scores = jnp.where(sees[:, None], scores * scale, -jnp.inf)
-    # All scores of a padding token are -inf: replace their maximum by 0, and their sum 0 by 1.
-    largest = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.exp(scores - jnp.where(jnp.isfinite(largest), largest, 0.0))
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = weights / jnp.where(total > 0, total, 1.0)
+    weights = masked_softmax(jnp.where(sees[:, None], scores * scale, -jnp.inf), None)
     # Pages beyond the row's length may hold non-finite values of an earlier request, and rejected
     # drafts after the row's first token may be non-finite.
     length = jnp.where(num_real > 0, position + num_real, 0)

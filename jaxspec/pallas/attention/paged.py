@@ -10,7 +10,7 @@ from jaxspec import device
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.attention.output_gate import OutputGate
 from jaxspec.pallas.attention.paged_tiling import max_query_rows
-from jaxspec.pallas.attention.softmax import Sinks, masked_softmax
+from jaxspec.pallas.attention.query_tiles import Sinks, masked_softmax
 from jaxspec.pallas.paging.kv_write import KVPool, KVScales
 from jaxspec.regions import DecodeRegion
 

@@ -5,8 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.attention.paged import softmax_factor
-from jaxspec.pallas.attention.query_tiles import in_tiles
-from jaxspec.pallas.attention.softmax import Sinks, masked_softmax
+from jaxspec.pallas.attention.query_tiles import Sinks, in_tiles, masked_softmax
 from jaxspec.pallas.paging.kv_write import KVPool, KVScales
 from jaxspec.regions import PrefillRegion
 
@@ -51,8 +50,8 @@ def prefill_attention_reference(queries, kv, layer, page_tables, chunks, scales=
         remaining = jnp.where(is_live[seq], chunks.query_len[seq], 0) - offset
         return _attend(tile_queries, kv, layer, pages, position, remaining, scales, sinks)
 
-    context = page_tables.shape[1] * kv.shape[3]
-    return in_tiles(queries, chunks, is_live, attend, tile=_TILE, context=context)
+    scores = _TILE * queries.shape[1] * page_tables.shape[1] * kv.shape[3]
+    return in_tiles(queries, chunks, is_live, attend, tile=_TILE, scores=scores)
 
 
 def _attend(queries, kv, layer, pages, position, num_real, scales, sinks):

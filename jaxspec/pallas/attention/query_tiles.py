@@ -1,6 +1,7 @@
-"""Loop over the queries of prompt chunks in tiles, for references of prefill attention."""
+"""Tiles of prompt chunks, and the softmax, of the references of attention."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,10 @@ from jaxspec.regions import PrefillRegion
 _SCORES_AT_ONCE = 2**22  # of tiles side by side, for gradients
 _SCORES_ON_GPU = 2**25  # of an iteration: 128 MB
 
-_Queries = Float[Array, "tokens heads head_dim"]
 _Scalar = Int[Array, ""]
+
+Sinks = Float[Array, " heads"]
+"""Score of each query head for attending to nothing; float32."""
 
 
 def tiles_at_once(most: int, scores: int) -> int:
@@ -30,31 +33,35 @@ def tiles_at_once(most: int, scores: int) -> int:
 
 
 def in_tiles(
-    queries: _Queries,
+    tokens: Any,
     chunks: PrefillRegion,
     is_live: Bool[Array, " seqs"],
-    attend: Callable[[_Queries, _Scalar, _Scalar], _Queries],
+    attend: Callable[[Any, _Scalar, _Scalar], Float[Array, "tile heads head_dim"]],
     *,
     tile: int,
-    context: int,
-) -> _Queries:
+    scores: int,
+) -> Float[Array, "tokens heads head_dim"]:
     """Return `attend` of all tokens of live chunks, tile by tile, and zeros for padding.
 
     A tile never spans two chunks, so only real tokens take time.
 
     Args:
-        queries: The queries of all tokens.
+        tokens: Arrays `[tokens, ...]`, such as the queries.
         chunks: The chunks, at least one.
         is_live: The chunks that are computed.
-        attend: Takes the queries of a tile, the number of its chunk, and the offset of its first
+        attend: Takes the arrays of a tile, the number of its chunk, and the offset of its first
             token in the chunk. Results of tokens after the chunk's end are dropped.
         tile: Tokens per tile.
-        context: Positions that a tile attends to, at most.
+        scores: Scores per tile, at most.
     """
-    num_tokens, num_seqs = queries.shape[0], chunks.slots.shape[0]
+    num_tokens, num_seqs = jax.tree.leaves(tokens)[0].shape[0], chunks.slots.shape[0]
     length = jnp.where(is_live, chunks.query_len, 0)
     tiles_end = jnp.cumsum((length + tile - 1) // tile, dtype=jnp.int32)
-    padded = jnp.pad(queries, ((0, tile), (0, 0), (0, 0)))  # room for the last tile
+
+    def pad(x):  # room for the last tile
+        return jnp.pad(x, ((0, tile), *((0, 0),) * (x.ndim - 1)))
+
+    padded = jax.tree.map(pad, tokens)
 
     def first_tile(seq):
         return jnp.where(seq > 0, tiles_end[jnp.maximum(seq - 1, 0)], 0)
@@ -64,10 +71,10 @@ def in_tiles(
         seq = jnp.minimum(seq, num_seqs - 1)
         offset = (number - first_tile(seq)) * tile
         start = chunks.query_start[seq] + offset
-        return attend(jax.lax.dynamic_slice_in_dim(padded, start, tile), seq, offset)
+        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, tile), padded)
+        return attend(own, seq, offset)
 
     most = (num_tokens + (tile - 1) * num_seqs) // tile
-    scores = tile * queries.shape[1] * context
     batch = max(1, min(num_seqs, _SCORES_AT_ONCE // scores))
     group = tiles_at_once(most, scores)
     if group == 1:
@@ -88,3 +95,24 @@ def in_tiles(
     real = (offset >= 0) & (offset < length[seq])
     place = jnp.where(real, first_tile(seq) + offset // tile, 0)
     return jnp.where(real[:, None, None], tiles[place, offset % tile], 0)
+
+
+def masked_softmax(
+    scores: Float[Array, "*rows kv_heads group tokens context"], sinks: Sinks | None
+) -> Float[Array, "*rows kv_heads group tokens context"]:
+    """Return the softmax over the context; a token whose scores are all -inf gets zeros.
+
+    A head's sink is one more score, whose value is zero (Xiao et al. 2023, "Efficient Streaming
+    Language Models with Attention Sinks", arXiv 2309.17453).
+    """
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        heads = sinks.reshape((1,) * (scores.ndim - 4) + scores.shape[-4:-2] + (1, 1))
+        largest = jnp.maximum(largest, heads)
+    # A token without scores has -inf and 0 here, and gets 0 and 1.
+    largest = jax.lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0.0))
+    weights = jnp.exp(scores - largest)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(heads - largest)
+    return weights / jnp.where(total > 0, total, 1.0)

@@ -4,8 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.attention.paged import softmax_factor
-from jaxspec.pallas.attention.query_tiles import in_tiles
-from jaxspec.pallas.attention.softmax import Sinks, masked_softmax
+from jaxspec.pallas.attention.query_tiles import Sinks, in_tiles, masked_softmax
 from jaxspec.pallas.paging.kv_write import KVScales, as_stored
 from jaxspec.pallas.recurrent.conv_ring import past_rows, ring_place
 from jaxspec.regions import DecodeRegion, PrefillRegion, real_tokens
@@ -127,8 +126,8 @@ def window_prefill(
             tile_queries[None], seen[None, :, 0], values[None], sees[None], scales, sinks
         )[0]
 
-    sizes = {"tile": tile, "context": len(context)}
-    out = in_tiles(queries, chunks, is_live, attend, **sizes)
+    scores = tile * queries.shape[1] * len(context)
+    out = in_tiles(queries, chunks, is_live, attend, tile=tile, scores=scores)
 
     every = jnp.arange(num_seqs, dtype=jnp.int32)
     ago = jnp.arange(-history, 0, dtype=jnp.int32)[None, :]

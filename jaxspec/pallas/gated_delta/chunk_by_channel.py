@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas.gated_delta.heads import GdnTokens
-from jaxspec.pallas.gated_delta.unit_lower import unit_lower_inverse
-from jaxspec.pallas.recurrent.chunks import product
+from jaxspec.pallas.recurrent.chunks import product, unit_lower_inverse
 
 _Vectors = Float[Array, "heads tokens key_dim"]
 

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gated_delta.chunk_by_channel import chunk_by_channel
 from jaxspec.pallas.gated_delta.heads import GdnTokens, States, Values, over_state
-from jaxspec.pallas.gated_delta.unit_lower import unit_lower_inverse
 from jaxspec.pallas.recurrent.chunks import (
     chunk_by_chunk,
     product,
     token_by_token,
+    unit_lower_inverse,
     why_not_chunk_blocks,
 )
 from jaxspec.regions import PrefillRegion

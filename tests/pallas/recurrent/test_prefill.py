@@ -11,8 +11,8 @@ from regions import decode_region, prefill_region
 
 from benchmarks.measure.shapes import GdnShape, Mamba2Shape
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gated_delta.unit_lower import unit_lower_inverse
 from jaxspec.pallas.gpu import device
+from jaxspec.pallas.recurrent.chunks import unit_lower_inverse
 
 LAYERS, SLOTS, CANDIDATES, TOKENS = 2, 6, 3, 200
 
