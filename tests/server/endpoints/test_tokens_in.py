@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec import SamplingParams
+from jaxspec.api.inputs import InputProcessor
 from jaxspec.requests.outputs import TextDelta
 from jaxspec.server.endpoints.tokens_in import _choice
 
@@ -100,3 +101,19 @@ def test_experts_of_tokens_are_a_npy_file_in_base64():
     assert found.dtype == experts.dtype
     np.testing.assert_array_equal(found, experts)
     assert "routed_experts" not in _choice(0, TextDelta("", [7]), SamplingParams(), None)
+
+
+def test_the_first_token_with_experts_is_passed_on(served, monkeypatch):
+    """Of an engine that returns none it means nothing."""
+    starts, make = [], InputProcessor.process_one
+
+    def noted(self, prompt, params, *others):
+        starts.append(params.routed_experts_prompt_start)
+        return make(self, prompt, params, *others)
+
+    monkeypatch.setattr(InputProcessor, "process_one", noted)
+    for given, status in ((None, 200), (3, 200), (-1, 400), ("x", 400)):
+        sampling = {"max_tokens": 1, "routed_experts_prompt_start": given}
+        answer = served.post("/inference/v1/generate", token_ids=PROMPT, sampling_params=sampling)
+        assert answer.status_code == status, answer.text
+    assert starts[:2] == [0, 3]
