@@ -43,12 +43,20 @@ MODELS = {
     "lfm2-8b-a1b": Model(NGRAM, returns_routes=True),
     "llama-3.1-8b": Model(NGRAM),
     "mamba2-2.7b": Model(NGRAM),
+    "kimi-linear-48b-a3b": Model(NGRAM),
+    "gpt-oss-20b": Model(NGRAM),
     "qwen3.5-27b": Model(MTP),
 }
 OTHERS = {  # run only if they are named
     "qwen3-8b": Model(NGRAM),
     "qwen3-30b-a3b": Model(NGRAM),
     "lfm2-1.2b": Model(NGRAM),
+    "granite-3.3-8b": Model(NGRAM),
+    "qwen2.5-14b": Model(NGRAM),
+    "mistral-7b-v0.3": Model(NGRAM),
+    # Some 30 GB a layer of experts in float32: alone on a GPU.
+    "deepseek-v3": Model(MTP),
+    "deepseek-v3.2": Model(MTP),
     "tiny": Model(MTP),  # for tests
     "tiny-all": Model(MTP, has_all=True),
 }
