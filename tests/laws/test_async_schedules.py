@@ -190,8 +190,11 @@ async def storm(llm, seed, count, ways=WAYS, every=0.001, modes=()):
 
 
 async def train(llm, random, modes, happened, is_over):
-    """Pauses, sleeps and updates, of which the other trainer's calls may refuse some."""
-    while not is_over.is_set():
+    """Pauses, sleeps and updates, of which the other trainer's calls may refuse some.
+
+    It goes on until each was done, however slow the machine is.
+    """
+    while not (is_over.is_set() and all(happened[act] for act in ("pause", "sleep", "update"))):
         mode, level = str(random.choice(modes)), int(random.integers(1, 3))
         tags = [None, ["weights"], ["kv_cache"]][random.integers(3)]
         at_update = "recompute" if mode == "wait" else mode
