@@ -235,6 +235,7 @@ async def storm(client, folder, want, seed):
         await asyncio.sleep(seconds)
         body, answer = ASKED | {"max_tokens": most, "ignore_eos": True}, None
         while answer is None or (leaves is None and answer.status_code == 503):
+            await asyncio.sleep(0.01)
             try:
                 async with asyncio.timeout(leaves):
                     answer = await client.post("/v1/completions", json=body)
