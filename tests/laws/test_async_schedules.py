@@ -379,6 +379,28 @@ def test_a_drain_of_a_paused_engine_without_requests_aborts_none(make, timeout):
     assert asyncio.run(drained())
 
 
+def test_a_pause_that_waits_refuses_requests_whatever_other_calls_end(make):
+    async def paused():
+        async with make() as llm:
+            gate = llm._engine.session.gate
+            await llm.pause()
+            stream = await llm.submit(llm._engine.ask(Ask(prompt=2, max_tokens=12)))
+            gate.open("pause")  # the engine thread steps at its next mail
+            waits = [asyncio.create_task(llm.pause("wait")) for _ in range(2)]
+            await asyncio.sleep(0)
+            waits.pop().cancel()
+            await asyncio.sleep(0)
+            assert gate.is_refusing
+            await llm.resume()
+            assert gate.is_refusing or waits[0].done()
+            await waits[0]
+            assert [delta.finish_reason async for delta in stream][-1] != "abort"
+            await llm.resume()
+            assert not gate.is_refusing
+
+    asyncio.run(paused())
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["dispatch", "result"])
 def test_a_step_that_fails_ends_every_stream_and_the_service(make, place):
