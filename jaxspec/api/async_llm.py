@@ -242,7 +242,7 @@ class AsyncLLM(AsyncRollouts):
 
         Args:
             timeout: Seconds after which unfinished requests are aborted. None means unlimited,
-                but in a pause, in which none would finish, they are aborted at once.
+                but in a pause, in which none would finish, they are aborted.
 
         Returns:
             True if no request was aborted by the drain and no step failed.
@@ -251,12 +251,15 @@ class AsyncLLM(AsyncRollouts):
             RuntimeError: this is a forked child of the engine's process.
         """
         check_process(self._process)
-        idle = asyncio.wrap_future(self._admission.drain())
+        finished = self._admission.drain()
+        idle = asyncio.wrap_future(finished)  # done a moment later
         if timeout is not None:
             await asyncio.wait({idle}, timeout=timeout)
-        while timeout is None and not (idle.done() or self.is_paused):
+        was_paused = False  # for a look: ends of before the pause are passed on meanwhile
+        while timeout is None and not (finished.done() or (was_paused and self.is_paused)):
+            was_paused = self.is_paused
             await asyncio.wait({idle}, timeout=_LOOK)
-        if not (is_whole := idle.done()):
+        if not (is_whole := finished.done()):
             self._thread.abort(*self._admission.close(DrainingError))
             await asyncio.wait({idle}, timeout=self._thread.aborting)
             idle.cancel()

@@ -1,8 +1,9 @@
 """`AsyncRollouts`: updates of weights, pauses and sleep of an `AsyncLLM`."""
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
@@ -44,14 +45,11 @@ def _between_steps(call: _Call[_Given, _Result]) -> _Awaited[_Given, _Result]:
         act = functools.partial(getattr(self._engine, call.__name__), *args, **options)
         if not isinstance(self._thread, EngineThread):
             return act()  # replicas refuse it
-        gate, is_waiting = self._engine.session.gate, "wait" in (*args, options.get("mode"))
-        try:
-            if is_waiting and gate.is_open:
-                gate.refuse("drain")
+        is_waiting = "wait" in (*args, options.get("mode")) and self._engine.session.gate.is_open
+        with self._refusing() if is_waiting else contextlib.nullcontext():
+            if is_waiting:
                 await asyncio.wrap_future(self._admission.idle())
             return await asyncio.wrap_future(self._thread.call(act))
-        finally:
-            gate.admit("drain")
 
     return method
 
@@ -63,6 +61,7 @@ class AsyncRollouts(AsyncCalls):
     _thread: Any  # an `EngineThread`, or replicas
     _admission: Admission
     _process: int
+    _num_refusing = 0  # calls that wait for unfinished requests
 
     update_weights = _in_pool(LLMEngine.update_weights)
     export_weights = _in_pool(LLMEngine.export_weights)
@@ -96,6 +95,19 @@ class AsyncRollouts(AsyncCalls):
     def weight_version(self) -> str:
         """Version of the current weights."""
         return self._engine.weight_version
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Refuse new requests, until no call within the block is left."""
+        gate = self._engine.session.gate
+        self._num_refusing += 1
+        gate.refuse("drain")
+        try:
+            yield
+        finally:
+            self._num_refusing -= 1
+            if not self._num_refusing:
+                gate.admit("drain")
 
     def _noted(self, act: Callable[[], _Result]) -> _Result:
         """Return `act()`, called in the pool: a cancelled call does not end it."""

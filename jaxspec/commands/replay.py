@@ -15,6 +15,7 @@ from jaxspec.checks import shown
 from jaxspec.flight import Flight, Step
 from jaxspec.flight.about import (
     OWN,
+    check_plugin,
     check_processors,
     check_speculation,
     check_weights,
@@ -78,7 +79,10 @@ class Replay:
 
 
 def replay(
-    path: str | Path, model: str | Path | None = None, revision: str | None = None
+    path: str | Path,
+    model: str | Path | None = None,
+    revision: str | None = None,
+    model_plugin: str | None = None,
 ) -> Replay:
     """Run the steps of a flight again on the default device and compare their outputs.
 
@@ -86,6 +90,7 @@ def replay(
         path: file written by a flight recorder.
         model: folder or hub id of the checkpoint; None means the recorded folder.
         revision: revision of the hub id.
+        model_plugin: module that registers the model's architecture; that of the file is ignored.
 
     Raises:
         FileNotFoundError: the flight or the model does not exist.
@@ -94,7 +99,7 @@ def replay(
     """
     flight = read(Path(path))
     try:
-        runner = _runner(flight, model, revision)
+        runner = _runner(flight, model, revision, model_plugin)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
             f"The engine of a flight must fit this device, and it does not: {error!s:.300}. Replay "
@@ -131,12 +136,18 @@ def _collect(waiting: deque[tuple[Step, PendingOutput]]) -> tuple[Step, StepOutp
     return step, pending.result()
 
 
-def _runner(flight: Flight, model: str | Path | None, revision: str | None) -> ModelRunner:
+def _runner(
+    flight: Flight, model: str | Path | None, revision: str | None, model_plugin: str | None
+) -> ModelRunner:
     options = {name: each for name, each in flight.about["options"].items() if name not in OWN}
     named = options.pop("model")
     check_speculation(options.get("speculative_config"))
     check_processors(options.pop("logits_processors", None))
     check_weights(flight.about.get("weight_version"))
+    recorded = options.pop("model_plugin", None)
+    if model_plugin is None:
+        check_plugin(recorded)
+    options["model_plugin"] = model_plugin
     if model is not None:
         options["revision"] = revision  # ignore the flight's revision: the file is untrusted
     if model is None and named is not None and not is_here(named):
@@ -254,8 +265,9 @@ def main(argv: Sequence[str]) -> int:
         "--model", help="the checkpoint's folder, or its hub id (default: the recorded path)"
     )
     parser.add_argument("--revision", help="revision of the hub id (default: main)")
+    parser.add_argument("--model-plugin", help="module that registers the model's architecture")
     args = parser.parse_args(argv)
-    result = replay(args.file, args.model, args.revision)
+    result = replay(args.file, args.model, args.revision, args.model_plugin)
     print(report(result))
     return 0 if result.is_equal else 1
 

@@ -97,7 +97,7 @@ def metrics_of(engine: Engine, model_name: str) -> list[Metric]:
 def sleep_states(gate: Gate, model_name: str, *, is_on_host: bool) -> list[Metric]:
     """Return vLLM's gauges of sleep, of which at most one is 1.
 
-    None is if the caches sleep alone. `is_on_host`: the weights are in host memory.
+    All are 0 if the caches alone are freed. `is_on_host`: the weights are in host memory.
     """
     is_dropped = gate.is_closed_by("weights") and not is_on_host
     values = {

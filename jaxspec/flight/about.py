@@ -141,6 +141,20 @@ def check_processors(recorded: Any) -> None:
         )
 
 
+def check_plugin(recorded: Any) -> None:
+    """Refuse to import a module that a file names.
+
+    Raises:
+        ValueError: a module registered the architecture of the model.
+    """
+    if recorded is not None:
+        raise ValueError(
+            "A flight must be replayed with a module that its reader names, and this one was "
+            f"recorded with model_plugin={shown(recorded)}: replay imports no module that a file "
+            "names. If you trust the module, pass it with --model-plugin."
+        )
+
+
 def version_of(package: str) -> str | None:
     """Return the version of a package; None if it is not installed."""
     try:

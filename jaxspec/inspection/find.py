@@ -229,10 +229,10 @@ class _Place(NamedTuple):
 
 
 def _locate(options: EngineConfig) -> _Place:
+    import_plugin(options.model_plugin)
     named = os.path.expanduser(options.model or "")
     if str(named).endswith(".json") and os.path.isfile(named) and options.revision is None:
         return _Place(Path(named), has_weights=False)
-    import_plugin(options.model_plugin)
     folder = folder_of(options, progress=False, weights=False)
     is_hub = options.model is not None and not os.path.isdir(named)
     is_hub = is_hub and not is_gguf(folder)

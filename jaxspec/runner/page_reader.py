@@ -58,7 +58,8 @@ class RouteRecorder(RequestObserver):
     def __init__(self, runner: ModelRunner):
         """Compile the copy of pages."""
         self._reader = PageReader(runner, RoutedExperts.name)
-        self._copied = weakref.WeakSet[RoutedTokens]()
+        # Not a WeakSet, which another thread's `add` would change while `stats` iterates over it.
+        self._copied = set[weakref.ref[RoutedTokens]]()
 
     def leave(self, request: Request) -> None:
         """Enqueue copies of the request's pages."""
@@ -70,11 +71,15 @@ class RouteRecorder(RequestObserver):
         first = min(request.first_route, num_routes - 1) // size
         pages = request.pages[first : -(-num_routes // size)]
         request.routes = RoutedTokens(self._reader.read(pages), first * size)
-        self._copied.add(request.routes)
+        self._copied.add(weakref.ref(request.routes, self._copied.discard))
 
     def stats(self) -> dict[str, int]:
-        """Return the bytes of copies on the host, until their requests are dropped."""
-        return {HOST_BYTES: sum(each.num_bytes for each in list(self._copied))}
+        """Return the bytes of copies on the host, until their requests are dropped.
+
+        Any thread may call it.
+        """
+        copied = (each() for each in list(self._copied))
+        return {HOST_BYTES: sum(routes.num_bytes for routes in copied if routes is not None)}
 
 
 def _copy(pool: Pages, pages: Int[Array, " pages"]) -> Pages:

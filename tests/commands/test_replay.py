@@ -242,6 +242,22 @@ def test_a_flight_sets_nothing_that_is_the_machine_s_own(path, tmp_path):
     assert not (tmp_path / "evil").exists()
 
 
+def test_a_flight_brings_no_module_in(path, tmp_path, capsys, monkeypatch):
+    """Its reader may name one; that of the file is imported neither then nor without."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in ("evil", "own"):
+        (tmp_path / f"{name}_plugin.py").write_text(f"open('{name}', 'w').close()")
+    about = json.loads(json.dumps(file.read(path).about))
+    about["options"] |= {"model_plugin": "evil_plugin"}
+    new = changed(path, tmp_path, about=about)
+    with pytest.raises(ValueError, match="model_plugin"):
+        replay(new)
+    assert __main__.main(["replay", str(new)]) == 2 and "model_plugin" in capsys.readouterr().err
+    assert replay(new, model_plugin="own_plugin").is_equal
+    assert (tmp_path / "own").exists() and not (tmp_path / "evil").exists()
+
+
 def test_the_command_says_what_came_of_it(path, tmp_path, capsys):
     assert __main__.main(["replay", str(path)]) == 0
     assert "equal, bit for bit" in capsys.readouterr().out

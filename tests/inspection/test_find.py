@@ -73,6 +73,14 @@ def test_a_config_json_that_asks_for_millions_of_tensors_costs_no_more_than_its_
     assert sum(".experts." in name for name in made) == 2 * 1001
 
 
+def test_the_module_of_an_architecture_is_imported_for_a_config_alone(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "inspected_plugin.py").write_text("open('imported', 'w').close()")
+    found_in(FIXTURES / "qwen3_5" / "config.json", model_plugin="inspected_plugin")
+    assert (tmp_path / "imported").exists()
+
+
 @pytest.mark.parametrize("name", ["config.json", "mine.json", None])
 def test_a_config_json_is_enough(copy, name):
     folder = copy("qwen3_5")

@@ -190,8 +190,11 @@ async def storm(llm, seed, count, ways=WAYS, every=0.001, modes=()):
 
 
 async def train(llm, random, modes, happened, is_over):
-    """Pauses, sleeps and updates, of which the other trainer's calls may refuse some."""
-    while not is_over.is_set():
+    """Pauses, sleeps and updates, of which the other trainer's calls may refuse some.
+
+    It goes on until each was done, however slow the machine is.
+    """
+    while not (is_over.is_set() and all(happened[act] for act in ("pause", "sleep", "update"))):
         mode, level = str(random.choice(modes)), int(random.integers(1, 3))
         tags = [None, ["weights"], ["kv_cache"]][random.integers(3)]
         at_update = "recompute" if mode == "wait" else mode
@@ -358,12 +361,44 @@ def test_a_drain_in_a_pause_ends(make, timeout, is_late):
             else:
                 is_whole = await asyncio.wait_for(llm.drain(timeout), 20)
             ends = {delta.finish_reason for each in streams async for delta in each}
-            assert is_whole == ("abort" not in ends)
+            assert not (is_whole and "abort" in ends)
             assert is_late or ends == {"abort"}
             del streams
             await assert_nothing_is_left(llm)
 
     asyncio.run(rounds())
+
+
+@pytest.mark.parametrize("timeout", [None, 0])
+def test_a_drain_of_a_paused_engine_without_requests_aborts_none(make, timeout):
+    async def drained():
+        async with make() as llm:
+            await llm.pause()
+            return await llm.drain(timeout)
+
+    assert asyncio.run(drained())
+
+
+def test_a_pause_that_waits_refuses_requests_whatever_other_calls_end(make):
+    async def paused():
+        async with make() as llm:
+            gate = llm._engine.session.gate
+            await llm.pause()
+            stream = await llm.submit(llm._engine.ask(Ask(prompt=2, max_tokens=12)))
+            gate.open("pause")  # the engine thread steps at its next mail
+            waits = [asyncio.create_task(llm.pause("wait")) for _ in range(2)]
+            await asyncio.sleep(0)
+            waits.pop().cancel()
+            await asyncio.sleep(0)
+            assert gate.is_refusing
+            await llm.resume()
+            assert gate.is_refusing or waits[0].done()
+            await waits[0]
+            assert [delta.finish_reason async for delta in stream][-1] != "abort"
+            await llm.resume()
+            assert not gate.is_refusing
+
+    asyncio.run(paused())
 
 
 @pytest.mark.few(1)

@@ -387,6 +387,8 @@ def without_equal_head(
 def _are_equal(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other)  # devices may have no memory for two embeddings
     first, second = map(jnp.asarray, (one, other))
     return bool(jnp.array_equal(first, jax.device_put(second, first.sharding)))
 

@@ -30,25 +30,21 @@ Collected = dict[str, dict[str, Any]]
 """Tensors of an update that is not finished, by argument of `update_weights`."""
 
 
-class WeightFolder(BaseModel):
-    """Source of new weights: a folder of safetensors on the server's host."""
+class WeightSource(BaseModel):
+    """Source of new weights on the server's host.
 
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    backend: Literal["checkpoint"] = "checkpoint"
-    path: str
-
-
-class WeightMemory(BaseModel):
-    """Source of new weights: a safetensors file in shared memory, which is mapped and not copied.
-
-    The POSIX segment NAME is the file /dev/shm/NAME.
+    It is a folder of safetensors, or a safetensors file in shared memory, which is mapped and not
+    copied: the POSIX segment NAME is the file /dev/shm/NAME.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    backend: Literal["shared_memory"]
+    backend: Literal["checkpoint", "shared_memory"] = "checkpoint"
     path: str
+
+    @property
+    def is_shared(self) -> bool:
+        return self.backend == "shared_memory"
 
 
 class WeightUpdateRequest(BaseModel):
@@ -56,7 +52,7 @@ class WeightUpdateRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    update_info: WeightFolder | WeightMemory
+    update_info: WeightSource
     weight_version: str | None = None
 
 
@@ -153,10 +149,10 @@ async def update_weights(body: WeightUpdateRequest, service: ServiceOf) -> Respo
     ones to the same place.
     """
     source, started = body.update_info, service.weight_update
-    path = _allowed(service, source.path, is_file=isinstance(source, WeightMemory))
+    path = _allowed(service, source.path, is_file=source.is_shared)
 
     def read() -> dict[str, np.ndarray]:
-        if not isinstance(source, WeightMemory):
+        if not source.is_shared:
             return read_folder(path)
         mapped = mapped_tensors(path)
         return mapped if started is None else {name: each.copy() for name, each in mapped.items()}

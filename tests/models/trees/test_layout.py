@@ -285,6 +285,19 @@ def test_a_tied_model_takes_a_head_that_equals_its_embeddings_alone():
         updated(folder, tree | {"lm_head.weight": tree[embeddings] + 1.0})
 
 
+def test_arrays_on_the_host_are_compared_there():
+    """A device that is full of weights and caches has no memory for two embeddings."""
+    names = ["lm_head.weight", "model.embed_tokens.weight"]
+    one = np.arange(12, dtype=np.float32).reshape(3, 4)
+    rounded = one.astype(jnp.bfloat16)
+    others = [(one.copy(), True), (rounded, True), (one + 1, False), (one[:2], False)]
+    with jax.transfer_guard_host_to_device("disallow_explicit"):
+        for other, want in others:
+            arrays = dict(zip(names, (one, other), strict=True))
+            published = {name: [name] for name in names}
+            assert layout_module.has_equal_head(published, arrays) == want
+
+
 def test_a_first_tree_with_a_head_that_equals_its_embeddings_makes_a_tied_model():
     """So later trees may lack the head."""
     folder = FIXTURES / "qwen3_5_tied"
