@@ -65,7 +65,7 @@ def test_every_part_of_a_tiny_model_has_its_rows(monkeypatch, tmp_path, capsys):
         row = found["exact", name]
         assert row["differing"] == 0 and row["identical"] + row["ties"] == row["generations"] > 0
     assert found["exact", "n-gram drafts and none"]["drafts_accepted"] > 50
-    assert 0 < found["exact", "generate and score"]["largest_difference"] < 1e-4
+    assert found["exact", "generate and score"]["largest_difference"] < 1e-4
     assert found["serving", "kept prefix"]["cached_tokens"] > 0
     assert found["serving", "HTTP"]["clients"] == 64
 
