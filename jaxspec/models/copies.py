@@ -58,10 +58,10 @@ def stored_alike(checkpoint: Checkpoint) -> Callable[[str, str], bool]:
     """Return a comparison of two tensors of `checkpoint`, which reads them piece by piece."""
 
     def are_equal(one: str, other: str) -> bool:
-        shapes = [checkpoint.stored(name).shape for name in (one, other)]
-        if shapes[0] != shapes[1]:
+        first, second = map(checkpoint.stored, (one, other))
+        if first.shape != second.shape or not {first.dtype, second.dtype} <= DTYPES.keys():
             return False
-        size = int(np.prod(shapes[0], dtype=np.int64))
+        size = int(np.prod(first.shape, dtype=np.int64))
         return all(
             np.array_equal(_piece(checkpoint, one, at, size), _piece(checkpoint, other, at, size))
             for at in range(0, size, _ELEMENTS)

@@ -8,18 +8,22 @@ from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import MAX_LAYERS, whole
 from jaxspec.models.window_fields import WINDOW, listed_kinds
 
-_THETA = 10000.0  # used if config.json has none
+# Used if config.json has none.
+_THETA = 10000.0
+_WINDOW = 4096  # null means no window
 
 
 class Mistral(Model):
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        window = fields.find("sliding_window", WINDOW)
+        window = _WINDOW
+        if "sliding_window" in fields.entries:
+            window = fields.find("sliding_window", WINDOW)
         kinds = listed_kinds(fields)
         if kinds is None:
             kind = FULL_ATTENTION if window is None else SLIDING_ATTENTION
             kinds = (kind,) * fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
-        if SLIDING_ATTENTION in kinds:
+        if SLIDING_ATTENTION in kinds and window is None:
             window = fields.need("sliding_window", WINDOW)
         config = fields.common(kinds, default_theta=_THETA)
         return dataclasses.replace(config, normed_heads=False, window=window)

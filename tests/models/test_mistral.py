@@ -22,6 +22,8 @@ def test_a_published_configuration_is_read():
     assert not config.normed_heads and config.head_dim == 128
     older = parse_config(PUBLISHED | {"sliding_window": 4096})
     assert older.layer_types == (SLIDING_ATTENTION,) * 32 and older.window == 4096
+    without = {name: value for name, value in PUBLISHED.items() if name != "sliding_window"}
+    assert parse_config(without) == older  # the default of transformers, which null is not
     mixed = parse_config(PUBLISHED | {"sliding_window": 4096, "layer_types": LISTED})
     assert list(mixed.layer_types) == LISTED
 
