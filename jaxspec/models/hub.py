@@ -15,6 +15,8 @@ from jaxspec.gguf import SUFFIX, is_gguf
 _RULE = "A model must be a folder, a GGUF file or a Hugging Face hub id such as Qwen/Qwen3.5-0.8B"
 _TEXT_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 _WEIGHTS = "*.safetensors"
+# The same weights in other layouts, as of gpt-oss and Mistral, which would double the download.
+_OTHER_LAYOUTS = ("*/*.safetensors", "consolidated*.safetensors")
 _MAX_CHARACTERS = 200  # length limit of a revision
 _SHA256, _GIT_SHA1 = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
 _CHECKED = ".jaxspec-checked"  # folder for notes in a model's hub cache
@@ -93,7 +95,8 @@ def _download(name: str, progress: bool, weights: bool, revision: str | None) ->
     patterns = [*[_WEIGHTS] * weights, *_TEXT_FILES]
     try:
         with contextlib.nullcontext() if progress else _no_hub_bars():
-            folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+            wanted = {"allow_patterns": patterns, "ignore_patterns": list(_OTHER_LAYOUTS)}
+            folder = Path(snapshot_download(name, revision=revision, **wanted))
     except Exception as error:  # network failures have many exception types
         named = shown(name) if revision is None else f"{shown(name)} at revision {revision!r}"
         raise FileNotFoundError(f"{_RULE}; {named} {_why_not(error)}") from error
@@ -103,7 +106,8 @@ def _download(name: str, progress: bool, weights: bool, revision: str | None) ->
             "jaxspec does not download, download one and give its path."
         )
     patterns.append("*/*.jinja")  # the patterns of the download match in subfolders, too
-    _check_digests([path for pattern in patterns for path in folder.glob(pattern)])
+    found = (path for pattern in patterns for path in folder.glob(pattern))
+    _check_digests([path for path in found if not path.match(_OTHER_LAYOUTS[1])])
     return folder
 
 

@@ -10,7 +10,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import are_progress_bars_disabled
+from huggingface_hub.utils import are_progress_bars_disabled, filter_repo_objects
 
 from jaxspec import LLM
 from jaxspec.models import resolve_folder
@@ -35,7 +35,7 @@ def test_a_gguf_file_resolves_to_itself_and_has_no_revisions(tmp_path, monkeypat
 def test_the_hubs_own_bars_show_only_with_progress(tmp_path, monkeypatch, shown):
     bars = []
 
-    def download(name, revision, allow_patterns):
+    def download(name, revision, allow_patterns, ignore_patterns):
         bars.append(not are_progress_bars_disabled())
         (tmp_path / "config.json").touch()
         return tmp_path
@@ -49,7 +49,7 @@ def test_the_hubs_own_bars_show_only_with_progress(tmp_path, monkeypatch, shown)
 def test_weights_nobody_wants_are_not_downloaded(tmp_path, monkeypatch, wanted):
     patterns = []
 
-    def download(name, revision, allow_patterns):
+    def download(name, revision, allow_patterns, ignore_patterns):
         patterns.extend(allow_patterns)
         (tmp_path / "config.json").touch()
         return tmp_path
@@ -57,6 +57,22 @@ def test_weights_nobody_wants_are_not_downloaded(tmp_path, monkeypatch, wanted):
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     resolve_folder("some/model", weights=wanted)
     assert ("*.safetensors" in patterns) == wanted and "*.json" in patterns
+
+
+def test_weights_are_not_downloaded_in_a_second_layout(tmp_path, monkeypatch):
+    """gpt-oss has other weights in subfolders, Mistral beside those of transformers."""
+    files = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    others = ["original/model.safetensors", "consolidated.safetensors", "metal/model.bin"]
+    chosen = []
+
+    def download(name, revision, **patterns):
+        chosen.extend(filter_repo_objects([*files, *others], **patterns))
+        (tmp_path / "config.json").touch()
+        return tmp_path
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    resolve_folder("mistralai/Mistral-7B-v0.3")
+    assert chosen == files
 
 
 @pytest.mark.parametrize(
@@ -76,7 +92,7 @@ def test_weights_nobody_wants_are_not_downloaded(tmp_path, monkeypatch, wanted):
     ],
 )
 def test_a_download_that_fails_says_why(monkeypatch, error, message):
-    def download(name, revision, allow_patterns):
+    def download(name, revision, allow_patterns, ignore_patterns):
         raise error
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
@@ -108,7 +124,7 @@ class Cache:
         (self.folder / name).symlink_to(Path("../../blobs") / blob.name)
         return blob
 
-    def download(self, name, revision, allow_patterns):
+    def download(self, name, revision, allow_patterns, ignore_patterns):
         self.revisions.append(revision)
         return str(self.folder)
 
@@ -172,7 +188,7 @@ def test_a_revision_is_for_hub_ids(tmp_path):
     ],
 )
 def test_a_revision_that_is_not_there_is_named(monkeypatch, error, message):
-    def download(name, revision, allow_patterns):
+    def download(name, revision, allow_patterns, ignore_patterns):
         raise error.__new__(error)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
