@@ -226,7 +226,12 @@ def check_tensors(
         ValueError: As in `compared`.
     """
     wanted = {placement.name: placement for placement in placements}
-    unexpected = published.keys() - wanted.keys()
+    ignored: frozenset[str] = getattr(checkpoint, "zero_biases", frozenset())
+    unexpected = {
+        canonical
+        for canonical in published.keys() - wanted.keys()
+        if not ignored.issuperset(published[canonical])
+    }
     twice = dict(_in_both_spellings(placements, published, unexpected))
     problems = {
         "Missing": sorted(name for name in wanted.keys() - published.keys() if not may_lack(name)),

@@ -66,7 +66,8 @@ class QuantisedCheckpoint:
         self.inner, self.scheme = checkpoint, scheme
         self.path: Path = checkpoint.path
         self.asked_by, self.remedy = checkpoint.asked_by, checkpoint.remedy
-        self.matrices, others, scales = matrices_in(checkpoint, scheme, is_read)
+        self.matrices, others, scales, zero_biases = matrices_in(checkpoint, scheme, is_read)
+        self.zero_biases = zero_biases  # names of tensors that a model need not have
         names = others | frozenset(self.matrices)
         self.num_kv_scales = len(scales)  # in the folder
         self.kv_scales: Mapping[str, np.float32] = {}  # that are read, by name

@@ -46,6 +46,7 @@ class Found(NamedTuple):
     matrices: Mapping[str, Matrix]
     others: frozenset[str]  # read as stored
     kv_scales: frozenset[str]  # names of scales of keys and values
+    zero_biases: frozenset[str]  # of the others, those beside matrices that tools may have added
 
 
 class _Folder(NamedTuple):
@@ -68,7 +69,7 @@ class _Module:
         self.checkpoint, self.scheme, self.names, self.ahead, self.grains, self.groups = folder
         self.prefix = prefix
         self.tensors: list[Tensor] = []
-        self.hidden: set[str] = set()  # names of tensors that do not count
+        self.zero_biases: set[str] = set()
 
     def has(self, suffix: str) -> bool:
         return self.prefix + suffix in self.names
@@ -163,7 +164,7 @@ def matrices_in(checkpoint: Checkpoint, scheme: Scheme, is_read: Callable[[str],
         tuple(sorted(scheme.grains, key=str)),
         tuple(sorted(scheme.groups, key=lambda size: size or math.inf)),
     )
-    faults, used, kv_scales = list[str](), set[str](), set[str]()
+    faults, used, kv_scales, zero_biases = list[str](), set[str](), set[str](), set[str]()
     for name in sorted(folder.names):
         if name.endswith(".pre_quant_scale") and is_read(name):
             faults.append(f"{_short(name)} must be absent: factors of inputs are not implemented")
@@ -181,7 +182,8 @@ def matrices_in(checkpoint: Checkpoint, scheme: Scheme, is_read: Callable[[str],
             matrices[weight] = form(module)
         except _FaultError as fault:
             faults.append(str(fault))
-        used |= module.hidden | {tensor.name for tensor in module.tensors}
+        used |= {tensor.name for tensor in module.tensors}
+        zero_biases |= module.zero_biases
     if not faults:
         faults += _unread(checkpoint, filter(is_read, folder.names - used))
     if faults:
@@ -191,7 +193,7 @@ def matrices_in(checkpoint: Checkpoint, scheme: Scheme, is_read: Callable[[str],
             f"and {len(faults):,} of them {are} not: {listed(faults, _FAULT_CHARACTERS)}. Download "
             "config.json and the weights again, or use the 16-bit folder."
         )
-    return Found(matrices, folder.names - used, frozenset(kv_scales))
+    return Found(matrices, folder.names - used, frozenset(kv_scales), frozenset(zero_biases))
 
 
 def _unread(checkpoint: Checkpoint, others: Iterable[str]) -> Iterator[str]:
@@ -417,7 +419,7 @@ def _gptq(module: _Module) -> Integers:
         )
     bits = fitting[0]
     columns = words.shape[0] * per_word(bits)
-    _hide_zero_bias(module, rows)
+    _find_zero_bias(module, rows)
     _check_shape(scale, *(shape[::-1] for shape in _scale_shapes(module, rows, columns)))
     zero: Matrix2D | int = 2 ** (bits - 1)
     if layout.added is not None:
@@ -441,7 +443,7 @@ def _awq(module: _Module) -> Integers:
     scale = module.matrix("scales", *_FLOATS)
     zeros = module.matrix("qzeros", "I32")
     columns, rows = words.shape[0], 8 * words.shape[1]
-    _hide_zero_bias(module, rows)
+    _find_zero_bias(module, rows)
     _check_shape(scale, *(shape[::-1] for shape in _scale_shapes(module, rows, columns)))
     groups = scale.shape[0]
     _check_shape(zeros, (groups, rows // 8))
@@ -457,18 +459,15 @@ def _awq(module: _Module) -> Integers:
     )
 
 
-def _hide_zero_bias(module: _Module, rows: int) -> None:
-    """Hide a bias of zeros, which some tools add to every matrix.
-
-    No family has a bias beside a matrix, so any other bias stays visible, as an unexpected tensor.
-    """
+def _find_zero_bias(module: _Module, rows: int) -> None:
+    """Record a bias of zeros: some tools add one to every matrix. The model may have it, too."""
     name = f"{module.prefix}bias"
     if name not in module.names or module.checkpoint.stored(name).shape != (rows,):
         return
     if module.checkpoint.stored(name).dtype in _FLOATS:
         tensor = Tensor(module.checkpoint, name)
         if len(module.checkpoint.files_of(name)) == 1 and not tensor.read().any():
-            module.hidden.add(name)
+            module.zero_biases.add(name)
 
 
 def _order(module: _Module, suffix: str, columns: int, groups: int) -> np.ndarray | None:

@@ -339,3 +339,26 @@ def test_an_engine_runs_a_quantised_folder_as_its_weights(form, drafts, tmp_path
             outputs.append([request.outputs[0].token_ids for request in requests])
             assert all((r.metrics.num_drafts > 0) == (drafts is not None) for r in requests)
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_a_bias_of_zeros_is_read_where_the_model_has_one(name, tmp_path):
+    """And ignored where it has none, as beside o_proj: tools write one beside every matrix."""
+    pair = write_pair(FIXTURES / "qwen2", tmp_path, FORMATS[name])
+    own = "model.layers.0.self_attn.q_proj.bias"
+    for folder in pair:
+        path = folder / "model.safetensors"
+        held = load_file(path)
+        write_safetensors(path, held | {own: np.zeros_like(held[own])})
+    added = {
+        f"model.layers.1.{name}.bias": np.zeros(64, np.float16)
+        for name in ("self_attn.o_proj", "mlp.down_proj")
+    }
+    write_safetensors(pair.quantised / "model-biases.safetensors", added)
+    found, expected = (nnx.state(load_model(folder, FLOAT32)) for folder in pair)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    (name, values), *_ = added.items()
+    write_safetensors(pair.quantised / "model-biases.safetensors", {name: values + 1})
+    with pytest.raises(ValueError, match=f"Unexpected .1.: {name}"):
+        load_model(pair.quantised, FLOAT32)
