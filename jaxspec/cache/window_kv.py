@@ -13,7 +13,7 @@ KV = Float[Array, "layers slots ring 2 kv_heads head_dim"]  # keys, then values
 
 @dataclasses.dataclass(frozen=True)
 class WindowKV(BySlot):
-    """A ring of positions per slot: `[layers, slots, window - 1 + width, 2, heads, head_dim]`.
+    """Rings of positions, one per slot: `[layers, slots, window - 1 + width, 2, heads, head_dim]`.
 
     Position p is in row p modulo the ring's length (`window_attention`), so a request of any length
     has the memory of one window. Positions behind the window are overwritten by new ones, and those

@@ -11,6 +11,7 @@ from flax import nnx
 from oracle import Oracle
 from safetensors.numpy import load_file, save_file
 
+from benchmarks.published import MODELS
 from jaxspec.models import load_model, parse_config
 from jaxspec.models.config import DENSE, FULL_ATTENTION, MAMBA2
 from jaxspec.models.granite import GraniteMultipliers
@@ -51,30 +52,7 @@ PUBLISHED = {
     "vocab_size": 100352,
 }
 
-# Those of Granite-3.3-8B, whose layers are all attention, from memory.
-ATTENDING = {
-    "architectures": ["GraniteForCausalLM"],
-    "attention_bias": False,
-    "attention_multiplier": 0.0078125,
-    "embedding_multiplier": 12.0,
-    "eos_token_id": 0,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 12800,
-    "logits_scaling": 16.0,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "granite",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 8,
-    "residual_multiplier": 0.22,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 10000000.0,
-    "tie_word_embeddings": True,
-    "vocab_size": 49159,
-}
+ATTENDING = MODELS["granite-3.3-8b"].config
 
 
 def variant(folder, drop, **changes):

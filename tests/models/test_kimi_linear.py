@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from benchmarks.published import MODELS
 from jaxspec.models import load_model, parse_config
 from jaxspec.models.config import DENSE, KIMI_DELTA, LATENT_ATTENTION, SPARSE
 from jaxspec.models.layers.kimi_delta import KimiDeltaConfig
@@ -15,53 +16,7 @@ from jaxspec.models.layers.latent_attention import LatentAttentionConfig
 from jaxspec.models.layers.moe import MoEConfig
 
 NAME = "kimi_linear"
-FULL = [4, 8, 12, 16, 20, 24, 27]
-# The fields that jaxspec reads of a config.json of Kimi-Linear-48B-A3B's form, and some that it
-# does not.
-PUBLISHED = {
-    "architectures": ["KimiLinearForCausalLM"],
-    "eos_token_id": 163586,
-    "first_k_dense_replace": 1,
-    "head_dim": 72,
-    "hidden_act": "silu",
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "kv_lora_rank": 512,
-    "linear_attn_config": {
-        "full_attn_layers": FULL,
-        "head_dim": 128,
-        "kda_layers": [i for i in range(1, 28) if i not in FULL],
-        "num_heads": 32,
-        "short_conv_kernel_size": 4,
-    },
-    "mla_use_nope": True,
-    "model_max_length": 1048576,
-    "model_type": "kimi_linear",
-    "moe_intermediate_size": 1024,
-    "moe_layer_freq": 1,
-    "moe_renormalize": True,
-    "moe_router_activation_func": "sigmoid",
-    "num_attention_heads": 32,
-    "num_expert_group": 1,
-    "num_experts": 256,
-    "num_experts_per_token": 8,
-    "num_hidden_layers": 27,
-    "num_key_value_heads": 32,
-    "num_nextn_predict_layers": 0,
-    "num_shared_experts": 1,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 10000.0,
-    "routed_scaling_factor": 2.446,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "use_grouped_topk": True,
-    "v_head_dim": 128,
-    "vocab_size": 163840,
-}
+PUBLISHED = MODELS["kimi-linear-48b-a3b"].config
 OF_LAYERS = PUBLISHED["linear_attn_config"]
 
 

@@ -115,16 +115,9 @@ def paged_attention_cases() -> Iterator[Case]:
 def _paged_attention_case(model, rows, context, width, page_size=PAGE_SIZE, dtype="bfloat16"):
     rng, shape, dtype = np.random.default_rng(0), ATTENTION[model], jnp.dtype(dtype)
     pages = rows * context // page_size
-    tables = _page_tables(rng, rows, pages)
+    tables = page_tables(rng, rows, pages)
     slots = _int32(1 + rng.permutation(rows))
-    unread = jnp.zeros_like(slots)  # only recurrent layers read it
-    region = DecodeRegion(
-        slots=slots,
-        num_computed=jnp.full_like(slots, context - width),
-        query_len=jnp.full_like(slots, width),
-        state_offset=unread,
-        ring_length=unread,
-    )
+    region = newest_tokens(slots, context, width)
     page = (page_size, shape.kv_heads, shape.head_dim)
     layer_bytes = 2 * rows * context * shape.kv_heads * shape.head_dim * dtype.itemsize
 
@@ -167,7 +160,7 @@ def prefill_attention_cases() -> Iterator[Case]:
 def _prefill_attention_case(model, seqs, length, context):
     rng, shape = np.random.default_rng(0), ATTENTION[model]
     pages = seqs * (context + length) // PAGE_SIZE
-    tables = _page_tables(rng, seqs, pages)
+    tables = page_tables(rng, seqs, pages)
     slots = _int32(1 + rng.permutation(seqs))
     chunks = PrefillRegion(
         slots=slots,
@@ -204,7 +197,19 @@ def _prefill_attention_case(model, seqs, length, context):
     )
 
 
-def _page_tables(rng, rows, pages):
+def newest_tokens(slots, context, width):
+    """A region of rows that have `context` tokens, of which the last `width` are the step's."""
+    unread = jnp.zeros_like(slots)  # only recurrent layers read it
+    return DecodeRegion(
+        slots=slots,
+        num_computed=jnp.full_like(slots, context - width),
+        query_len=jnp.full_like(slots, width),
+        state_offset=unread,
+        ring_length=unread,
+    )
+
+
+def page_tables(rng, rows, pages):
     """Page tables of slots `0..rows`, with all pages but the null page in random order."""
     tables = 1 + rng.permutation(pages).reshape(rows, -1)
     return _int32(np.concatenate((np.zeros_like(tables[:1]), tables)))

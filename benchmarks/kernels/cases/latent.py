@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.case import Case
+from benchmarks.kernels.cases.attention import newest_tokens, page_tables
 from jaxspec.pallas.attention.latent import latent_attention, latent_attention_reference
-from jaxspec.regions import DecodeRegion
 
 PAGE_SIZE, VALUE_DIM, FEATURES = 16, 512, 576
 HEADS = {"deepseek-v3": 128, "deepseek-v3 of 8 devices": 16, "kimi-linear-48b": 32}
@@ -25,17 +25,9 @@ def latent_attention_cases() -> Iterator[Case]:
 def _latent_attention_case(model, rows, context, width):
     rng, heads = np.random.default_rng(0), HEADS[model]
     pages = rows * context // PAGE_SIZE
-    tables = 1 + rng.permutation(pages).reshape(rows, -1)
-    tables = jnp.asarray(np.concatenate((np.zeros_like(tables[:1]), tables)), jnp.int32)
+    tables = page_tables(rng, rows, pages)
     slots = jnp.asarray(1 + rng.permutation(rows), jnp.int32)
-    unread = jnp.zeros_like(slots)  # only recurrent layers read it
-    region = DecodeRegion(
-        slots=slots,
-        num_computed=jnp.full_like(slots, context - width),
-        query_len=jnp.full_like(slots, width),
-        state_offset=unread,
-        ring_length=unread,
-    )
+    region = newest_tokens(slots, context, width)
     layer_bytes, sizes = 2 * rows * context * FEATURES, (rows, width, heads)
 
     def pool(layers):

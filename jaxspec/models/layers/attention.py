@@ -19,7 +19,7 @@ from jaxspec.pallas.attention.inputs import QKNorm, attention_inputs
 from jaxspec.pallas.attention.output_gate import OutputGate
 from jaxspec.pallas.attention.paged import paged_attention
 from jaxspec.pallas.attention.prefill import prefill_attention
-from jaxspec.pallas.attention.query_tiles import Sinks
+from jaxspec.pallas.attention.references import Sinks
 from jaxspec.pallas.norm.residual import Pending
 from jaxspec.pallas.paging.kv_write import KVScales
 from jaxspec.regions import DecodeRegion

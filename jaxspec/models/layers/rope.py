@@ -61,7 +61,7 @@ def _extended(turns: np.ndarray, rope: RopeConfig, scaling: YarnScaling) -> np.n
 
 
 def _pair_of(times: float, rope: RopeConfig, scaling: YarnScaling) -> float:
-    """Return the index of the pair that turns so many times within the original context."""
+    """Return the fractional index of the pair with `times` turns in the original context."""
     per_turn = scaling.original_max_position_embeddings / (2 * math.pi * times)
     return rope.rotary_dim * math.log(per_turn) / (2 * math.log(rope.theta))
 

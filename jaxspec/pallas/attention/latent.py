@@ -4,20 +4,17 @@ DeepSeek-AI 2024, "DeepSeek-V2", arXiv 2405.04434, section 2.1, with the up-proj
 values applied to queries and outputs. So all heads read one vector per token.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec import device
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.attention.query_tiles import in_tiles, masked_softmax
+from jaxspec.pallas.attention.references import in_tiles, masked_softmax, over_longest_row
 from jaxspec.pallas.attention.token_index import TokenIndex
 from jaxspec.pallas.paging.kv_write import VectorPool
 from jaxspec.regions import DecodeRegion, PrefillRegion
 
-_MIN_CPU_CONTEXT = 128  # positions read per row on a CPU, however short the rows are
 _TILE = 64  # queries per tile of the prefill reference
 _MAX_KERNEL_WIDTH = 9
 
@@ -47,29 +44,13 @@ def latent_attention(
 
         on_device = dispatch.layer_index(latents, layer)
         return latent_attention_kernel(queries, latents, on_device, page_tables, rows, **sizes)
+
+    def attend(tables):
+        return latent_attention_reference(queries, latents, layer, tables, rows, index, **sizes)
+
     if device.default_device().platform != "cpu":
-        operands = queries, latents, layer, page_tables, rows, index
-        return latent_attention_reference(*operands, **sizes)
-    return _attend_longest_row(queries, latents, layer, page_tables, rows, index, sizes)
-
-
-def _attend_longest_row(queries, latents, layer, page_tables, rows, index, sizes):
-    """`latent_attention` on a CPU, with as many pages of each row as the longest row needs."""
-    page_size, (num_slots, table_width) = latents.shape[2], page_tables.shape
-    widths = [-(-_MIN_CPU_CONTEXT // page_size)]
-    while widths[-1] < table_width:
-        widths.append(2 * widths[-1])
-    widths[-1] = table_width
-    length = jnp.where(rows.is_live(num_slots), rows.num_computed + rows.query_len, 0)
-    longest = jnp.max(length, initial=0)
-    branch = jnp.sum(longest > page_size * jnp.array(widths[:-1], jnp.int32))
-
-    def first_pages(count, queries, latents, page_tables, rows, index):
-        operands = queries, latents, layer, page_tables[:, :count], rows, index
-        return latent_attention_reference(*operands, **sizes)
-
-    branches = [functools.partial(first_pages, count) for count in widths]
-    return jax.lax.switch(branch, branches, queries, latents, page_tables, rows, index)
+        return attend(page_tables)
+    return over_longest_row(attend, page_tables, rows, latents.shape[2])
 
 
 def latent_attention_reference(

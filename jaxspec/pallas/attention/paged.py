@@ -1,8 +1,5 @@
 """Paged attention for the decode region of a step."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -10,11 +7,10 @@ from jaxspec import device
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.attention.output_gate import OutputGate
 from jaxspec.pallas.attention.paged_tiling import max_query_rows
-from jaxspec.pallas.attention.query_tiles import Sinks, masked_softmax
+from jaxspec.pallas.attention.references import Sinks, masked_softmax, over_longest_row
 from jaxspec.pallas.paging.kv_write import KVPool, KVScales
 from jaxspec.regions import DecodeRegion
 
-_MIN_CPU_CONTEXT = 128  # positions read per row on a CPU, however short the rows are
 _MAX_KERNEL_WIDTH = 9
 _KERNEL_DTYPES = (  # (queries, pool)
     ("bfloat16", "bfloat16"),
@@ -63,35 +59,17 @@ def paged_attention(
         return paged_attention_kernel(
             queries, kv, on_device, page_tables, rows, gate, scales, sinks
         )
-    on_cpu = device.default_device().platform == "cpu"
-    attend = _attend_longest_row if on_cpu else paged_attention_reference
-    out = attend(queries, kv, layer, page_tables, rows, scales, sinks)
+
+    def attend(tables):
+        return paged_attention_reference(queries, kv, layer, tables, rows, scales, sinks)
+
+    if device.default_device().platform == "cpu":
+        out = over_longest_row(attend, page_tables, rows, kv.shape[3])
+    else:
+        out = attend(page_tables)
     if gate is None:
         return out
     return gate(out.reshape(num_rows * width, heads, head_dim)).reshape(out.shape)
-
-
-def _attend_longest_row(queries, kv, layer, page_tables, rows, scales, sinks):
-    """`paged_attention` on a CPU, where every page that is read costs time, masked or not.
-
-    Reads as many pages of each row as the longest row needs, rounded up to one of a few widths that
-    double. On a GPU, choosing the branch would need a round trip to the host.
-    """
-    page_size, (num_slots, table_width) = kv.shape[3], page_tables.shape
-    widths = [-(-_MIN_CPU_CONTEXT // page_size)]
-    while widths[-1] < table_width:
-        widths.append(2 * widths[-1])
-    widths[-1] = table_width
-    length = jnp.where(rows.is_live(num_slots), rows.num_computed + rows.query_len, 0)
-    longest = jnp.max(length, initial=0)
-    branch = jnp.sum(longest > page_size * jnp.array(widths[:-1], jnp.int32))
-    branches = [functools.partial(_attend_first_pages, width, layer) for width in widths]
-    return jax.lax.switch(branch, branches, queries, kv, page_tables, rows, scales, sinks)
-
-
-def _attend_first_pages(num_pages, layer, queries, kv, page_tables, rows, scales, sinks):
-    tables = page_tables[:, :num_pages]
-    return paged_attention_reference(queries, kv, layer, tables, rows, scales, sinks)
 
 
 def paged_attention_reference(queries, kv, layer, page_tables, rows, scales=None, sinks=None):

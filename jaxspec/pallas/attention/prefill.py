@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.attention.paged import softmax_factor
-from jaxspec.pallas.attention.query_tiles import Sinks, in_tiles, masked_softmax
+from jaxspec.pallas.attention.references import Sinks, in_tiles, masked_softmax
 from jaxspec.pallas.paging.kv_write import KVPool, KVScales
 from jaxspec.regions import PrefillRegion
 

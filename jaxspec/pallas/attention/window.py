@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.attention.paged import softmax_factor
-from jaxspec.pallas.attention.query_tiles import Sinks, in_tiles, masked_softmax
+from jaxspec.pallas.attention.references import Sinks, in_tiles, masked_softmax
 from jaxspec.pallas.paging.kv_write import KVScales, as_stored
 from jaxspec.pallas.recurrent.conv_ring import past_rows, ring_place
 from jaxspec.regions import DecodeRegion, PrefillRegion, real_tokens

@@ -197,10 +197,12 @@ async def _apply(service: Service, trees: Collected, version: str | None) -> Res
 
 
 def _allowed(service: Service, path: str, *, is_file: bool) -> Path:
-    """Return a file in `weights_folders`, or a folder with all its files, also behind links.
+    """Return the resolved path of a file, or of a folder, below `weights_folders`.
+
+    Links are followed, those of the folder's files too.
 
     Raises:
-        ApiError: 400, it is not, or there is none.
+        ApiError: 400, the path or a file of the folder is elsewhere, or does not exist.
     """
     roots = [Path(root).expanduser().resolve() for root in service.options.weights_folders]
     found, kind = Path(path), "a file" if is_file else "a folder, with all of its files,"

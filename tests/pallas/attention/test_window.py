@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from attention import attention_oracle, decode_rows, normal, prompt_chunks
 
-from jaxspec.pallas.attention import query_tiles
+from jaxspec.pallas.attention import references
 from jaxspec.pallas.attention.window import window_attention, window_prefill
 
 KV_HEADS, HEADS, DIM, SLOTS, WIDTH = 2, 4, 8, 4, 3
@@ -94,7 +94,7 @@ def test_each_token_sees_its_window(window, has_sinks):
 @pytest.mark.parametrize("at_once", [2, 3])
 def test_several_tiles_at_once_give_the_same(monkeypatch, at_once):
     """As on a GPU; the last ones have no tokens."""
-    monkeypatch.setattr(query_tiles, "tiles_at_once", lambda most, scores: at_once)
+    monkeypatch.setattr(references, "tiles_at_once", lambda most, scores: at_once)
     anew = functools.partial(window_prefill)  # another function, so that it is traced again
     traced = jax.jit(anew, static_argnums=4, static_argnames="window")
     monkeypatch.setattr(f"{__name__}.prefill", traced)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from attention import normal
 
-from jaxspec.pallas.attention.query_tiles import masked_softmax
+from jaxspec.pallas.attention.references import masked_softmax
 
 
 def test_a_sink_is_one_more_score():

@@ -1,5 +1,6 @@
-"""Tiles of prompt chunks, and the softmax, of the references of attention."""
+"""Parts of attention's references: the longest row, tiles of prompt chunks, the softmax."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,15 +10,40 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import device
 from jaxspec.pallas import dispatch
-from jaxspec.regions import PrefillRegion
+from jaxspec.regions import DecodeRegion, PrefillRegion
 
+_MIN_CONTEXT = 128  # positions read per row, however short the rows are
 _SCORES_AT_ONCE = 2**22  # of tiles side by side, for gradients
 _SCORES_ON_GPU = 2**25  # of an iteration: 128 MB
 
+_PageTables = Int[Array, "slots pages"]
 _Scalar = Int[Array, ""]
 
 Sinks = Float[Array, " heads"]
 """Score of each query head for attending to nothing; float32."""
+
+
+def over_longest_row(
+    attend: Callable[[_PageTables], Float[Array, "..."]],
+    page_tables: _PageTables,
+    rows: DecodeRegion,
+    page_size: int,
+) -> Float[Array, "..."]:
+    """Return `attend` of the first pages of each row, as many as the longest row needs.
+
+    For a CPU, where every page that is read costs time, masked or not. The number is rounded up to
+    one of a few that double. On a GPU, choosing the branch would need a round trip to the host.
+    """
+    num_slots, table_width = page_tables.shape
+    widths = [-(-_MIN_CONTEXT // page_size)]
+    while widths[-1] < table_width:
+        widths.append(2 * widths[-1])
+    widths[-1] = table_width
+    length = jnp.where(rows.is_live(num_slots), rows.num_computed + rows.query_len, 0)
+    longest = jnp.max(length, initial=0)
+    branch = jnp.sum(longest > page_size * jnp.array(widths[:-1], jnp.int32))
+    branches = [functools.partial(attend, page_tables[:, :width]) for width in widths]
+    return jax.lax.switch(branch, branches)
 
 
 def tiles_at_once(most: int, scores: int) -> int:
