@@ -145,6 +145,7 @@ def test_many_streams_at_once_give_what_generate_gives(llm, over):
             assert_same(joined(deltas, sample.index, param.output_kind), told(sample))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", RequestOutputKind)
 def test_outputs_of_generate_are_vllms(llm, over, kind):
     """All so far, what is new, or all at the end; the last one says that it is the last."""
@@ -215,6 +216,7 @@ def test_a_chat_is_that_of_chat(llm, over):
     assert stream.num_cached_tokens >= want.num_cached_tokens  # it came before
 
 
+@pytest.mark.soak
 def test_prompt_logprobs_come_with_the_first_piece(llm, over):
     params = SamplingParams(seed=1, max_tokens=3, logprobs=0, prompt_logprobs=0)
     (want,) = llm.generate("hello", params)
@@ -496,6 +498,7 @@ print("leaving", flush=True)
 """
 
 
+@pytest.mark.soak
 def test_python_ends_without_a_close(tmp_path):
     """While a step runs: it is waited for, and nothing hangs or crashes."""
     code = EXIT.format(folder=str(FIXTURES / "llama"), options=OPTIONS | {"max_model_len": 96})

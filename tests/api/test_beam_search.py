@@ -105,6 +105,7 @@ def llm():
         yield llm
 
 
+@pytest.mark.soak
 def test_an_llm_finds_what_a_search_with_the_oracle_finds(llm):
     def logprobs_after(tokens):
         return exact(FIXTURE, (*tokens, 0))[-1]

@@ -66,6 +66,7 @@ def test_metrics_have_vllm_s_names(llm):
     assert sum(accepted) == found["vllm:spec_decode_num_accepted_tokens"].value
 
 
+@pytest.mark.soak
 def test_prefixes_are_found_counted_and_forgotten():
     """By default where the model has no states; a conversation's next turn begins on the last."""
     options = {"max_num_seqs": 2, "decode_buckets": [2], "prefill_buckets": [64]}

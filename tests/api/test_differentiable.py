@@ -41,6 +41,7 @@ def padded(texts):
     return tokens, np.array([len(text) for text in texts] + [0] * (3 - len(texts)))
 
 
+@pytest.mark.soak
 def test_they_are_the_scores_of_the_engine(llm, made):
     texts = prompts(3, seed=3, longest=50)
     found = made.logprobs(made.params, *padded(texts))
@@ -62,6 +63,7 @@ def test_they_are_the_logprobs_of_generated_tokens(llm, made):
         np.testing.assert_allclose(own[start - 1 : len(text) - 1], want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.soak
 def test_a_step_of_gradient_ascent_makes_a_text_likelier(made):
     tokens, lengths = padded(prompts(3, seed=5, longest=50))
 
@@ -75,6 +77,7 @@ def test_a_step_of_gradient_ascent_makes_a_text_likelier(made):
     assert 0 < float(total(better)[0] - before) < 2
 
 
+@pytest.mark.soak
 def test_master_parameters_may_have_more_digits_than_the_model():
     model = load_model(FIXTURES / "lfm2", jnp.bfloat16)
     made = jaxspec.differentiable(model)

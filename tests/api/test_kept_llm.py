@@ -22,6 +22,7 @@ def test_one_prompt_gives_one_output_and_a_list_a_list(short_model):
     assert len([p for p in kept._runner._programs if isinstance(p, Program)]) <= 5
 
 
+@pytest.mark.soak
 def test_an_llm_is_kept_for_equal_options_and_given_up_for_others(short_model):
     def kept(**options):
         jaxspec.generate(PROMPT, short_model, GREEDY, max_num_seqs=1, **options)

@@ -66,6 +66,7 @@ def test_the_embedded_model_drafts_well(embedded, embedded_plain):
     assert total.mean_acceptance_length > 2.0
 
 
+@pytest.mark.soak
 def test_drafts_after_a_verify_are_those_after_a_prompt_of_the_same_tokens(embedded, monkeypatch):
     """However many of the last drafts stood: the head goes on from the last token that does."""
     monkeypatch.setattr(embedded.session.engine, "max_in_flight", 0)
@@ -227,6 +228,7 @@ def test_a_stream_joined_is_what_generate_gives(drafted):
     assert deltas[-1].metrics.num_tokens == 24 and len(deltas) > 2
 
 
+@pytest.mark.soak
 def test_a_bound_of_a_step_s_time_holds_from_the_first_step_on_and_changes_no_token(
     drafted, short_model
 ):
@@ -422,6 +424,7 @@ def test_a_forked_child_gets_an_error_in_place_of_a_hang(drafted, short_model):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
 
 
+@pytest.mark.soak
 def test_an_interrupt_while_programs_warm_up_or_the_state_is_made_harms_no_later_call(
     short_model, monkeypatch
 ):
@@ -542,6 +545,7 @@ def test_urgent_requests_enter_first(drafted, monkeypatch):
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
 
 
+@pytest.mark.soak
 def test_each_token_says_who_gave_it_and_the_engine_counts_as_its_requests_do(short_model):
     """With stop strings, stop ids, several steps a dispatch and preemption: 4 rows on 13 pages."""
     with LLM(short_model, **OPTIONS, num_pages=14, steps_per_dispatch=2) as llm:
@@ -567,6 +571,7 @@ def test_each_token_says_who_gave_it_and_the_engine_counts_as_its_requests_do(sh
     assert metrics["num_tokens"] >= total.num_tokens  # what a stop string cut was given first
 
 
+@pytest.mark.soak
 def test_replayed_states_give_the_same_tokens_from_less_memory(drafted, plain, short_model):
     """80 tokens: the ring of 32 is folded at least twice."""
     long = dataclasses.replace(GREEDY, max_tokens=80)
@@ -598,6 +603,7 @@ def test_drafts_from_part_of_the_vocabulary_stand_and_change_no_text(embedded_pl
     assert memory == [1024 * (160 + 1) * 4, 0]
 
 
+@pytest.mark.soak
 def test_what_a_text_repeats_is_looked_up_and_changes_no_text(embedded_plain):
     functions = "\n\n".join(f"def area_of_{x}(self):\n    return self.{x}" for x in "abcd")
     llm = LLM(speculative_config="ngram", **OPTIONS)

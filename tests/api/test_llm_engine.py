@@ -43,6 +43,7 @@ def test_who_needs_nothing_compiled_waits_for_no_turn(engine, monkeypatch):
     assert sample.request.prompt == (1, 2, 3) and not engine.session.has_work
 
 
+@pytest.mark.soak
 def test_samples_of_a_regular_grammar_share_an_automaton_that_does_not_travel(tmp_path):
     engine = LLMEngine(with_bytes("qwen3", tmp_path), max_model_len=64, dtype="float32")
     params = SamplingParams(structured_outputs={"choice": ["yes", "no"]}, n=2)
@@ -54,6 +55,7 @@ def test_samples_of_a_regular_grammar_share_an_automaton_that_does_not_travel(tm
     engine.close()
 
 
+@pytest.mark.soak
 def test_admitted_samples_have_matchers_of_their_own_that_do_not_travel(tmp_path):
     engine = LLMEngine(with_bytes("qwen3", tmp_path), max_model_len=64, dtype="float32")
     params = SamplingParams(structured_outputs={"grammar": 'start: "yes" | "no"'}, n=2)

@@ -626,6 +626,7 @@ def calls(draw):
     return way, draw(subject), params, dict(draw(st.lists(some, max_size=2)))
 
 
+@pytest.mark.soak
 @cases(300)
 @given(calls())
 def test_calls_are_answered_or_refused_and_leave_nothing(llm, call):

@@ -636,6 +636,7 @@ def test_unknown_keys_of_speculation_are_listed_with_the_known_ones():
 
 
 # A model that gives NaN is no bad input: the request ends, and so does the command.
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("typed", "which"),
     [(["ab"], ""), (["ab", "--json"], ""), (["ab", "cd"], " for 2 of 2 prompts")],

@@ -111,6 +111,7 @@ FORMS = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_grammar_goes_on_where_it_was(here, there, form):

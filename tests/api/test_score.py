@@ -35,6 +35,7 @@ def test_every_token_of_a_text_has_the_model_s_logprob(llm):
             assert abs(scored.total(start) - own[max(start, 1) :].sum()) < 40 * NEAR
 
 
+@pytest.mark.soak
 def test_the_likeliest_ending_of_a_text_has_the_best_score(llm):
     prompt = list(prompts(1, seed=4)[0])
     params = SamplingParams(temperature=0.0, max_tokens=1)
@@ -78,6 +79,7 @@ def test_with_a_temperature_they_are_of_the_distribution_that_tokens_are_drawn_f
         np.testing.assert_allclose(scored.token_logprobs[1:], own[1:], atol=2 * NEAR)
 
 
+@pytest.mark.soak
 def test_they_are_the_processed_logprobs_of_generated_tokens(llm):
     params = SamplingParams(
         temperature=0.8, top_p=0.9, seed=2, max_tokens=20, logprobs=0, ignore_eos=True

@@ -146,6 +146,7 @@ def test_what_is_typed_goes_to_the_engine_and_its_own_parameters_hold_else(typed
     assert (params.temperature, params.max_tokens, params.seed) == (0.5, 9, None)
 
 
+@pytest.mark.soak
 def test_answers_are_those_of_the_library(short_model, capsys, monkeypatch):
     engine = {"decode_buckets": [1], "prefill_buckets": [64]}
     monkeypatch.setattr(chat.sys, "stdin", io.StringIO("Hi\nWhat is a list?\n"))

@@ -32,6 +32,7 @@ def test_json_gives_an_object_a_prompt(capsys, tmp_path, short_model):
     assert len(single["draft_positions"]) == 6
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("prompts", [["def f(x):", "import os"], soak(["def f(x):"])])
 def test_colours_change_no_text_and_a_legend_says_who_gave_how_much(prompts, capsys, short_model):
     typed = [*prompts, "--max-tokens", "12", "--model", str(short_model)]

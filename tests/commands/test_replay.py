@@ -105,6 +105,7 @@ def test_a_replay_saves_no_hidden_states(tmp_path):
     assert replay(path).is_equal and not folder.exists()
 
 
+@pytest.mark.soak
 def test_a_flight_from_a_copy_of_the_state_goes_on_in_its_midst(llm, tmp_path):
     stream = llm.stream(PROMPTS[1], SamplingParams(temperature=0, max_tokens=60))
     next(stream)

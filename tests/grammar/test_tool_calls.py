@@ -103,6 +103,7 @@ def tokenizers():
     return tokenizer
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_required_calls_are_calls_alone_of_the_tools(dialect, tags_of, tokenizers):
     tags = tags_of(dialect)
@@ -114,6 +115,7 @@ def test_required_calls_are_calls_alone_of_the_tools(dialect, tags_of, tokenizer
         assert calls and not content.strip(), text
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_single_call_is_one_of_the_named_tool(dialect, tags_of, tokenizers):
     tags = tags_of(dialect)
@@ -129,6 +131,7 @@ def test_a_single_call_is_one_of_the_named_tool(dialect, tags_of, tokenizers):
             assert not content.strip()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_call_that_the_model_begins_is_valid(dialect, tags_of, tokenizers):
     tags = tags_of(dialect)

@@ -543,6 +543,7 @@ def test_the_ab_compares_drafts_with_plain_decoding(ab):
     assert ab.written["differences"] == []
 
 
+@pytest.mark.soak
 def test_the_ab_scores_every_token_that_came_as_the_best(ab):
     for request in ab.requests[0]:
         for at in (0, 3, 7):

@@ -18,12 +18,12 @@ def page():
     return module
 
 
-@pytest.mark.few(1)
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("policy", "valid"),
     [
         ("snapshot", "state_offset 2"),
-        pytest.param("replay", "ring_length 6", marks=pytest.mark.soak),
+        ("replay", "ring_length 6"),
     ],
 )
 def test_its_tokens_equal_plain_decoding(page, policy, valid, capsys):

@@ -53,6 +53,7 @@ def test_a_gguf_file_is_compared_by_its_header(tmp_path):
     assert "cut short or damaged" in found_in(tmp_path / "x.gguf").refused[0]
 
 
+@pytest.mark.soak
 def test_a_config_json_that_asks_for_millions_of_tensors_costs_no_more_than_its_layers(
     copy, monkeypatch
 ):

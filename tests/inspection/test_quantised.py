@@ -29,6 +29,7 @@ def sizes_of(folder, devices=1, **options):
     return sizes
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", [*HELD, "ct fp8 rows", None])
 def test_random_weights_are_counted_as_they_are_drawn(name, devices, copy, holds):
@@ -54,6 +55,7 @@ def test_a_configuration_alone_is_counted_as_random_weights(copy, holds):
     assert rounded.quantised.held and rounded.quantised.kind == "fp8"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", HELD)
 @pytest.mark.parametrize("options", [{}, DUMMY])
 def test_a_machine_without_kernels_reports_what_a_gpu_would_hold(

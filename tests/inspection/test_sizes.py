@@ -172,6 +172,7 @@ def test_lengths_are_weighed_with_the_sizes_that_loading_gives_them(monkeypatch)
     assert said.shapes in weighed
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_as_many_parameters_as_they_are_known_for(name):
     total, active, head, kib = PUBLISHED[name]

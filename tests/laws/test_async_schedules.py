@@ -37,6 +37,7 @@ from jaxspec.engine.sample_stream import SampleStream
 from jaxspec.requests.request import Finish
 from jaxspec.requests.sampling_params import RequestOutputKind, SamplingParams
 
+LONG = True  # first, for it goes through all objects of its process
 SIZES = {
     "max_num_seqs": 5,
     "decode_rows": (1, 5),
@@ -232,8 +233,8 @@ async def settled(llm, seconds=30):
 
 async def busy(llm):
     """Wait until several requests run or wait; the engine stays within a step until they do."""
-    are_there, end = threading.Event(), time.monotonic() + 10
-    llm._engine.schedule.runner.at["result"] = lambda: are_there.wait(10)
+    are_there, end = threading.Event(), time.monotonic() + 60
+    llm._engine.schedule.runner.at["result"] = lambda: are_there.wait(60)
     while llm._admission.num_unfinished < 4:
         assert time.monotonic() < end, "the storm is over"
         await asyncio.sleep(0.001)
@@ -342,6 +343,7 @@ def test_a_drain_in_the_middle_refuses_new_ones_and_ends_the_others(make, timeou
     assert is_whole == (timeout is None) == (not happened["abort"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("timeout", [None, 0.05])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_drain_in_a_pause_ends(make, timeout, is_late):
@@ -603,11 +605,12 @@ BUGS = [
 ]
 
 
-async def watched_storm(llm):
+async def watched_storm(llm, seconds, seconds_after):
+    """A storm within `seconds`, after which the engine is done within `seconds_after`."""
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(seconds):
             happened = await storm(llm, 1, 60)
-            await settled(llm, seconds=1)
+            await settled(llm, seconds_after)
             await assert_nothing_is_left(llm)
     finally:
         llm._thread.stop()
@@ -615,7 +618,7 @@ async def watched_storm(llm):
 
 
 def test_a_storm_without_a_bug_finds_nothing(make):
-    asyncio.run(watched_storm(make(max_num_queued_reqs=50)))
+    asyncio.run(watched_storm(make(max_num_queued_reqs=50), 300, 60))
 
 
 @pytest.mark.few(1)
@@ -623,4 +626,4 @@ def test_a_storm_without_a_bug_finds_nothing(make):
 def test_a_storm_finds(make, owner, name, bug, monkeypatch):
     monkeypatch.setattr(owner, name, bug)
     with pytest.raises((AssertionError, ExceptionGroup, TimeoutError)):
-        asyncio.run(watched_storm(make(max_num_queued_reqs=50)))
+        asyncio.run(watched_storm(make(max_num_queued_reqs=50), 20, 1))

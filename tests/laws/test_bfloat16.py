@@ -75,6 +75,7 @@ def check(outputs, alone):
         np.testing.assert_allclose(others, logprobs, rtol=0, atol=BOUND)
 
 
+@pytest.mark.soak
 def test_a_kept_prefix_changes_no_token(llm, prompts, alone):
     outputs = [llm.generate([prompt], PARAMS)[0] for prompt in prompts[::-1] for _ in range(2)]
     assert all(output.num_cached_tokens >= 48 for output in outputs[1::2])
@@ -82,6 +83,7 @@ def test_a_kept_prefix_changes_no_token(llm, prompts, alone):
     check([outputs[3], outputs[1]], alone)
 
 
+@pytest.mark.soak
 def test_a_preemption_changes_no_token(llm, prompts, alone):
     before = llm.metrics()["num_preemptions"]
     outputs = llm.generate(prompts, PARAMS)
@@ -89,6 +91,7 @@ def test_a_preemption_changes_no_token(llm, prompts, alone):
     check(outputs, alone)
 
 
+@pytest.mark.soak
 def test_another_engine_goes_on_with_the_same_tokens(llm, prompts, alone):
     other = make()
     for prompt, (ids, _) in zip(prompts, alone, strict=True):
@@ -102,6 +105,7 @@ def test_another_engine_goes_on_with_the_same_tokens(llm, prompts, alone):
     other.close()
 
 
+@pytest.mark.soak
 def test_score_gives_the_logprobs_of_what_was_generated(llm, prompts, alone):
     for prompt, (ids, logprobs) in zip(prompts, alone, strict=True):
         (score,) = llm.score([{"prompt_token_ids": prompt["prompt_token_ids"] + ids}])

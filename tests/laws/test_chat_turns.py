@@ -47,7 +47,8 @@ def cold(llm, asked):
     return found
 
 
-@pytest.mark.few(3)
+@pytest.mark.soak
+@pytest.mark.few(1)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("template", [None, DROPS_THINKING, KEEPS_ALL, PLAIN])
 def test_each_turn_is_found_up_to_the_boundary_of_the_last(llm, template, params):
@@ -69,6 +70,7 @@ def test_each_turn_is_found_up_to_the_boundary_of_the_last(llm, template, params
     assert cold(llm, asked) == answers
 
 
+@pytest.mark.soak
 def test_a_loop_of_tools_is_found_at_its_end_and_the_user_where_thinking_is_dropped(llm):
     llm.reset_prefix_cache()
     options = {"chat_template": DROPS_THINKING, "tools": [TOOL]}
@@ -95,6 +97,7 @@ def test_a_loop_of_tools_is_found_at_its_end_and_the_user_where_thinking_is_drop
     assert cold(llm, asked) == answers
 
 
+@pytest.mark.soak
 def test_an_answer_that_is_continued_is_found_too(llm):
     """Each piece of it is the end of the next prompt, and the next turn parts in front of it."""
     llm.reset_prefix_cache()
@@ -109,6 +112,7 @@ def test_an_answer_that_is_continued_is_found_too(llm):
     assert cold(llm, [([*more, asks(1)], GREEDY, {})]) == [answer.token_ids]
 
 
+@pytest.mark.soak
 def test_a_boundary_that_is_given_with_token_ids_is_kept_if_it_saves_a_step(llm, monkeypatch):
     llm.reset_prefix_cache()
     ids = list(range(300, 340))

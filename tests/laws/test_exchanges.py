@@ -91,7 +91,7 @@ def blueprint_of(fixture):
     )
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fixture", FAMILIES)
 def test_each_exchange_of_a_program_depends_on_the_one_before(fixture):
     blueprint = blueprint_of(fixture)

@@ -85,7 +85,7 @@ WAYS = {
 CASES = [*(("projection", way) for way in WAYS), ("overflow", "drawn"), ("queries", "block")]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("what", "way"), CASES, ids=" of ".join)
 def test_a_head_that_fails_costs_all_drafts_and_no_token(run, what, way):
     params, options = WAYS[way]
@@ -98,7 +98,7 @@ def test_a_head_that_fails_costs_all_drafts_and_no_token(run, what, way):
     assert num_drafts > 60 and num_accepted == 0
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fixture", "states", "params"),
     [(HYBRID, SNAPSHOT, GREEDY), (HYBRID, REPLAY, SAMPLED), ("qwen3_5_moe", REPLAY, GREEDY)],
@@ -116,6 +116,7 @@ def test_a_draft_that_the_target_itself_cannot_read_falls(run, fixture, states, 
     assert [r.output for r in engine.requests] == [r.output for r in sound.requests]
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize("options", [DRAWN, BLOCK], ids=["standard", "block"])
 def test_a_drawn_draft_that_the_target_itself_cannot_read_falls(run, options):
@@ -131,6 +132,7 @@ def test_a_drawn_draft_that_the_target_itself_cannot_read_falls(run, options):
         assert request.finish is (Finish.ERROR if ids else Finish.LENGTH)
 
 
+@pytest.mark.soak
 def test_keys_of_a_failed_pass_cost_drafts_alone_and_leave_no_trace(run):
     """The head's own keys and values turn NaN while requests run; others use the pages later."""
     engine = Harness(HYBRID, drafts=3)

@@ -129,6 +129,7 @@ async def started(engine):
     return task
 
 
+@pytest.mark.soak
 def test_a_request_added_during_an_update_that_fails_is_aborted(in_tasks, old, monkeypatch):
     """The engine thread survives it."""
 
@@ -169,6 +170,7 @@ def test_a_request_added_during_an_update_that_fails_is_aborted(in_tasks, old, m
     in_tasks(act)
 
 
+@pytest.mark.soak
 def test_streams_end_if_the_update_that_aborts_them_is_cancelled(in_tasks, old):
     async def act(engine):
         running = await started(engine)

@@ -90,6 +90,7 @@ def test_a_hit_from_the_host_gives_the_tokens_of_a_cold_run_at_every_position(na
     check_all_is_free(engine)
 
 
+@pytest.mark.soak
 def test_a_hit_from_the_host_over_8_bit_keys_and_values_gives_the_tokens_of_a_cold_run():
     engine = make(kv_dtype=FP8, states=REPLAY)
     cold = ask(engine, PROMPT).output
@@ -141,6 +142,7 @@ def test_no_step_s_program_is_another_one_and_a_hit_from_the_host_compiles_nothi
 SHARED = [(*WALKED[0][:n], *tail) for n in (5, 8, 12) for tail in prompts(3, seed=n, longest=9)]
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("states", "depth", "options"),
@@ -181,6 +183,7 @@ def settle(disk):
         disk.poll()
 
 
+@pytest.mark.soak
 def test_what_went_to_the_disk_is_found_by_the_next_engine_and_changes_no_token(
     tmp_path, monkeypatch
 ):
@@ -283,7 +286,7 @@ def victim():
     return engine
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_seen(bug, victim, monkeypatch):
     monkeypatch.setattr(blocks, *BUGS[bug])

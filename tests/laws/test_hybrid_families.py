@@ -36,7 +36,7 @@ def known(fixture, params):
     return continuations(fixture, [(prompt, params, seed) for seed, prompt in enumerate(PROMPTS)])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @BOTH
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_greedy_ids_equal_the_reference(fixture, states, drafts):
@@ -50,7 +50,7 @@ def test_greedy_ids_equal_the_reference(fixture, states, drafts):
     assert engine.requests[0].output == greedy
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @BOTH
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_speculation_never_changes_output(fixture, states, params):
@@ -77,6 +77,7 @@ def test_speculation_never_changes_output(fixture, states, params):
         assert 0 < sum(accepted) < sum(r.metrics.num_draft_tokens for r in engine.requests)
 
 
+@pytest.mark.soak
 @pytest.mark.few(2)
 @BOTH
 def test_samples_of_a_prompt_are_as_if_each_were_alone(fixture, states):
@@ -90,6 +91,7 @@ def test_samples_of_a_prompt_are_as_if_each_were_alone(fixture, states):
     assert len({tuple(sample.output) for sample in samples[:3]}) == 3
 
 
+@pytest.mark.soak
 @pytest.mark.few(2)
 @BOTH
 def test_preemption_changes_no_token(fixture, states):

@@ -44,6 +44,7 @@ def test_layers_have_the_scales_of_their_own():
     np.testing.assert_allclose(found, [[0.0137, 0.0019], [0.02, 0.3]], rtol=1e-6)
 
 
+@pytest.mark.soak
 def test_speculation_depth_and_chunks_change_no_token():
     plain, known = alone(), [(prompt, GREEDY, seed) for seed, prompt in enumerate(PROMPTS)]
     oracle = {"accuracy": (0.8, 0.5, 0.5), "continuations": continuations(HYBRID, known)}
@@ -56,11 +57,13 @@ def test_speculation_depth_and_chunks_change_no_token():
     assert served(max_in_flight=3, chunk=7, **MTP)[0] == plain
 
 
+@pytest.mark.soak
 def test_scales_count():
     """The scales of this model waste or exceed the range of 8 bits, so that other ones differ."""
     assert alone() != served(HYBRID, max_in_flight=0)[0]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("host_bytes", [0, 2**26])
 def test_a_hit_gives_the_tokens_of_a_cold_run(host_bytes):
     sizes = {"num_pages": 120, "num_checkpoints": 40, "host_bytes": host_bytes}
@@ -75,6 +78,7 @@ def test_a_hit_gives_the_tokens_of_a_cold_run(host_bytes):
         assert (hit.num_cached_tokens, hit.output) == (length, cold)
 
 
+@pytest.mark.soak
 def test_a_request_goes_on_elsewhere_with_the_tokens_of_one_engine():
     sender = Traveller(SCALED, kv_dtype=FP8, states=SNAPSHOT, **MTP)
     receiver = Traveller(SCALED, kv_dtype=FP8, states=REPLAY, page_size=8, max_in_flight=0)
@@ -86,6 +90,7 @@ def test_a_request_goes_on_elsewhere_with_the_tokens_of_one_engine():
     assert want == expected
 
 
+@pytest.mark.soak
 def test_engines_with_other_scales_or_none_refuse_a_request():
     sender = Traveller(SCALED, kv_dtype=FP8, **MTP)
     receiver = Traveller(HYBRID, kv_dtype=FP8, **MTP)

@@ -58,6 +58,7 @@ def chosen(monkeypatch):
     return rungs
 
 
+@pytest.mark.soak
 def test_no_rung_changes_a_token(engine, chosen):
     run(engine)
     assert chosen == set(LADDER[:3])
@@ -79,7 +80,8 @@ def of_a_neighbour():
     return scheduler, "join", lambda feature_sets: next(iter(feature_sets))
 
 
-@pytest.mark.few(2)
+@pytest.mark.soak
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "bug",
     [drops(TEMPERATURE, SMALL_TOP_K), drops(PENALTIES), drops(BIAS), of_a_neighbour()],

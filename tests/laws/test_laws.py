@@ -113,7 +113,7 @@ def name_of(value):
     return {id(GREEDY): "greedy", id(SAMPLED): "sampled"}.get(id(value), str(value))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "method, drafts, params",
     [*QUICK, *(soak(*way) for way in EVERY if way not in QUICK)],
@@ -153,7 +153,7 @@ def check_speculation(method, drafts, params, depth, chunk):
         assert per_position.min() > 0
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "method, drafts, params",
     [
@@ -200,7 +200,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fixture, method, drafts, params", OTHERS, ids=name_of)
 def test_speculation_never_changes_output_of_other_models(fixture, method, drafts, params):
     """Each way of drafting with every depth and every chunk size; which meet turns by the row."""
@@ -211,6 +211,7 @@ def test_speculation_never_changes_output_of_other_models(fixture, method, draft
         assert engine.check() <= 1
 
 
+@pytest.mark.soak
 def test_speculation_never_changes_output_over_8_bit_keys_and_values():
     """Nor do neighbours, chunks and depth: each request as plain decoding gives it alone."""
     kv_dtype = np.dtype("float8_e4m3fn")
@@ -274,7 +275,7 @@ def test_the_oracle_gives_the_ids_of_the_reference(fixture):
     assert not expected(fixture, tuple(prompt), params, 0).check(greedy)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "fixture, method, drafts, policy",
     [*RUNS, *(soak(*run) for run in OTHER_RUNS if run not in RUNS)],
@@ -295,6 +296,7 @@ def test_greedy_ids_equal_the_reference(fixture, method, drafts, policy):
     assert engine.requests[0].output == greedy
 
 
+@pytest.mark.soak
 def test_the_widest_verify_changes_no_output():
     """K = 8, drafts right often enough that whole verifies stand."""
     known = continuations(HYBRID, requests_of(GREEDY))
@@ -304,6 +306,7 @@ def test_the_widest_verify_changes_no_output():
     assert max(len(r.metrics.accepted_per_position) for r in engine.requests) == 8
 
 
+@pytest.mark.soak
 def test_a_draft_vocabulary_never_changes_output():
     """Laws 1, 3 and 4, with drafts from 64 of 264 ids, the first ones or a list.
 
@@ -324,6 +327,7 @@ def test_a_draft_vocabulary_never_changes_output():
         assert engine.runner.memory()["proposer_tables"] == 64 * (64 + 1) * 4
 
 
+@pytest.mark.soak
 def test_a_draft_head_in_8_bits_never_changes_output():
     """Laws 1, 3 and 4, with drafts from a copy of the head that is rounded, or of a part of it."""
     for depth, chunk, vocab in ((0, 7, None), (2, 64, SOME_IDS)):
@@ -337,7 +341,7 @@ def test_a_draft_head_in_8_bits_never_changes_output():
         assert engine.runner.memory()["proposer_tables"] == 4 + ids * (64 + own)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "method, drafts, params, options",
     [
@@ -357,7 +361,7 @@ def test_several_steps_at_once_change_no_output(method, drafts, params, options)
     assert engine.engine.metrics.num_steps == sum(dispatched)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "depth, chunk, num_pages, vocab",
     [(0, 1, 400, None), (3, 7, 400, None), (2, 64, 16, None), (3, 7, 400, SOME_IDS)],
@@ -391,6 +395,7 @@ def test_what_the_head_drafts_depends_on_the_request_alone(depth, chunk, num_pag
     assert drafted <= set(vocab or range(264)) and len(drafted) > 10
 
 
+@pytest.mark.soak
 def test_top_k_and_top_p_never_depend_on_speculation():
     params = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, max_tokens=12)
     engine = harness(HYBRID, "mtp", 3, params)
@@ -432,7 +437,7 @@ def test_samples_of_one_prompt_fork_and_equal_requests_of_their_own(states):
         assert engine.check() <= 1
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fixture", "states"),
     [(HYBRID, SNAPSHOT), (HYBRID, REPLAY), ("nemotron_h", REPLAY)],
@@ -478,7 +483,7 @@ def true_states(engine, row):
     return np.stack([replayed(pool.states, pool.ring, layer, region)[0] for layer in layers])
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @HYBRIDS
 def test_a_state_rolled_back_equals_a_state_never_advanced(fixture, states):
     """Law 5: the state that acceptance selected is the one plain decoding has at that length."""
@@ -531,7 +536,7 @@ def test_after_a_stop_inside_accepted_drafts_the_true_state_is_still_known(state
     assert num_inside >= 3
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @HYBRIDS
 def test_a_reused_slot_and_padding_leave_no_trace(fixture, states):
     """Law 7, bit for bit: after other requests, and among padding, a request gives the same."""
@@ -551,7 +556,7 @@ def test_a_reused_slot_and_padding_leave_no_trace(fixture, states):
     assert engine.check() <= 1
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @HYBRIDS
 def test_a_row_that_turns_nan_ends_with_an_error_and_harms_no_other(fixture, states):
     engine = harness(fixture, "oracle-mixed", 3, GREEDY, states=states)
@@ -572,6 +577,7 @@ def test_a_row_that_turns_nan_ends_with_an_error_and_harms_no_other(fixture, sta
     assert engine.check() <= 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_stop_id_ends_at_the_same_token(params):
     """On the device, inside a verify: what was accepted behind it is dropped."""

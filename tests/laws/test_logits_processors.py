@@ -89,6 +89,7 @@ def check(llm, alone, names=ON_DEVICE):
         assert free == alone
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("names", [ON_DEVICE, ON_HOST], ids=["device", "host"])
 def test_outputs_are_what_processors_say_and_neighbours_keep_theirs(llm, alone, names, monkeypatch):
     programs, runner = set(), llm.session.engine.runner
@@ -122,6 +123,7 @@ def test_drafts_and_depth_change_no_token_of_soft_processors(llm, plain):
         assert tokens[:count] == [7] * count and tokens[count : count + 1] != [7]
 
 
+@pytest.mark.soak
 def test_a_processor_brings_no_masked_id_back(llm):
     args = {"modulus": 5, "offset": 1, "late": 30}
     params = [
@@ -136,6 +138,7 @@ def test_a_processor_brings_no_masked_id_back(llm):
     assert (four.finish_reason, four.token_ids) == ("error", [])  # every id is masked
 
 
+@pytest.mark.soak
 def test_processors_on_the_host_restrict_a_grammar(llm):
     """Token ids of the walk, as a choice of which the grammar leaves one."""
     digits = [llm.tokenizer.encode(str(digit))[0] for digit in range(10)]
@@ -146,6 +149,7 @@ def test_processors_on_the_host_restrict_a_grammar(llm):
     assert found.outputs[0].text == "7"
 
 
+@pytest.mark.soak
 def test_a_failing_processor_ends_its_own_request(llm, caplog):
     params = [asked(0, ON_HOST), asked(1, extra_args={"fails_after": 3})]
     prompts = [{"prompt_token_ids": prompt_of(number)} for number in range(2)]
@@ -155,6 +159,7 @@ def test_a_failing_processor_ends_its_own_request(llm, caplog):
     assert "Failing" in caplog.text
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("features", [GREEDY, TOP_K], ids=str)
 def test_rungs_below_the_top_are_those_of_an_engine_without(features, short_model, plain):
     program = Program(4, 0, features)

@@ -59,6 +59,7 @@ def test_greedy_rows_report_the_model_s_own_logprobs(options):
         assert num_prompt == sum(len(prompt) - 1 for prompt in LONG[::2])
 
 
+@pytest.mark.soak
 def test_temperature_and_top_k_do_not_show():
     for depth, chunk in DEPTHS_AND_CHUNKS:
         feature_sets = (TOP_K_REPORTED.features,)
@@ -68,6 +69,7 @@ def test_temperature_and_top_k_do_not_show():
         assert check_logprobs(engine)[0] == 5 * 14
 
 
+@pytest.mark.soak
 def test_drawn_drafts_report_the_target_s_logprobs():
     params = dataclasses.replace(SAMPLED, **REPORTED)
     engine = Harness(drafts=3, probabilistic=True, chunk=7, feature_sets=(params.features,))
@@ -76,6 +78,7 @@ def test_drawn_drafts_report_the_target_s_logprobs():
     assert sum(r.metrics.num_accepted_tokens for r in engine.requests) > 0
 
 
+@pytest.mark.soak
 def test_forks_aborts_and_preemptions_lose_none():
     """A request that is preempted reads its prompt and its output again, as a prompt."""
     params = GREEDY_REPORTED, GREEDY
@@ -88,6 +91,7 @@ def test_forks_aborts_and_preemptions_lose_none():
     assert num_output > 100 and num_prompt > 50
 
 
+@pytest.mark.soak
 def test_one_token_has_nothing_before_it():
     engine = Harness(feature_sets=(GREEDY_REPORTED.features, GREEDY.features))
     engine.add((5,), GREEDY_REPORTED)
@@ -155,7 +159,8 @@ def assert_the_oracle_sees_it():
         check_logprobs(engine)
 
 
-@pytest.mark.few(2)
+@pytest.mark.soak
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bug", HOST_BUGS, ids=lambda bug: bug.__name__)
 def test_the_oracle_sees_on_the_host(bug, monkeypatch):
     monkeypatch.setattr(engine_module, "record_logprobs", bug)

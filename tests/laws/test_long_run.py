@@ -41,6 +41,7 @@ def assert_tie(oracle, prompt, want, got, temperature, seed):
     assert gap < TIE, f"{prompt}: token {place} differs by {gap:.2g}"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("temperature", "rounds", "samples"), [(0.0, 1, 1), (0.8, 3, 8)])
 def test_64_prompts_give_the_same_with_and_without_drafts(engines, temperature, rounds, samples):
     """No token differs but at a tie, and no completion stops where plain decoding does not.

@@ -110,6 +110,7 @@ REPLAY_BUGS = [
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "module, name, bug", REPLAY_BUGS, ids=lambda value: getattr(value, "__name__", "")
@@ -126,7 +127,7 @@ def test_without_a_bug_the_laws_hold():
     assert_the_laws_hold()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "module, name, bug", BUGS, ids=lambda value: getattr(value, "__name__", "")
 )

@@ -184,12 +184,14 @@ def errors():
     )
 
 
+@pytest.mark.soak
 def test_without_a_bug_the_scores_are_those_of_the_reference():
     of_trunk, of_head = errors()
     assert of_trunk < 5e-4 and of_head < 1e-4
 
 
-@pytest.mark.few(2)
+@pytest.mark.soak
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("owner", "name", "bug"), MODEL, ids=bug_name)
 def test_the_reference_sees(owner, name, bug, monkeypatch):
     monkeypatch.setattr(owner, name, bug)

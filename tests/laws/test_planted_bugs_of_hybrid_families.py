@@ -183,14 +183,14 @@ def test_without_a_bug_the_scores_are_those_of_the_reference(fixture):
     assert error(fixture) < 2e-4
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("owner", "name", "bug"), WEIGHTS, ids=bug_name)
 def test_the_reference_sees_wrong_weights(owner, name, bug, monkeypatch):
     monkeypatch.setattr(owner, name, bug)
     assert error("falcon_h1") > 0.01
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fixture", "owner", "name", "bug"),
     [

@@ -81,7 +81,7 @@ def bug_name(value):
     return value.__name__ if callable(value) and not isinstance(value, type) else ""
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("module", "name", "bug"), BUGS, ids=bug_name)
 def test_the_reference_sees(module, name, bug, monkeypatch):
     monkeypatch.setattr(module, name, bug)

@@ -69,7 +69,7 @@ ENGINES = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_hit_gives_the_tokens_of_a_cold_run_at_every_position(name):
     """Behind every number of tokens, in a page and at its end; then at ends of outputs.
@@ -93,6 +93,7 @@ def test_a_hit_gives_the_tokens_of_a_cold_run_at_every_position(name):
     check_all_is_free(engine)
 
 
+@pytest.mark.soak
 def test_a_hit_over_8_bit_keys_and_values_gives_the_tokens_of_a_cold_run():
     engine = make(kv_dtype=FP8, states=REPLAY)
     cold = ask(engine, PROMPT).output
@@ -149,7 +150,7 @@ def kept_states(engine):
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fixture", [HYBRID, "nemotron_h"])
 @pytest.mark.parametrize("states", [SNAPSHOT, REPLAY], ids=["snapshot", "replay"])
 def test_what_is_kept_is_the_oracle_s_state(fixture, states):
@@ -201,6 +202,7 @@ DRAFTERS = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["n-gram", "EAGLE-3", soak("suffix"), soak("hybrid drafter")])
 def test_whoever_drafts_a_hit_changes_no_token(name):
@@ -223,6 +225,7 @@ def test_whoever_drafts_a_hit_changes_no_token(name):
     assert engine.check() <= 1
 
 
+@pytest.mark.soak
 def test_a_model_that_drafts_for_itself_is_right_behind_a_hit():
     """So its own states came from the checkpoint, too."""
     options = {"method": "draft_model", "options": DraftModelOptions("somewhere")}
@@ -353,7 +356,7 @@ def victim():
     return engine
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_seen(bug, victim, monkeypatch):
     monkeypatch.setattr(*BUGS[bug])

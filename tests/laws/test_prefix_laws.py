@@ -114,6 +114,7 @@ def test_the_prefix_of_each_place_decides(params):
     assert engine.scheduler.num_preemptions > 0
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
@@ -175,6 +176,7 @@ def test_a_request_that_may_say_nothing_ends_with_an_error_and_its_neighbour_goe
     assert engine.check() == 0 and params.features
 
 
+@pytest.mark.soak
 def test_logprobs_beside_all_of_them_are_the_models_own():
     """Before masks and penalties; with two samples of each prompt, few pages and a long minimum."""
     params = dataclasses.replace(
@@ -205,6 +207,7 @@ def test_a_program_without_them_is_the_one_it_was():
     assert jax.tree.structure(given) == jax.tree.structure(plain)
 
 
+@pytest.mark.soak
 def test_a_request_has_tables_for_stop_ids_that_a_row_has_no_room_for():
     few, many = (Request((1,), GREEDY, 0, STOPS[:n]) for n in (16, 17))
     assert not few.has_tables and many.has_tables

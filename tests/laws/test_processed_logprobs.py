@@ -83,6 +83,7 @@ class _Some:
     requests: list
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -98,6 +99,7 @@ def test_each_token_has_the_logprob_with_which_it_was_drawn(options):
     assert sum(r.metrics.num_accepted_tokens for r in engine.requests) > 0
 
 
+@pytest.mark.soak
 def test_all_that_may_be_drawn_has_a_mass_of_one():
     engine = run([dataclasses.replace(FEW, logprobs=20, top_p=1.0)], drafts=3)
     for request in engine.requests:
@@ -116,6 +118,7 @@ def test_without_processors_they_are_the_raw_ones_bit_for_bit():
         np.testing.assert_array_equal(raw.prompt_logprobs[1:], processed.prompt_logprobs[1:])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("module", [verify_module, logprobs_module], ids=["output", "prompt"])
 def test_nothing_is_processed_for_requests_of_raw_ones(module, monkeypatch, fresh_programs):
     processed = []
@@ -152,7 +155,8 @@ def of_the_next_row(logits, inputs, positions, *, features):
     return reported_logits(logits, inputs, positions, features=features)
 
 
-@pytest.mark.few(3)
+@pytest.mark.soak
+@pytest.mark.few(1)
 @pytest.mark.parametrize("module", [verify_module, logprobs_module], ids=["output", "prompt"])
 @pytest.mark.parametrize("bug", [of_the_model, of_the_drafter, of_the_next_row])
 def test_the_definition_sees(bug, module, monkeypatch, fresh_programs):

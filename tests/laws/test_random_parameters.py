@@ -67,6 +67,7 @@ def requests():
     return made
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",

@@ -52,6 +52,7 @@ def test_whatever_happens_to_a_batch_every_request_gives_its_own_tokens(
     assert sorted(engine.scheduler._free_slots) == list(range(1, engine.buckets.num_slots))
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize("states", [SNAPSHOT, REPLAY], ids=["snapshot", "replay"])
 def test_numbers_of_drafts_that_change_at_random_change_no_token(states, monkeypatch):
@@ -77,6 +78,7 @@ def test_numbers_of_drafts_that_change_at_random_change_no_token(states, monkeyp
     assert sum(request.metrics.num_accepted_tokens for request in engine.requests) > 40
 
 
+@pytest.mark.soak
 def test_sizes_that_change_in_the_middle_change_no_token_and_need_no_other_program(monkeypatch):
     """Prompts a step, by what steps are said to take, and steps a dispatch, by who streams.
 

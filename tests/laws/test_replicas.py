@@ -210,6 +210,7 @@ def test_a_replica_that_dies_ends_its_own_requests_alone_and_comes_back(two):
     assert two.group._router._in_flight == {0: 0, 1: 0}
 
 
+@pytest.mark.soak
 def test_one_that_dies_again_and_again_ends_all_with_a_clear_error(short_model, monkeypatch):
     monkeypatch.setattr(replica_group, "WAITS", (0.0,))
 

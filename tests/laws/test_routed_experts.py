@@ -114,10 +114,12 @@ def check_replay(llm, replay, spec):
         assert np.abs(replay(text, others)[start:] - want).max() > 1e-3
 
 
+@pytest.mark.soak
 def test_replayed_experts_give_the_logprobs_of_the_sampler(plain, replay):
     check_replay(plain, replay, plain._runner.model().routes_spec())
 
 
+@pytest.mark.soak
 def test_an_expert_that_the_model_lacks_gives_nan(plain, replay):
     ((text, sample),) = samples(asked(plain, PROMPTS[:1], SAMPLED))
     experts = sample.routed_experts.copy()
@@ -154,6 +156,7 @@ def test_gradients_reach_the_router_through_replayed_experts():
         assert routers and all(np.abs(leaf).max() > 1e-3 for leaf in routers)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_with_experts_returns_them(family):
     with LLM(FIXTURES / family, **SIZES | PLAIN) as llm:
@@ -166,6 +169,7 @@ def test_each_family_with_experts_returns_them(family):
         )
 
 
+@pytest.mark.soak
 def test_accepted_drafts_have_the_experts_of_tokens_and_rejected_ones_leave_none(busy, plain):
     check(busy, plain, PROMPTS, GREEDY)  # no text is like an earlier one
     found = check(busy, plain, PROMPTS, GREEDY)
@@ -304,6 +308,7 @@ def test_copies_of_before_a_failed_step_are_not_read(plain, monkeypatch):
     assert found.finish_reason == "error" and found.routed_experts is None
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("stop", [soak(None), "text"])
 def test_a_stream_has_them_in_the_last_delta_of_each_sample(tmp_path, plain, stop):
     """Also if a stop string ends it, which the reader finds and not the engine."""
@@ -394,6 +399,7 @@ def drafts_have_none(pools, kv_slots, layers):
 written = RoutedExperts.write
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "bug", [by_row_of_the_step, *map(soak, (layers_reversed, drafts_have_none))]
 )

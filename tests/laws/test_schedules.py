@@ -400,6 +400,7 @@ def update_within_a_prompt(num_steps):
     schedule.end(closes=False)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_steps", [1, 3, 5])
 def test_samples_fork_from_prompts_of_the_same_weights_alone(num_steps, monkeypatch):
     update_within_a_prompt(num_steps)
@@ -408,7 +409,7 @@ def test_samples_fork_from_prompts_of_the_same_weights_alone(num_steps, monkeypa
         update_within_a_prompt(num_steps)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "owner, name, bug", BUGS_OF_TRAINERS, ids=lambda v: getattr(v, "__name__", "")
 )
@@ -418,7 +419,7 @@ def test_the_schedules_of_trainers_find(owner, name, bug, monkeypatch):
         search(2000, 0, TrainedMachine, shrink=False)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("owner, name, bug", BUGS, ids=lambda value: getattr(value, "__name__", ""))
 def test_the_schedules_find(owner, name, bug, monkeypatch):
     monkeypatch.setattr(owner, name, bug)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 from harness import FIXTURES
+from pairwise import soak
 from trees import tensors_of
 
 import jaxspec
@@ -62,7 +63,7 @@ def tensors(short_model):
     return tensors_of(short_model)
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=["3 drafts", soak("0 drafts, host tier")])
 def llm(short_model, tensors, request):
     with LLM(short_model, **SIZES, **ENGINES[request.param]) as llm:
         llm.session.scheduler.prefixes.min_uncached = 1  # short prompts have cached states, too
@@ -137,6 +138,7 @@ def device_bytes():
 # Pauses
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("after", [1, 4, 9])
 def test_a_pause_changes_no_token(llm, want, after, compiled):
     """It also awaits the steps in flight, and no other is dispatched."""
@@ -213,6 +215,7 @@ def sleep_and_wake(llm, level, tensors):
     assert not llm.is_sleeping and not llm.is_paused
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("level", "after"), [(1, 0), (1, 1), (1, 5), (2, 3), (2, 8)])
 def test_sleep_changes_no_token(llm, want, tensors, level, after, compiled):
     """L8, L2: neither those of requests that run nor those on prefixes cached before and after."""
@@ -249,6 +252,7 @@ def trained(llm, random, tensors):
     return str(act)
 
 
+@pytest.mark.soak
 def test_a_storm_of_all_of_it_changes_no_token(llm, want, tensors, compiled):
     """L16: prompts come and are aborted among pauses, sleeps and updates; nothing is left."""
     random, session, live, acts = np.random.default_rng(4), llm.session, [], set()
@@ -280,6 +284,7 @@ def test_a_storm_of_all_of_it_changes_no_token(llm, want, tensors, compiled):
     assert session.scheduler.pages.num_free == llm.shapes.num_pages - 1
 
 
+@pytest.mark.soak
 def test_device_memory_is_freed_and_taken_again(llm, want, tensors):
     before, held = device_bytes(), llm.metrics()["memory_bytes"]
     total = sum(held.values())
@@ -381,6 +386,7 @@ def test_a_sleep_after_the_copy_loses_no_exported_request(llm, monkeypatch):
     assert [*state.token_ids, *found] == first
 
 
+@pytest.mark.soak
 def test_programs_compile_in_the_background_once_it_is_awake():
     sizes = SIZES | {"background_compilation": True, "max_num_seqs": 2, "decode_buckets": [1, 2]}
     with LLM(QWEN3, **sizes, speculative_config=None) as llm:
@@ -558,6 +564,7 @@ async def started(engine):
     return task
 
 
+@pytest.mark.soak
 def test_streams_wait_finish_or_end(in_tasks):
     tensors = tensors_of(QWEN3)
 
@@ -624,6 +631,7 @@ def check_sleep(llm):
         llm.session.abort(())
 
 
+@pytest.mark.soak
 def test_steps_in_flight_that_sleep_drops_are_seen(drafted, monkeypatch):
     """P16."""
     monkeypatch.setattr(Session, "pause", lambda self, *reasons: self.gate.close(*reasons))
@@ -639,6 +647,7 @@ def test_steps_in_flight_that_sleep_drops_are_seen(drafted, monkeypatch):
     drafted.session.in_turn(drafted.session._recover)
 
 
+@pytest.mark.soak
 def test_prefixes_that_sleep_forgets_to_drop_are_seen(drafted, monkeypatch):
     monkeypatch.setattr(Scheduler, "forget_device", lambda self: self.preempt_all())
     with pytest.raises(AssertionError):

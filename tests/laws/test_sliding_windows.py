@@ -20,7 +20,7 @@ PROMPTS = prompts(5, seed=7)
 MIXED = (0.8, 0.5, 0.5)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @EACH
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_greedy_ids_equal_the_reference(fixture, drafts):
@@ -34,7 +34,7 @@ def test_greedy_ids_equal_the_reference(fixture, drafts):
     assert engine.requests[0].output == greedy
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @EACH
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_speculation_never_changes_output(fixture, params):

@@ -172,6 +172,7 @@ def test_all_ways_give_the_same_valid_outputs_for_many_forms(short_model, on_the
         run.check()
 
 
+@pytest.mark.soak
 def test_free_neighbours_keep_their_tokens(short_model):
     forms = [*random_forms(4, seed=2), {"json_object": True}, {"grammar": 'start: "a" "b"*'}]
     beside = Run(short_model, forms, drafts=3)
@@ -232,6 +233,7 @@ def thoughts(folder, **options):
     return params, found
 
 
+@pytest.mark.soak
 def test_limits_of_reasoning_are_exact_wherever_they_are_followed(thinking_model, on_the_host):
     params, outputs = thoughts(
         thinking_model, speculative_config=NGRAM, steps_per_dispatch=2, max_in_flight=2
@@ -286,6 +288,7 @@ def test_samples_of_one_prompt_and_preempted_requests_follow_their_grammars(shor
     assert all(re.match("(?:ab|cd)*[ac]?$", x.text) for x in crowded[0].outputs)
 
 
+@pytest.mark.soak
 def test_text_that_must_follow_is_drafted(short_model):
     """Whatever the proposer drafts; where one token alone is allowed, all are accepted."""
     text = "".join(map(chr, range(0x410, 0x426)))  # 44 bytes, each a token
@@ -301,6 +304,7 @@ def test_text_that_must_follow_is_drafted(short_model):
     assert steps[0] >= 45 and steps[1] <= 2 + 45 / 4 + 2  # two more may be in flight
 
 
+@pytest.mark.soak
 def test_a_flight_with_grammars_is_replayed(short_model, tmp_path):
     llm = LLM(short_model, **SIZES, flight_recorder="full", speculative_config=NGRAM)
     forms = {"choice": ["red", "blue"]}, {"json_object": True}

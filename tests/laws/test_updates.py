@@ -178,6 +178,8 @@ def check_keep(llm, oracle, old, new, after):
     assert places - {0, None}
 
 
+@pytest.mark.soak
+@pytest.mark.few(1)
 @pytest.mark.parametrize("after", [4, 7])
 def test_running_requests_continue_with_the_new_weights(llm, oracle, old, new, after):
     check_keep(llm, oracle, old, new, after)
@@ -228,6 +230,7 @@ def check_prefixes(llm, fresh):
         np.testing.assert_allclose(one[1], other[1], atol=1e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("after", [3, 6])
 def test_running_requests_are_computed_again(llm, fresh, old, new, after):
     check_recompute(llm, fresh, old, new, after)
@@ -267,6 +270,7 @@ def hold_in_the_middle(session):
     return go_on
 
 
+@pytest.mark.soak
 def test_streams_of_tasks_continue_or_end(short_model, old, new, llm):
     async def main():
         options = SIZES | {"speculative_config": MTP, "state_policy": "snapshot"}
@@ -389,6 +393,7 @@ def test_an_update_that_breaks_off_stops_the_engine(llm, fresh, new, monkeypatch
     check_prefixes(llm, fresh)
 
 
+@pytest.mark.soak
 def test_updates_compile_nothing_and_leak_nothing(llm, old, new):
     """L2; own leaves, arrays of NumPy and an iterator are trees, too."""
     leaves = zip(llm.weight_specs("own"), llm._runner.weights, strict=True)

@@ -27,6 +27,7 @@ def check_equal(llm, other):
     assert llm._runner.fingerprint == other._runner.fingerprint
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "method, drafter", [("draft_model", "llama_draft"), ("eagle3", "llama_eagle3")]
 )
@@ -129,10 +130,12 @@ def engines(trees, tmp_path_factory):
         yield llm, fresh, folder
 
 
+@pytest.mark.soak
 def test_tiers_forget(engines, trees):
     check_tiers(*engines[:2], *trees, engines[2])
 
 
+@pytest.mark.soak
 def test_a_tier_that_remembers_is_seen(engines, trees, monkeypatch):
     """P5."""
     monkeypatch.setattr(HostTier, "clear", lambda self: None)
@@ -140,6 +143,7 @@ def test_a_tier_that_remembers_is_seen(engines, trees, monkeypatch):
         check_tiers(*engines[:2], *trees, engines[2])
 
 
+@pytest.mark.soak
 def test_versions_of_samples_that_are_cut(engines, trees):
     """A stop string ends a sample before tokens that a step made after it."""
     params = dataclasses.replace(PARAMS, stop_token_ids=[1], n=2, temperature=0.9)

@@ -217,6 +217,7 @@ def test_inspection_names_the_layers(fixture_folder):
 # Quantised folders
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fixture", ["deepseek_v3", "deepseek_v32"])
 def test_published_blocks_of_8_bits_are_read(fixture, fixture_folder, tmp_path, single_request):
     pair = write_pair(fixture_folder(fixture), tmp_path, FORMATS["fp8 blocks"])
@@ -253,6 +254,7 @@ def norm_of_the_index_without_shift(monkeypatch):
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fixture", "bug"),
     [

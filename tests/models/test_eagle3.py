@@ -109,6 +109,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_is_what_its_formula_says(name, copied, fixture_folder, single_request):
     folder, tokens = copied(*VARIANTS[name][:1], **VARIANTS[name][1]), [5, 200, 17, 17, 90, 3]

@@ -92,6 +92,7 @@ def edited(fixture_folder, tmp_path):
     return edit
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("dropped", "changes"),
     [

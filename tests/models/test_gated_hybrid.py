@@ -18,6 +18,7 @@ def assert_close(actual, expected, tolerance):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("prefill", [True, False], ids=["prompt", "verify"])
 def test_the_draft_head_does_the_same_for_a_selected_token(loaded, single_request, prefill):
     model, expected = loaded

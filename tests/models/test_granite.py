@@ -64,6 +64,7 @@ def variant(folder, drop, **changes):
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("drop", "changes"),
     [

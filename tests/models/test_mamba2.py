@@ -34,6 +34,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["snapshot", "replay"])
 def test_the_engine_needs_no_pages_and_gives_the_reference_ids(fixture_folder, reference, policy):
     """Two samples of one prompt, with drafts from the text; what they share is states alone."""

@@ -44,6 +44,7 @@ SHARED = {
 }
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("by_width", [True, False])
 @pytest.mark.parametrize("fixture", SHARED)
 def test_together_they_have_every_value(fixture, by_width):

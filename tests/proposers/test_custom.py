@@ -130,7 +130,7 @@ def test_the_example_of_the_documents_runs(monkeypatch, short_model):
     exec(compile(block, README, "exec"), {"__name__": __name__})
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ids", [(400, 3), (-2, 3), (0, 2**31 - 1), (-(2**31), 300)])
 def test_ids_that_the_vocabulary_lacks_are_dropped_and_counted(ids):
     def drafted(drafts, pools):
@@ -147,6 +147,7 @@ def test_ids_that_the_vocabulary_lacks_are_dropped_and_counted(ids):
     assert dropped == sum(n for n, is_wrong in zip(drafted_at, wrong, strict=True) if is_wrong) > 0
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize("count", [-5, -1, 9])
 def test_a_number_of_drafts_that_cannot_be_is_clipped(count):
@@ -161,6 +162,7 @@ def test_a_number_of_drafts_that_cannot_be_is_clipped(count):
     assert (engine.engine.acceptance.num_drafts > 0) == (count > 0)
 
 
+@pytest.mark.soak
 def test_placeholders_are_no_mistake():
     def drafted(drafts, pools):
         return dataclasses.replace(drafts, tokens=jnp.full_like(drafts.tokens, -1)), pools
@@ -190,7 +192,7 @@ def with_logits(shape, dtype=jnp.float32):
     )
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -224,6 +226,7 @@ def test_arrays_that_cannot_be_drafts_are_refused_before_anything_is_queued(what
             assert not llm.session.has_work
 
 
+@pytest.mark.soak
 def test_drawn_drafts_need_their_logits():
     config = {
         "method": "custom",

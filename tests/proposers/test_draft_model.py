@@ -65,7 +65,7 @@ SEVERAL = {"steps_per_dispatch": 2, "draft_buckets": (0, 1, 3)}
 SEVERAL_REPLAYED = {**SEVERAL, "states": REPLAY}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options, params",
     [
@@ -94,6 +94,7 @@ def test_drafts_of_another_model_change_no_output(options, params, monkeypatch):
     assert engine.run().check() <= 1
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize("states", [SNAPSHOT, REPLAY], ids=["snapshot", "replay"])
 def test_a_hybrid_drafter_is_right_where_the_number_of_drafts_changes(states, monkeypatch):
@@ -110,6 +111,7 @@ def test_a_hybrid_drafter_is_right_where_the_number_of_drafts_changes(states, mo
         assert request.metrics.num_accepted_tokens == request.metrics.num_draft_tokens > 5
 
 
+@pytest.mark.soak
 def test_drafts_equal_the_drafters_own_greedy_text():
     """`llama_draft` drafts for `llama` what it would say itself, by the NumPy oracle."""
     engine, heard = make("llama", "llama_draft", max_in_flight=0), []
@@ -137,6 +139,7 @@ def test_drafts_equal_the_drafters_own_greedy_text():
             scores = run.feed(draft)
 
 
+@pytest.mark.soak
 def test_drawn_drafts_are_verified_by_rejection_sampling():
     engine = make(HYBRID, "llama_draft", feature_sets=(SAMPLED.features,), probabilistic=True)
     for seed, prompt in enumerate(PROMPTS):
@@ -155,6 +158,7 @@ def test_a_drafter_of_another_vocabulary_is_refused():
         make_proposer(config, model("llama"), model_spec._replace(config=other))
 
 
+@pytest.mark.soak
 def test_a_folder_is_drafted_with_and_its_memory_is_counted():
     speculation = {"method": "draft_model", "model": str(FIXTURES / "llama_draft")}
     sizes = {"dtype": "float32", "max_num_seqs": 2, "decode_buckets": [2], "prefill_buckets": [64]}

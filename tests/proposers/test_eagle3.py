@@ -58,6 +58,7 @@ def first_drafts(chunk, **options):
     return np.asarray(rows.drafts)[0].tolist(), expected
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize("chunk", [None, 33])
 def test_the_first_drafts_are_the_references(chunk):
@@ -98,6 +99,7 @@ def heard_drafts(engine, requests):
     return heard
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("target", "layers", "options"),
@@ -128,6 +130,7 @@ def recycles_the_normed(self, *args, original=Eagle3Head.__call__):
     return output.replace(state=output.scored), pools
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "bug"),
@@ -153,7 +156,7 @@ SEVERAL = {"max_in_flight": 1, "steps_per_dispatch": 2, "draft_buckets": (0, 1, 
 HYBRID_TARGET = {"target": "qwen3_5", "states": REPLAY, "chunk": 7}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options, params",
     [
@@ -180,6 +183,7 @@ def test_drafts_change_no_output(options, params, monkeypatch):
     assert engine.run().check() <= 1
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize("rejection", ["standard", "block"])
 def test_drawn_drafts_come_with_what_they_were_drawn_from(rejection):
@@ -255,6 +259,7 @@ def test_heads_and_models_are_not_taken_for_each_other():
         make_proposer(config, model("llama"), recipe_of())
 
 
+@pytest.mark.soak
 def test_a_folder_is_drafted_with_and_its_memory_is_counted():
     speculation = {"method": "eagle3", "model": str(FIXTURES / HEAD)}
     sizes = {"dtype": "float32", "max_num_seqs": 2, "decode_buckets": [2], "prefill_buckets": [64]}

@@ -83,6 +83,7 @@ def check(folder, outputs):
     assert {path.name for path in folder.iterdir()} == names
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
@@ -120,6 +121,7 @@ def test_devices_that_share_the_model_save_each_state_once(make, tmp_path):
     check(tmp_path, outputs)
 
 
+@pytest.mark.soak
 def test_a_sample_may_end_while_it_waits_to_come_in_again(make, tmp_path):
     """Its pages were given away when it was preempted, and steps in flight then ended it."""
     ended = 0
@@ -180,6 +182,7 @@ def test_streams_and_chats_are_saved_too(make, tmp_path):
     assert content["token_ids"].tolist()[-len(tokens) :] == tokens
 
 
+@pytest.mark.soak
 def test_after_warm_up_nothing_compiles(make):
     heard = []
 
@@ -233,6 +236,7 @@ def test_what_cannot_be_saved_is_refused_when_the_llm_is_made(make, method, mess
         make(method)
 
 
+@pytest.mark.soak
 def test_it_has_the_sizes_of_its_model():
     config = SpeculativeConfig.of({"method": METHOD, "layers": [2], "folder": "x"})
     assert make_proposer(config, model("qwen3")).taps == (2,)

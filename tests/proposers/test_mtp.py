@@ -22,7 +22,7 @@ from jaxspec.sampling import SamplingInputs
 from jaxspec.weight import Dense, Float8
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fixture", "chunk", "count"),
     [*itertools.product(("qwen3_5", "qwen3_5_tied"), (None, 33), (4,)), ("qwen3_next", 33, 3)],

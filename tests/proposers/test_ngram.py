@@ -59,7 +59,7 @@ PREEMPTED = {"num_pages": 16}
 SEVERAL = {"steps_per_dispatch": 2, "draft_buckets": (0, 1, 4)}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options, params",
     [
@@ -87,6 +87,7 @@ def test_looked_up_drafts_change_no_output(params, options, monkeypatch):
     assert sum(request.metrics.num_draft_tokens for request in engine.requests) > 0
 
 
+@pytest.mark.soak
 def test_samples_that_fork_share_the_tokens_of_their_prompt():
     """A fork copies the page that both write to; the others are shared, tokens and all."""
     params = SAMPLED.__class__(temperature=0.8, max_tokens=12, n=3)
@@ -97,6 +98,7 @@ def test_samples_that_fork_share_the_tokens_of_their_prompt():
     assert engine.run().check() <= 1
 
 
+@pytest.mark.soak
 def test_drafts_depend_on_the_request_alone():
     """Law 3 for drafts: neighbours, chunks and preemption change none of them."""
 

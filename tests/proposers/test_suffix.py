@@ -69,7 +69,7 @@ def twice(engine, params=LONGER):
     return sum(m.num_draft_tokens for m in again), sum(m.num_accepted_tokens for m in again)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "settings",
     [{"max_in_flight": 0}, {"max_in_flight": 2}, {"max_in_flight": 3, "steps_per_dispatch": 2}],
@@ -80,6 +80,7 @@ def test_a_text_that_comes_again_is_drafted_right_however_late_the_host_is(setti
     assert drafts > 100 and accepted >= 0.9 * drafts
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("depth", [2, soak(0)])
 def test_a_path_that_is_aligned_one_place_late_is_seen(depth, monkeypatch):
     """The test above would fail."""
@@ -94,6 +95,7 @@ def test_a_path_that_is_aligned_one_place_late_is_seen(depth, monkeypatch):
     assert drafts > 50 and accepted < 0.2 * drafts
 
 
+@pytest.mark.soak
 def test_the_match_and_the_factor_bound_the_drafts():
     assert twice(make(options=SuffixOptions(suffix_decoding_max_spec_factor=0))) == (0, 0)
     few = SuffixOptions(suffix_decoding_max_tree_depth=1, suffix_decoding_max_spec_factor=0.5)
@@ -113,7 +115,7 @@ PREEMPTED = {"num_pages": 16}
 SEVERAL = {"steps_per_dispatch": 2, "draft_buckets": (0, 1, 4)}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options, params",
     [
@@ -146,6 +148,7 @@ def test_paths_change_no_output(options, params, monkeypatch):
         assert engine.scheduler.num_preemptions > 0
 
 
+@pytest.mark.soak
 def test_samples_of_one_prompt_draft_for_each_other():
     params = SamplingParams(temperature=0.8, max_tokens=12, n=3)
     engine = make(feature_sets=(params.features,))
@@ -155,6 +158,7 @@ def test_samples_of_one_prompt_draft_for_each_other():
     assert engine.run().check() <= 1
 
 
+@pytest.mark.soak
 def test_programs_of_other_methods_are_what_they_were(monkeypatch):
     """Their plans have no paths, and no text of a program shows that others have."""
     engine = Harness(drafts=2)

@@ -76,6 +76,7 @@ def test_every_family_is_here():
     assert architectures(NAMES + OTHER_NAMES) == architectures(MODELS)
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 def test_a_first_call_without_parameters_samples_as_published(llm, name, prompt):
     (output,) = llm.generate(prompt)[0].outputs
@@ -87,6 +88,7 @@ def test_a_first_call_without_parameters_samples_as_published(llm, name, prompt)
         assert getattr(params, field) == published.get(field, getattr(SamplingParams(), field))
 
 
+@pytest.mark.soak
 @pytest.mark.few(2)
 @pytest.mark.parametrize("is_greedy", [False, True], ids=["as published", "greedy"])
 def test_the_same_twice_and_without_drafts(llm, name, prompt, is_greedy):

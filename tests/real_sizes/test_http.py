@@ -58,6 +58,7 @@ def test_completions_and_chats_are_the_library_s(kind, served, reference):
     assert completion["usage"]["completion_tokens"] == len(wanted[0].outputs[0].token_ids)
 
 
+@pytest.mark.soak
 def test_logprobs(served, reference):
     told = {"temperature": 0.0, "logprobs": 2}
     completion = answered(served, "/v1/completions", prompt=PROMPT, **told)
@@ -72,6 +73,7 @@ def test_logprobs(served, reference):
     assert [len(place["top_logprobs"]) for place in places] == [2] * 4
 
 
+@pytest.mark.soak
 def test_no_parameters(served):
     for path, body in (
         ("/v1/completions", {"prompt": PROMPT}),

@@ -26,6 +26,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.soak
 def test_walks_of_the_device_and_the_host_beside_neighbours(tmp_path):
     folder = write_small(NAME, tmp_path, has_tokenizer=True)
     options = SIZES | {"load_format": "dummy", "logits_processors": [Walk(), HostWalk()]}

@@ -72,6 +72,7 @@ def test_every_method_is_here():
     assert SPECULATION.keys() == METHODS.keys()
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "method",

@@ -76,6 +76,7 @@ FIELDS = {
     ),
     "logprobs": (3, False, lambda o: [len(place) for place in o.outputs[0].logprobs] == [3] * 4),
     "logprobs_mode": ("processed_logprobs", False, is_greedy),
+    "routed_experts_prompt_start": (2, False, is_greedy),  # of a model without experts: nothing
     "prompt_logprobs": (2, False, lambda o: len(o.prompt_logprobs) == len(PROMPT)),
 }
 TOGETHER = {
@@ -120,12 +121,14 @@ def test_every_field_has_a_value():
     assert FIELDS.keys() == names - {"thinking_token_budget"}  # tests/grammar
 
 
+@pytest.mark.soak
 def test_each_field_alone(alone):
     """In one test: two processes of `pytest -n 2` would each compile for a part of the fields."""
     wrong = {name: tokens(alone[name]) for name in FIELDS if not FIELDS[name][2](alone[name])}
     assert wrong == {}
 
 
+@pytest.mark.soak
 def test_all_fields_together_give_the_same_twice(together):
     first, again = together
     assert all_ids(first) == all_ids(again)
@@ -133,6 +136,7 @@ def test_all_fields_together_give_the_same_twice(together):
     assert all(token % 3 == 0 for sample in all_ids(first) for token in sample)
 
 
+@pytest.mark.soak
 def test_kinds_mixed_in_a_batch_give_what_each_gives_alone(llm, alone):
     """And drafts change nothing of what any of them gives."""
     mixed = llm.generate([PROMPT] * len(FIELDS), [params_of(name) for name in FIELDS])
@@ -145,6 +149,7 @@ def test_kinds_mixed_in_a_batch_give_what_each_gives_alone(llm, alone):
     assert [all_ids(output) for output in plain] == [all_ids(alone[name]) for name in drawing]
 
 
+@pytest.mark.soak
 def test_a_chat(llm, together):
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS)
     first, again = (llm.chat([{"role": "user", "content": "Hi"}], params)[0] for _ in range(2))
@@ -152,6 +157,7 @@ def test_a_chat(llm, together):
     assert first.prompt.endswith("assistant\n") and first.outputs[0].text
 
 
+@pytest.mark.soak
 def test_a_prompt_that_came_before_is_read_from_the_cache(llm, together):
     """From the third time on: the second leaves the recurrent state where prompts part."""
     params, prompt = SamplingParams(temperature=0.0, max_tokens=TOKENS), "import os; " * 6
@@ -160,6 +166,7 @@ def test_a_prompt_that_came_before_is_read_from_the_cache(llm, together):
     assert tokens(outputs[0]) == tokens(outputs[1]) == tokens(outputs[2])
 
 
+@pytest.mark.soak
 def test_log_probabilities_agree_with_scores(llm, together):
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, logprobs=3)
     output = llm.generate(PROMPT, params)[0]
@@ -172,6 +179,7 @@ def test_log_probabilities_agree_with_scores(llm, together):
     assert score.token_logprobs[-TOKENS:] == pytest.approx(given, abs=1e-4)
 
 
+@pytest.mark.soak
 def test_beam_search_finds_no_less_likely_text_than_greedy(llm, together):
     (found,) = llm.beam_search(PROMPT, BeamSearchParams(beam_width=2, max_tokens=2))
     greedy = llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=2, logprobs=1))[0]

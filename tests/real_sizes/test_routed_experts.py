@@ -27,6 +27,7 @@ def routed(request, tmp_path_factory):
         yield llm, [*PROMPT["prompt_token_ids"], *sample.token_ids], sample, top_k
 
 
+@pytest.mark.soak
 def test_each_token_has_experts_of_its_own(routed):
     _, text, sample, top_k = routed
     experts = sample.routed_experts

@@ -136,6 +136,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_sampling_traces(name, vocab):

@@ -38,6 +38,8 @@ HIDDEN, INNER = 2048, 6144
 BFLOAT16 = jnp.bfloat16
 HEADS, DELTA, MAMBA = ATTENTION["qwen3.5-9b"], GDN["qwen3.5-9b"], MAMBA2["nemotron-3-nano"]
 WINDOW, RING = 32, 32 + WIDTH
+LATENT, ROPE = 512, 64  # features of a token's latent and of its rotated key, as in DeepSeek-V3
+SLIDING = 128  # tokens that gpt-oss attends to
 
 
 def array(*shape, dtype=jnp.float32):
@@ -68,6 +70,8 @@ def weight(inner, outer):
 
 NORM = Norm(half(HIDDEN), 1e-6)
 KV = half(2, 2, PAGES, PAGE_SIZE, HEADS.kv_heads, HEADS.head_dim)
+LATENTS = half(2, PAGES, PAGE_SIZE, LATENT + ROPE)
+KV_RINGS = half(2, SLOTS, SLIDING - 1 + WIDTH, 2, HEADS.kv_heads, HEADS.head_dim)
 TABLES = ints(SLOTS, 8)
 GATED_COLUMNS = 2 * (HEADS.heads + HEADS.kv_heads) * HEADS.head_dim
 ANGLES = HEADS.head_dim // 8
@@ -122,7 +126,7 @@ def mamba_tokens(*tokens):
 # Experts: the groups are those of Nemotron-3, which has more than one.
 ROUTING = Routing(num_experts=128, num_chosen=6, groups=8, top_groups=4)
 EXPERTS = Experts(DenseExperts(half(128, 2 * 512, HIDDEN)), DenseExperts(half(128, HIDDEN, 512)))
-LATENT = Experts(
+LATENT_EXPERTS = Experts(
     DenseExperts(half(128, 512, 1024)), DenseExperts(half(128, 1024, 512)), Activation.SQUARED_RELU
 )
 
@@ -180,7 +184,7 @@ OPS = {
     ),
     "latent_moe_feed_forward": lambda n: (
         *(half(n, HIDDEN), half(n, HIDDEN), NORM),
-        *(Router(weight(HIDDEN, 128 + 1024 + 512), None, ROUTING), LATENT),
+        *(Router(weight(HIDDEN, 128 + 1024 + 512), None, ROUTING), LATENT_EXPERTS),
         *(weight(1024 + 512, HIDDEN), array(n, dtype=bool)),
     ),
     # Attention.
@@ -198,6 +202,23 @@ OPS = {
     ),
     "prefill_attention": lambda n: (
         *(half(n, HEADS.heads, HEADS.head_dim), KV, 1, TABLES, chunks(n)),
+    ),
+    "vector_write": lambda n: (LATENTS, 1, half(n, LATENT + ROPE), ints(n)),
+    "latent_attention": lambda n: (
+        *(half(n, WIDTH, 128, LATENT + ROPE), LATENTS, 1, TABLES, region(n)),
+    ),
+    "latent_prefill_attention": lambda n: (
+        *(half(n, 128, LATENT + ROPE), LATENTS, 1, TABLES, chunks(n)),
+    ),
+    "window_attention": lambda n: (
+        half(n, WIDTH, HEADS.heads, HEADS.head_dim),
+        *[half(n, WIDTH, HEADS.kv_heads, HEADS.head_dim)] * 2,
+        *(KV_RINGS, 1, region(n)),
+    ),
+    "window_prefill": lambda n: (
+        half(n, HEADS.heads, HEADS.head_dim),
+        *[half(n, HEADS.kv_heads, HEADS.head_dim)] * 2,
+        *(KV_RINGS, 1, chunks(n)),
     ),
     # Recurrent layers.
     "state_select": lambda n: (delta_states(WIDTH), 1, region(n)),
@@ -242,9 +263,12 @@ OPS = {
         *(array(n, dtype=bool), array(n, dtype=bool)),
     ),
 }
+OF_LATENTS = {"value_dim": LATENT, "scale": (128 + ROPE) ** -0.5}
 OPTIONS = {
     "slot_mapping": {"page_size": PAGE_SIZE},
     "attention_inputs": {"heads": HEADS.heads, "gated": True},
+    **dict.fromkeys(["latent_attention", "latent_prefill_attention"], OF_LATENTS),
+    **dict.fromkeys(["window_attention", "window_prefill"], {"window": SLIDING}),
 }
 SUFFIXES = "_reference", "_xla"
 

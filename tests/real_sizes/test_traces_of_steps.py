@@ -95,6 +95,7 @@ def check_rows(output, rows, prompts, width):
         assert output.logprobs.shape[:3] == (steps, rows + prompts, width)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_steps_trace_at_published_vocabularies(engine_of, vocab):
     """With every feature of sampling: rows alone, a prompt beside rows, and prompts alone."""
@@ -104,6 +105,7 @@ def test_steps_trace_at_published_vocabularies(engine_of, vocab):
         check_rows(output, rows, engine.config.shapes.prefill_seqs(tokens), 1)
 
 
+@pytest.mark.soak
 def test_every_program_of_an_engine_traces(engine_of):
     """Those that are compiled, several steps at once, copies and tables among them."""
     drawn = {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}
@@ -151,6 +153,7 @@ def test_every_method_is_in_the_table():
     assert PROPOSERS.keys() == {options["method"] for _, _, options in METHODS.values()}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_steps_of_every_method_trace(engine_of, name):
     fixture, drafter, options = METHODS[name]
@@ -165,10 +168,11 @@ def test_steps_of_every_method_trace(engine_of, name):
 
 FAMILIES = (
     *("qwen3_5", "qwen3_next", "falcon_h1", "granitemoehybrid", "lfm2", "mamba2"),
-    *("nemotron_h_latent", "deepseek_v32"),
+    *("nemotron_h_latent", "deepseek_v32", "kimi_linear", "gpt_oss"),
 )
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("policy", ["snapshot", "replay"])
 @pytest.mark.parametrize("fixture", FAMILIES)
 def test_prompts_alone_trace_in_every_mixer(engine_of, fixture, policy):

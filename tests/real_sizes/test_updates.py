@@ -15,6 +15,7 @@ ENDS = ("embed_tokens.weight", "lm_head.weight")
 NAMES = ("qwen3.5-0.8b", soak("nemotron-3.5-lightning-30b-a3b"), soak("lfm2-8b-a1b"))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", NAMES)
 def test_what_follows_an_update_is_of_the_new_weights(name, tmp_path):
     """As the text so far is continued by them, also after a sleep; an update back undoes it."""

@@ -154,6 +154,7 @@ def llm(short_model):
         yield llm
 
 
+@pytest.mark.soak
 def test_samples_that_share_a_prompt_show_its_logprobs_once(llm):
     """And the tokens are those of a call that asks for none, with the texts of their ids."""
     params = dataclasses.replace(REPORTED, n=3)  # of which two run at a time

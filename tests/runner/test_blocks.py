@@ -111,7 +111,8 @@ KINDS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.soak
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_one_engine_kept_is_what_another_one_begins_on(kind):
     """Of another page size, ring length, number of slots and state policy."""

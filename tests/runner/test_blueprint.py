@@ -48,6 +48,7 @@ def test_a_blueprint_of_shapes_is_that_of_the_weights(monkeypatch):
     llm.close()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.devices)])
 def test_the_first_programs_are_traced_once_and_before_the_weights(devices, folder, monkeypatch):
     """A second engine finds them on disk and starts no process."""

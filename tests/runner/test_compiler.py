@@ -61,6 +61,7 @@ def compiled_here():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.soak
 def test_no_request_waits_after_the_first_and_later_programs_change_no_token(held, compiled_here):
     with make() as llm:
         ids(llm, KINDS[0])

@@ -65,7 +65,7 @@ BOTH = pytest.mark.parametrize("verifier", [ExactVerifier(), RejectionVerifier()
 SAMPLERS = pytest.mark.parametrize("features", [GREEDY, SAMPLED, FULL], ids=str)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @BOTH
 @SAMPLERS
 @pytest.mark.parametrize("num_ends", [0, 2])
@@ -89,6 +89,7 @@ def test_greedy_rows_take_the_targets_best_in_every_program(
     assert accepted.tolist() == [2, 1, 0, 0, 0][: rows.num_rows]
 
 
+@pytest.mark.few(2)
 @BOTH
 @SAMPLERS
 def test_no_stop_id_comes_before_the_minimum_length(features, verifier, make_rows):
@@ -131,6 +132,7 @@ def test_where_the_target_fails_nothing_is_emitted(features, verifier, make_rows
     assert tokens.tolist() == expected
 
 
+@pytest.mark.few(1)
 @SAMPLERS
 def test_every_token_is_the_draw_of_its_position(features, make_rows):
     """Drafts that plain sampling would draw there all stand; chunk ends draw as it does, too."""

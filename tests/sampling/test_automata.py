@@ -39,6 +39,7 @@ def check(pool, automaton, place):
     np.testing.assert_array_equal(allowed, (after >= 0).reshape(num_states, VOCAB))
 
 
+@pytest.mark.soak
 def test_each_automaton_of_the_pool_is_followed():
     random = np.random.default_rng(0)
     pool, found = Automata.empty(VOCAB), []

@@ -61,6 +61,7 @@ def test_what_is_forbidden_counts_as_not_there_whatever_it_scores():
     assert sound.tolist() == [True] * 4 + [False] * 4
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_a_bad_word_is_matched_across_the_step_and_what_came_before(width):
@@ -123,6 +124,7 @@ def test_where_everything_is_forbidden_there_is_no_token():
     assert tokens.tolist() == [-1, 0]
 
 
+@pytest.mark.soak
 def test_drawn_drafts_keep_the_distribution_of_what_is_left(assert_distributed_as):
     """The target is biased and penalized at each place; the drafts know nothing of it."""
     rows, vocab, width = 20_000, 6, 3

@@ -176,6 +176,7 @@ def test_the_enumeration_sees_a_block_that_does_not_end_with_the_rows_own_drafts
     assert wrong > 1e-3
 
 
+@pytest.mark.soak
 def test_the_last_draft_whose_test_passes_decides(make_inputs, monkeypatch):
     """The chances of the rows of `verify_block` are those enumerated: each test against its u."""
     p, q = tables(1), tables(101)

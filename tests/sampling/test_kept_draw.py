@@ -66,7 +66,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_the_token_is_that_of_the_masks(case, logits):
     features, columns = CASES[case]

@@ -55,6 +55,7 @@ def llm(monkeypatch):
         layout.cache_clear()
 
 
+@pytest.mark.soak
 def test_a_new_parameter_needs_no_line_of_the_engine(llm, tmp_path):
     """Two calls meet whose needs are not ordered: greedy with a ban, and a draw without one."""
     prompt = {"prompt_token_ids": [5, 6, 7]}

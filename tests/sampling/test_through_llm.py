@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from jaxspec import LLM, SamplingParams
 from jaxspec.api.inputs import bad_word_ids
 from jaxspec.commands.replay import replay
@@ -14,6 +16,7 @@ def has_run(tokens, word):
     return any(tuple(tokens[i : i + len(word)]) == word for i in range(len(tokens)))
 
 
+@pytest.mark.soak
 def test_what_a_request_forbids_does_not_come_and_its_neighbour_hears_nothing(
     short_model, tmp_path
 ):

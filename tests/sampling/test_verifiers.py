@@ -64,6 +64,7 @@ def test_a_greedy_program_is_verified_without_logits(verifier, places):
     assert_same(result, verify_exact(target, drafts))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("features", [GREEDY, SAMPLED, FULL], ids=str)
 @pytest.mark.parametrize("verifier", VERIFIERS[:3], ids=name)
 def test_greedy_rows_are_verified_exactly_whatever_the_sampler(verifier, features, places):

@@ -112,6 +112,7 @@ class Experts(Device):
         return {0: few, 1: one, 3: many}[count]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "times, rates, num_rows, num_steps",
     crossed((FEW_ROWS, MANY_ROWS, EXPERTS), (GOOD, POOR, (0.02, 0.01, 0.005)), (1, 64), (1, 4)),
@@ -125,6 +126,7 @@ def test_it_comes_within_2_percent_of_the_best_fixed_number(times, rates, num_ro
     assert device.best_time > (0.98 - noise) * device.time
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_steps", [1, 4, 8])
 def test_it_follows_texts_that_become_easier_and_harder(num_steps):
     device = Device(FEW_ROWS, POOR, num_steps=num_steps).run(2000 // num_steps)

@@ -13,6 +13,7 @@ from jaxspec.scheduler.request_observer import RequestObserver
 from jaxspec.scheduler.scheduler import Scheduler
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "num_drafts, page_size, chunk, steps_per_dispatch",
     crossed((0, 1, 3), (1, 4, 16), (1, 7, 64), (1, 3)),

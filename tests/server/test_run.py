@@ -129,6 +129,7 @@ def test_threads_take_turns_more_often_while_it_serves():
     assert seen == [pytest.approx(0.0005)] and sys.getswitchinterval() == before
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "error, is_asked",
     [('OSError("planted")', True), ("ReplicasDeadError(1, 2, 3, 'ended')", False)],

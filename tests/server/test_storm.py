@@ -14,6 +14,7 @@ import time
 
 import httpx
 import psutil
+import pytest
 from storms import PROMPTS, storm, texts
 
 
@@ -29,6 +30,7 @@ def settle(served):
     assert not scheduler.running and not scheduler.waiting
 
 
+@pytest.mark.soak
 def test_a_storm_leaves_nothing_and_every_text_that_was_read_is_right(served, reference):
     want, happened, sizes = texts(reference), collections.Counter(), []
     for seed in range(3):

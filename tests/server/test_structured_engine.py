@@ -77,6 +77,7 @@ def streamed(client, **ask):
     return texts, ends, logprobs
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_samples_of_a_schema_are_the_same_streamed_and_whole(client, temperature):

@@ -139,7 +139,8 @@ def test_a_large_matrix_is_read_in_several_parts(name, short, tmp_path, monkeypa
             np.testing.assert_array_equal(part, expected[first : first + 1000])
 
 
-def test_experts_in_blocks_of_mxfp4_are_matrices(tmp_path):
+def test_experts_in_blocks_of_mxfp4_have_their_inputs_first(tmp_path):
+    """Also parts that begin in the middle of a row, of a pair of rows, or of an expert."""
     weight = np.random.default_rng(0).normal(size=(3 * 6, 64))
     stored = mxfp4(weight)
     tensors = {
@@ -149,9 +150,11 @@ def test_experts_in_blocks_of_mxfp4_are_matrices(tmp_path):
     form = FORMATS["ct mxfp4"]._replace(config={"quant_method": "mxfp4"})
     folder = write_module(tmp_path, tensors, form, "experts.down_proj")
     with opened(folder) as checkpoint:
-        assert checkpoint.stored("experts.down_proj").shape == (3, 6, 64)
-        found = read(checkpoint, "experts.down_proj")
-    np.testing.assert_array_equal(found, stored.weight.reshape(found.size))
+        assert checkpoint.stored("experts.down_proj").shape == (3, 64, 6)
+        expected = stored.weight.reshape(3, 6, 64).swapaxes(1, 2).reshape(-1)
+        for first, size in ((0, expected.size), (6 * 31 + 2, 6 * 100), (6 * 65, 6), (5, 1)):
+            part = read(checkpoint, "experts.down_proj", first, size)
+            np.testing.assert_array_equal(part, expected[first : first + size])
 
 
 STACKS = {

@@ -125,6 +125,7 @@ def test_a_spec_rebuilds_the_forms_of_a_model(tmp_path, holds):
         assert_equal(matrix, other, rtol=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fixture", "name"), [(WIDE, BLOCKS), ("qwen3_5", ROWS), ("qwen3_next", TENSOR)]
 )
@@ -134,6 +135,7 @@ def test_tokens_are_those_of_dequantised_weights(fixture, name, drafts, tmp_path
     assert ids(pair.quantised, drafts) == ids(pair.plain, drafts)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [BLOCKS, ROWS])
 def test_drafts_change_nothing_if_activations_are_rounded(name, tmp_path):
     pair = write_pair(FIXTURES / WIDE, tmp_path, FORMATS[name])

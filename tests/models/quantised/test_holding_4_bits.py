@@ -85,7 +85,7 @@ def test_matrices_in_4_bits_are_the_dequantised_ones(name, tmp_path, holds):
         assert (held.zero is None) == (name in ("w4a16", "w4a16 rows"))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("name", IN_4_BITS)
 def test_tokens_are_those_of_dequantised_4_bits(name, drafts, tmp_path, holds):

@@ -189,6 +189,7 @@ def is_rounded(name, values):
     return True
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("fixture", FAMILIES)
 def test_a_folder_is_rounded_but_for_what_errors_would_change(fixture, devices, tmp_path):
@@ -242,6 +243,7 @@ def ids(folder, drafts=0, **options):
     return [output.outputs[0].token_ids for output in outputs], forms
 
 
+@pytest.mark.soak
 def test_drafts_and_the_form_change_no_token(tmp_path, holds, monkeypatch):
     folder = FIXTURES / "qwen3_5_moe_wide"
     held, forms = ids(folder, **FP8)

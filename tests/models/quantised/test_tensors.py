@@ -46,9 +46,17 @@ def test_columns_in_any_order_are_those_of_the_file(stored, short, monkeypatch):
         name = rng.choice(list(held))
         first = int(rng.integers(SHAPE[1]))
         count = int(rng.integers(1, SHAPE[1] - first + 1))
-        found = Transposed(Tensor(checkpoint, name), ahead).rows(first, count)
+        found = Transposed(Tensor(checkpoint, name), ahead, SHAPE).rows(first, count)
         np.testing.assert_array_equal(found, held[name].T[first : first + count])
         assert kept_bytes(ahead) <= tensors._KEPT * 4 * SHAPE[0] * SHAPE[1]
+
+
+def test_columns_of_a_stack_may_be_of_several_matrices(stored):
+    held, checkpoint = stored
+    stack = Transposed(Tensor(checkpoint, "m0"), ReadAhead(), (8, 64))
+    columns = held["m0"].reshape(3, 8, 64).swapaxes(1, 2).reshape(-1, 8)
+    for first, count in ((0, 192), (60, 8), (64, 64), (3, 130), (191, 1)):
+        np.testing.assert_array_equal(stack.rows(first, count), columns[first : first + count])
 
 
 def test_threads_read_ahead_for_themselves(stored):
@@ -57,7 +65,7 @@ def test_threads_read_ahead_for_themselves(stored):
 
     def read(number):
         name = f"m{number % 10}"
-        found = Transposed(Tensor(checkpoint, name), ahead).rows(number % 60, 4)
+        found = Transposed(Tensor(checkpoint, name), ahead, SHAPE).rows(number % 60, 4)
         return np.array_equal(found, held[name].T[number % 60 :][:4])
 
     with ThreadPoolExecutor(4) as threads:

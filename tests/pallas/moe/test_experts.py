@@ -30,6 +30,7 @@ from jaxspec.weight import DenseExperts, InputsFirstExperts
 GATED = Activation.SWIGLU
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 8, 40])
@@ -39,6 +40,7 @@ def test_the_op_is_what_the_experts_put_out(tokens, dtype, activation):
         check(jax.jit(moe_experts)(*operands, each), *operands, each)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_the_reference_has_the_gradient_of_the_formula(tokens, activation):
@@ -88,6 +90,7 @@ def test_biases_are_added_and_matrices_may_have_their_inputs_first(dtype):
             check(jax.jit(moe_experts)(x, given, each), x, biased, each)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", [block_experts, row_experts])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 8, 40])

@@ -68,6 +68,7 @@ def oracle(stream, pending, norm, router, experts, output, live):
     return stream, both @ np.asarray(output.array, np.float64)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.SQUARED_RELU])
 @pytest.mark.parametrize("shape", [None, (), (3,)], ids=["nothing", "tokens", "parts"])
 @pytest.mark.parametrize("count", [1, 13])
@@ -83,6 +84,7 @@ def test_the_layer_is_its_equations(count, shape, activation):
     np.testing.assert_allclose(sum_parts(added, stream.dtype), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.soak
 def test_the_scores_are_float32_though_the_latent_features_are_not():
     """Two experts whose scores differ by less than bfloat16 has are told apart."""
     norm, router, *rest = weights(dtype=jnp.bfloat16)

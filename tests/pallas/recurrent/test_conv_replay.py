@@ -23,6 +23,7 @@ both = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.few(1)
 @both
 def test_the_op_is_what_its_parts_are(family, shape):
     """Equal to the bit as one program each; nearly so with each part as a program."""

@@ -44,6 +44,7 @@ def form_of(family, name):
     return run
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize("decay", [0.01, 1.0, 30.0])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @every
@@ -103,6 +104,7 @@ def test_padding_is_inert(family, form):
     np.testing.assert_array_equal(out, np.zeros(out.shape))
 
 
+@pytest.mark.few(3)
 @all_forms
 @every
 def test_tokens_may_come_in_the_dtype_of_the_model(family, form):
@@ -116,6 +118,7 @@ def test_tokens_may_come_in_the_dtype_of_the_model(family, form):
         np.testing.assert_allclose(ours, theirs, rtol=error, atol=error)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("longest", [1, 5, 40, 130])
 @every
 def test_the_chunks_of_a_gradient_follow_from_the_longest_text(family, longest):
@@ -137,6 +140,7 @@ def test_the_chunks_of_a_gradient_follow_from_the_longest_text(family, longest):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), found, want)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [1, 2, 64])
 def test_the_inverse_of_a_chunk_stays_exact_where_keys_resemble_each_other(size):
     rng = np.random.default_rng(5)

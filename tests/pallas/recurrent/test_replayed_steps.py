@@ -22,6 +22,7 @@ def one_row(slot, num_computed, ring_length):
     return decode_region([slot], WIDTH, num_computed=num_computed, ring_length=ring_length)
 
 
+@pytest.mark.few(3)
 @any_acceptance
 @every
 def test_a_state_replayed_equals_a_state_never_advanced(family, acceptance):
@@ -38,6 +39,7 @@ def test_a_state_replayed_equals_a_state_never_advanced(family, acceptance):
     assert np.isnan(states[0]).all() and np.isnan(states[1, (0, 2), 0]).all()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("narrow", [31, 32, 33, 35, 70, None])
 @every
 def test_steps_of_several_widths_share_a_ring(family, narrow):
@@ -71,7 +73,7 @@ def test_replay_equals_snapshots(family, acceptance):
         computed, offset = computed + kept, kept - 1
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("dtype", "error"), [(jnp.float32, 1e-5), (jnp.float16, 1e-3)])
 @pytest.mark.parametrize(
     ("family", "shape", "slowed"),

@@ -32,6 +32,7 @@ def test_a_fingerprint_tells_programs_apart_wherever_they_run():
     assert program_key.fingerprint(args, object()) is None
 
 
+@pytest.mark.soak
 def test_every_family_has_words_for_its_programs():
     """Without them its programs would be traced one by one at every start."""
     for fixture in {path.parent.name for path in FIXTURES.glob("*/model*.safetensors")}:

@@ -80,6 +80,7 @@ def test_tokens_joined_are_the_text_and_say_who_gave_each(client, reference):
     assert not any(hasattr(chunk.choices[0], "tokens") for chunk in plain)
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize("streams", [False, True])
 def test_logprobs_name_every_token_with_its_bytes(client, reference, streams):

@@ -133,6 +133,7 @@ def test_logprobs_are_lists_beside_each_other(client, reference):
         assert len(top) == 2 and top[token] == logprob == max(top.values())  # greedy
 
 
+@pytest.mark.soak
 def test_echo_with_logprobs_scores_the_prompt_as_lm_eval_asks(lenient, reference):
     ids = reference.tokenizer.encode(PROMPT)
     (want,) = reference.score([{"prompt_token_ids": ids}])
@@ -238,6 +239,7 @@ def test_bad_input_is_a_400_that_names_the_field(client, served, fields, said):
     assert served.llm.num_running == served.llm.num_waiting == 0
 
 
+@pytest.mark.soak
 def test_logits_processors_read_their_arguments(lenient, served):
     """Of token ids too, with and without a stream."""
     args, hosted = {"modulus": 7, "offset": 3}, {"host_modulus": 7, "host_offset": 3}
@@ -315,6 +317,7 @@ def test_special_tokens_and_the_side_of_truncation_are_the_request_s():
             assert made.asked["prompt"] == want, fields
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_tokens_of_logprobs_may_be_named_by_their_ids(served, path):
     fields = {"max_tokens": 4, "return_tokens_as_token_ids": True, "return_token_ids": True}

@@ -38,6 +38,7 @@ async def fronted(llm, count):
             await serving
 
 
+@pytest.mark.soak
 def test_processes_share_a_port_and_their_stats_and_the_server_ends_when_one_is_gone(
     served, caplog
 ):

@@ -54,6 +54,7 @@ def with_remote(served, test):
     asyncio.run(run())
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ASKED)
 def test_streams_are_those_of_the_engine_itself(served, name):

@@ -202,6 +202,7 @@ UNITS = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("unit, dialect", [(u, d) for u, several in UNITS.items() for d in several])
 def test_time_is_linear(unit, dialect):
     """At once and in small pieces; what copies the rest of a text again and again takes minutes."""
