@@ -45,7 +45,6 @@ def _experts(fields: Fields) -> MoEConfig:
     """Read the experts' sizes. Softmax over the chosen equals softmax over all, renormalised."""
     num_experts = fields.need_either(("num_local_experts", "num_experts"), EXPERTS)
     chosen = whole(1, num_experts)
-    scheme = fields.scheme()
     return MoEConfig(
         Routing(
             num_experts, fields.need_either(("num_experts_per_tok", "experts_per_token"), chosen)
@@ -53,5 +52,5 @@ def _experts(fields: Fields) -> MoEConfig:
         fields.need("intermediate_size", SIZE),
         activation=Activation.CLAMPED_SWIGLU,
         has_biases=True,
-        inputs_first=scheme is None,
+        inputs_first=True,
     )

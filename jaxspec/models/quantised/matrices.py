@@ -173,6 +173,32 @@ class Float4:
 
 
 @dataclasses.dataclass(frozen=True)
+class Float4Columns:
+    """MXFP4 of experts that a 16-bit folder has with the input features first.
+
+    The numbers and their scales, one per group of inputs, are stored by outputs.
+    """
+
+    label: str
+    shape: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
+    numbers: PackedColumns
+    scale: Matrix2D
+    group: int
+    grain: None = None
+
+    def dequantise(self, first: int, into: np.ndarray) -> None:
+        count = len(into)
+        np.take(_E2M1, self.numbers.rows(first, count), out=into, mode="clip")
+        begin, end = first // self.group, -(-(first + count) // self.group)
+        scale = _finite(self.scale.rows(begin, end - begin), self.tensors[1])
+        into *= scale[np.arange(first, first + count) // self.group - begin]
+
+    def read_part(self, part: str, first: int, into: np.ndarray) -> None:
+        raise ValueError(f"{self.label} of experts has no parts that a model can hold.")
+
+
+@dataclasses.dataclass(frozen=True)
 class Integers:
     """Integers of 4 or 8 bits with a scale, and a zero point, per group of columns.
 

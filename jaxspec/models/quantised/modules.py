@@ -9,7 +9,7 @@ import numpy as np
 from jaxspec.checks import shown
 from jaxspec.models.checkpoint import Checkpoint, listed
 from jaxspec.models.quantised.kv_scales import is_kv_scale
-from jaxspec.models.quantised.matrices import Float4, Float8, Integers, Matrix
+from jaxspec.models.quantised.matrices import Float4, Float4Columns, Float8, Integers, Matrix
 from jaxspec.models.quantised.scheme import AWQ, GPTQ, PER_ROW, PER_TENSOR, ScaleBlock, Scheme
 from jaxspec.models.quantised.tensors import (
     Exponents,
@@ -95,8 +95,10 @@ class _Module:
             raise _FaultError(f"{_short(tensor.name)} must have two axes, got {list(tensor.shape)}")
         return tensor
 
-    def transposed(self, tensor: Tensor) -> Transposed:
-        return Transposed(tensor, self.ahead)
+    def transposed(self, tensor: Tensor, *shape: int) -> Transposed:
+        """Return a tensor, or matrices of a shape in it, whose columns are read as rows."""
+        inner, outer = shape or tensor.shape
+        return Transposed(tensor, self.ahead, (inner, outer))
 
     def number(self, suffix: str) -> np.float32:
         """Return the single positive number in a tensor."""
@@ -293,7 +295,17 @@ def _packed_float4(module: _Module) -> Float4:
         return _nvfp4(module, np.divide, "weight_global_scale")
     rows, columns = values.shape[0], 2 * values.shape[1]
     _check_multiple(values, columns, 32)
-    return _mxfp4(module, (rows, columns // 32), "weight_scale")
+    scale = module.tensor("weight_scale", "U8", "F8_E8M0")
+    _check_shape(scale, (rows, columns // 32))
+    return Float4(
+        "MXFP4",
+        (rows, columns),
+        tuple(module.tensors),
+        Exponents(Rows(scale, columns // 32)),
+        32,
+        np.multiply,
+        np.float32(1),
+    )
 
 
 def _nvfp4(module: _Module, rescale: np.ufunc, factor: str) -> Float4:
@@ -321,26 +333,22 @@ def _check_multiple(values: Tensor, columns: int, of: int) -> None:
         )
 
 
-def _blocks(module: _Module) -> Float4:
+def _blocks(module: _Module) -> Float4Columns:
+    """Read experts' matrices in blocks, `[experts, outer, inner / 32, 16]`."""
     values = module.tensor("_blocks", "U8")
-    if len(values.shape) < 3 or values.shape[-1] != 16 or not all(values.shape):
+    if len(values.shape) != 4 or values.shape[-1] != 16 or not all(values.shape):
         name, shape = _short(values.name), list(values.shape)
-        raise _FaultError(f"{name} must have blocks of 16 bytes, got {shape}")
-    return _mxfp4(module, values.shape[:-1], "_scales")
-
-
-def _mxfp4(module: _Module, grid: tuple[int, ...], suffix: str) -> Float4:
-    """Read MXFP4 with scales of the shape `grid`."""
-    scale = module.tensor(suffix, "U8", "F8_E8M0")
-    _check_shape(scale, grid)
-    return Float4(
+        raise _FaultError(f"{name} must have four axes, with blocks of 16 bytes, got {shape}")
+    experts, outer, groups, _ = values.shape
+    scale = module.tensor("_scales", "U8", "F8_E8M0")
+    _check_shape(scale, (experts, outer, groups))
+    return Float4Columns(
         "MXFP4",
-        (*grid[:-1], 32 * grid[-1]),
+        (experts, 32 * groups, outer),
         tuple(module.tensors),
-        Exponents(Rows(scale, grid[-1])),
+        PackedColumns(module.transposed(values, outer, 16 * groups), 4, range(2)),
+        Exponents(module.transposed(scale, outer, groups)),
         32,
-        np.multiply,
-        np.float32(1),
     )
 
 

@@ -88,46 +88,60 @@ class ReadAhead:
     def __init__(self):
         self._thread = threading.local()
 
-    def columns(self, tensor: Tensor, first: int, count: int) -> np.ndarray:
-        """Return columns of a tensor `[inner, outer]` as rows."""
+    def columns(self, tensor: Tensor, shape: tuple[int, int], first: int, count: int) -> np.ndarray:
+        """Return columns of a stack of matrices `[inner, outer]` as rows.
+
+        Args:
+            tensor: The matrices, one after the other.
+            shape: Sizes of a matrix.
+            first: Index of the first column, counted through all matrices.
+            count: Number of columns, which must be in one matrix.
+        """
         kept: dict[str, tuple[int, np.ndarray]] = vars(self._thread).setdefault("kept", {})
         begin, held = kept.get(tensor.name, (0, None))
         if held is None or not begin <= first <= first + count <= begin + len(held):
             kept.pop(tensor.name, None)
             while len(kept) >= _KEPT:
                 del kept[next(iter(kept))]
-            inner, outer = tensor.shape
-            begin, ahead = first, min(outer - first, max(count, _AHEAD // inner))
-            held = np.ascontiguousarray(_columns(tensor, first, ahead).T)
+            inner, outer = shape
+            begin, ahead = first, min(outer - first % outer, max(count, _AHEAD // inner))
+            held = np.ascontiguousarray(_columns(tensor, shape, first, ahead).T)
             kept[tensor.name] = begin, held
         return held[first - begin : first - begin + count]
 
 
-def _columns(tensor: Tensor, first: int, count: int) -> np.ndarray:
+def _columns(tensor: Tensor, shape: tuple[int, int], first: int, count: int) -> np.ndarray:
     """Read columns; if rows are short, reading whole ones is faster than a part of each."""
-    inner, outer = tensor.shape
+    inner, outer = shape
+    stack, first = divmod(first, outer)
+    start = stack * inner * outer
     held = np.empty((inner, count), tensor.dtype)
     together = max(1, _SPAN // outer)
     if outer * held.itemsize > _SHORT:
         for row in range(inner):
-            tensor.checkpoint.read(tensor.name, row * outer + first, held[row])
+            tensor.checkpoint.read(tensor.name, start + row * outer + first, held[row])
         return held
     for begin in range(0, inner, together):
         end = min(inner, begin + together)
-        span = tensor.part(begin * outer, (end - begin) * outer)
+        span = tensor.part(start + begin * outer, (end - begin) * outer)
         held[begin:end] = span.reshape(end - begin, outer)[:, first : first + count]
     return held
 
 
 @dataclasses.dataclass(frozen=True)
 class Transposed:
-    """A tensor `[inner, outer]`."""
+    """A stack of matrices `[inner, outer]`, of which columns are read as rows."""
 
     tensor: Tensor
     ahead: ReadAhead
+    shape: tuple[int, int]  # of a matrix
 
     def rows(self, first: int, count: int) -> np.ndarray:
-        return self.ahead.columns(self.tensor, first, count)
+        outer, parts = self.shape[1], list[np.ndarray]()
+        for begin in (first, *range(first - first % outer + outer, first + count, outer)):
+            end = min(first + count, begin - begin % outer + outer)
+            parts.append(self.ahead.columns(self.tensor, self.shape, begin, end - begin))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,10 +178,11 @@ class PackedColumns:
     def rows(self, first: int, count: int) -> np.ndarray:
         each = len(self.places)
         begin, end = first // each, -(-(first + count) // each)
-        words = self.words.rows(begin, end - begin).view(np.uint32)
+        words = self.words.rows(begin, end - begin)
+        words = words.view(np.dtype(f"u{words.itemsize}"))
         numbers = np.empty((end - begin, each, words.shape[1]), np.uint8)
         for number, place in enumerate(self.places):
-            numbers[:, number] = (words >> np.uint32(self.bits * place)) & (2**self.bits - 1)
+            numbers[:, number] = (words >> self.bits * place) & (2**self.bits - 1)
         first -= begin * each
         return numbers.reshape((end - begin) * each, words.shape[1])[first : first + count]
 
