@@ -37,7 +37,6 @@ from jaxspec.engine.sample_stream import SampleStream
 from jaxspec.requests.request import Finish
 from jaxspec.requests.sampling_params import RequestOutputKind, SamplingParams
 
-LONG = True  # first, for it goes through all objects of its process
 SIZES = {
     "max_num_seqs": 5,
     "decode_rows": (1, 5),
@@ -55,6 +54,15 @@ WAYS = (
 LATE = QueueFullError, DrainingError, EngineDeadError, QueueTimeoutError
 
 before = weakref.WeakSet()  # streams of other tests, which pytest may keep with their errors
+
+
+@pytest.fixture(scope="module", autouse=True)
+def older_objects_are_passed_over():
+    """To look at all of them takes seconds in a process with many programs."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
