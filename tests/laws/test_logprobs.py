@@ -99,6 +99,7 @@ def test_one_token_has_nothing_before_it():
     assert check_logprobs(engine) == (14, 0)
 
 
+@pytest.mark.soak
 def test_an_end_in_a_verify_ends_the_logprobs():
     """A stop id among the drafts that stand: what the verify computed behind it never shows."""
     feature_sets = GREEDY.features, GREEDY_REPORTED.features

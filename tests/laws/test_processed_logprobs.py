@@ -108,6 +108,7 @@ def test_all_that_may_be_drawn_has_a_mass_of_one():
             assert (masses > 0).sum() == FEW.top_k and abs(masses.sum() - 1) < 1e-5
 
 
+@pytest.mark.soak
 def test_without_processors_they_are_the_raw_ones_bit_for_bit():
     plain = dataclasses.replace(WARM, temperature=1.0)
     one, other = (

@@ -181,6 +181,7 @@ def test_accepted_drafts_have_the_experts_of_tokens_and_rejected_ones_leave_none
     assert 0 < accepted < drafted
 
 
+@pytest.mark.soak
 def test_cached_prefixes_forks_and_preempted_requests_keep_theirs(busy, plain):
     before = busy.metrics()
     params = dataclasses.replace(SAMPLED, n=3)
@@ -192,6 +193,7 @@ def test_cached_prefixes_forks_and_preempted_requests_keep_theirs(busy, plain):
     assert hits[1] > hits[0]
 
 
+@pytest.mark.soak
 def test_pages_that_come_back_from_host_memory_bring_them(busy, plain):
     host = [busy.metrics()["prefix_cache"]["host"]]
     check(busy, plain, PROMPTS, SAMPLED)
@@ -201,6 +203,7 @@ def test_pages_that_come_back_from_host_memory_bring_them(busy, plain):
     assert host[1] != host[0], host
 
 
+@pytest.mark.soak
 def test_an_exported_request_takes_them_along(busy, plain):
     prompt = {"prompt_token_ids": PROMPTS[0]}
     ((sample,),) = busy.prepare([prompt], [GREEDY])
@@ -212,6 +215,7 @@ def test_an_exported_request_takes_them_along(busy, plain):
     np.testing.assert_array_equal(last.routed_experts, want.routed_experts)
 
 
+@pytest.mark.soak
 def test_an_aborted_sample_has_those_of_its_tokens(busy, plain):
     ((sample,),) = busy.prepare([{"prompt_token_ids": PROMPTS[0]}], [GREEDY])
     assert sample.output().routed_experts is None

@@ -463,6 +463,7 @@ def test_a_kept_fingerprint_is_seen(llm, old, new, planted):
         check_states(llm, old, new)
 
 
+@pytest.mark.soak
 def test_a_version_noted_when_a_step_is_collected_is_seen(llm, oracle, old, new, planted):
     """P11."""
 

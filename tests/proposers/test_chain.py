@@ -38,6 +38,7 @@ def test_scores_are_made_only_where_tokens_are_drawn(probabilistic, features):
     assert drafts.logits is None
 
 
+@pytest.mark.soak
 def test_what_drafts_were_drawn_from_comes_along():
     rows = jnp.arange(2, dtype=jnp.int32)
     columns = {"seed": rows, "stop_ids": rows[:, None] * 0 - 1, "min_len": rows * 0}

@@ -124,6 +124,7 @@ def test_drafts_of_ones_own_change_no_output(kind, params, options, monkeypatch)
     assert engine.engine.metrics.num_dropped_drafts == 0
 
 
+@pytest.mark.soak
 def test_the_example_of_the_documents_runs(monkeypatch, short_model):
     monkeypatch.setattr("jaxspec.api.loading.EMBEDDED_MODEL", short_model)
     (block,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)

@@ -35,6 +35,7 @@ def make(target, drafter, **options):
 
 
 # With a window of 8 the passes behind a verify of 4 accepted tokens find the ring full.
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "fixture, states",

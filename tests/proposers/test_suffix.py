@@ -104,6 +104,7 @@ def test_the_match_and_the_factor_bound_the_drafts():
     assert all(not any(r.metrics.drafted_per_position[2:]) for r in engine.requests)
 
 
+@pytest.mark.soak
 def test_only_what_runs_is_known_where_no_ended_request_is_kept():
     options = SuffixOptions(suffix_decoding_max_cached_requests=0)
     assert twice(make(options=options))[0] < 20

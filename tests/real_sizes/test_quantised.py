@@ -34,6 +34,7 @@ PARAMS = [
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("by_row", [False, soak(True)])
 @pytest.mark.parametrize("name", [DENSE, soak(EXPERTS)])
 def test_a_published_size_in_fp8_holds_its_weights(name, by_row, tmp_path):

@@ -176,6 +176,7 @@ def test_samples_that_share_a_prompt_show_its_logprobs_once(llm):
         ]
 
 
+@pytest.mark.soak
 def test_the_pieces_of_a_stream_joined_are_the_output(llm):
     with llm.stream(PROMPT, REPORTED) as stream:
         pieces = list(stream)

@@ -44,6 +44,7 @@ def test_right_drafts_are_the_tokens_after_the_newest():
     assert tokens.tolist() == want and num_drafts.tolist() == [3] * 5
 
 
+@pytest.mark.soak
 def test_drafts_are_wrong_at_the_given_rates():
     positions = list(range(46)) * 40
     right = 0
