@@ -122,6 +122,7 @@ def test_an_llm_finds_what_a_search_with_the_oracle_finds(llm):
     assert oracle(FIXTURE).config["vocab_size"] > max(map(max, PROMPTS))
 
 
+@pytest.mark.soak
 def test_beams_are_ranked_by_the_model_whatever_the_engine_reports(llm, monkeypatch):
     prompt = {"prompt_token_ids": PROMPTS[0]}
     params = BeamSearchParams(2, 3, ignore_eos=True, temperature=0.3)

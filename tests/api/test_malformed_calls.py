@@ -656,6 +656,7 @@ SEARCHES = {"beam_width": [1, 2], "max_tokens": [1, 2], "ignore_eos": [False]}
 SEARCHES |= {"temperature": [0.0], "length_penalty": [1.0, -2]}
 
 
+@pytest.mark.soak
 @cases(100)
 @given(PROMPTS, st.one_of(mostly(st.sampled_from([0, 3])), fields_of(SEARCHES)))
 def test_scores_and_searches_are_answered_or_refused_and_leave_nothing(llm, subject, asked):

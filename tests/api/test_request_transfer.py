@@ -125,6 +125,7 @@ def test_a_grammar_goes_on_where_it_was(here, there, form):
         assert state is None or rest.finish == want.finish_reason
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_prompt_with_a_grammar_is_computed_elsewhere(here, there, form):
     params = dataclasses.replace(SEEDED, structured_outputs=form)
@@ -133,6 +134,7 @@ def test_a_prompt_with_a_grammar_is_computed_elsewhere(here, there, form):
     assert got.tokens == want.token_ids and got.finish == want.finish_reason
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_an_output_that_a_grammar_refuses_ends_with_an_error(here, there, form):
     state = here.prefill(PROMPT, dataclasses.replace(SEEDED, structured_outputs=form))

@@ -111,6 +111,7 @@ def test_scores_of_what_is_never_drawn_are_refused(llm, wrong):
         llm.score([{"prompt_token_ids": [1, 2]}], **wrong)
 
 
+@pytest.mark.soak
 def test_an_engine_may_report_processed_logprobs_by_default():
     options = {"max_num_seqs": 2, "decode_buckets": [2], "prefill_buckets": [16]}
     options |= {"logprobs_mode": "processed_logprobs", "dtype": "float32", "max_model_len": 64}

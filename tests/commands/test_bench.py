@@ -10,6 +10,7 @@ SIZES = ["--input-len", "12", "--output-len", "5", "--dtype", "float32"]
 ENGINE = ["--engine-options", '{"decode_buckets": [2], "prefill_buckets": [64]}']
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize("has_texts", [False, True])
 def test_throughput(has_texts, short_model, tmp_path, capsys):

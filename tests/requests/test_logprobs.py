@@ -187,6 +187,7 @@ def test_the_pieces_of_a_stream_joined_are_the_output(llm):
     assert all(piece.prompt_logprobs is None for piece in pieces[1:])
 
 
+@pytest.mark.soak
 def test_a_stop_string_cuts_them(llm):
     (whole,) = llm.generate(PROMPT, REPORTED)
     stop = whole.outputs[0].text[3:5]

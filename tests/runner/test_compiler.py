@@ -88,6 +88,7 @@ def test_no_request_waits_after_the_first_and_later_programs_change_no_token(hel
         assert set(alone[-1]) <= {4, 8} and alone[3][0] == 9
 
 
+@pytest.mark.soak
 def test_a_closed_engine_compiles_no_more(held):
     llm = make()
     ids(llm, KINDS[0])

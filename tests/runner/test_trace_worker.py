@@ -69,6 +69,7 @@ def program_of(content):
     return chosen, re.sub(r"#loc\d* = .*\n|#loc\d*", "", text)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_worker_keeps_what_this_process_would(group):
     """A worker has no devices, so it does not count those of a group in the module's head."""

@@ -115,6 +115,7 @@ def test_no_stop_id_comes_before_the_minimum_length(features, verifier, make_row
     assert tokens.tolist() == [[5, 5, STOP], [5, STOP, STOP], [STOP] * 3, *ends]
 
 
+@pytest.mark.few(2)
 @BOTH
 @SAMPLERS
 def test_where_the_target_fails_nothing_is_emitted(features, verifier, make_rows):

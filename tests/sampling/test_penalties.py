@@ -40,6 +40,7 @@ def penalized(prefixes, logits):
     return np.asarray(jitted(flat, inputs, prefixes.positions().reshape(-1))).reshape(logits.shape)
 
 
+@pytest.mark.soak
 def test_each_place_counts_the_drafts_in_front_of_it_and_none_behind():
     random = np.random.default_rng(0)
     given = prefixes(random)

@@ -85,6 +85,7 @@ def test_without_drafts_every_verifier_takes_the_targets_own_token(verifier, fea
     np.testing.assert_array_equal(result.num_accepted, 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("features", [SAMPLED, FULL], ids=str)
 @pytest.mark.parametrize(
     ("verifier", "verify"),
