@@ -314,6 +314,7 @@ def test_the_floor_of_a_step_of_these_mixers(floor):
     ("shape", "layers", "billions", "active"),
     [
         ("qwen3.5-35b-a3b", 40, 34.7, 2.95),
+        ("qwen3.5-122b-a10b", 48, 122.1, 9.01),
         ("qwen3-next-80b", 48, 79.7, 3.56),
         ("qwen3-30b-a3b", 48, 30.5, 3.04),
         ("qwen3.5-9b", 32, 8.95, 7.94),
