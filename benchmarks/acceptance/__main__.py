@@ -14,8 +14,9 @@ one of them measures the others are stopped:
 * exact: in float32, the tokens with drafts are those without, and those of kernels are XLA's. Where
   biases of 1e-3 change the token, either may come; such ties are counted. Log-probabilities of
   generated tokens are the scores of the same texts.
-* two devices, exact on two devices (with `--parts`, on a machine that has them): the features of
-  every model on a tensor-parallel group, and its tokens in float32 beside those of one device.
+* two devices, exact on two devices, and the same with four and eight (with `--parts`, on a machine
+  that has them): the features of every model on a tensor-parallel group, and its tokens in float32
+  beside those of one device.
 * exact in float8 (with `--parts`): folders in FP8 by blocks and per row, and one that is rounded at
   load, in bfloat16: tokens with drafts and without; log-probabilities, held in FP8 and
   dequantised, beside those in float32.

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from benchmarks.acceptance.features import DEFAULTS, EVERYTHING, GREEDY, TWO_IDS, params_of
-from benchmarks.acceptance.job import Row, Rows
+from benchmarks.acceptance.job import EXACT_ON_DEVICES, Row, Rows
 from benchmarks.acceptance.models import (
     ALL_MODELS,
     EXACT_CHUNK,
@@ -74,10 +74,10 @@ def exact(rows: Rows) -> None:
                 rows.measure(name, functools.partial(compare, *requests, engine.prefers))
 
 
-def exact_on_two_devices(rows: Rows) -> None:
-    """Compare the tokens of a tensor-parallel group of two with those of one device."""
-    arms = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 1}
-    _two_arms(rows, "two devices and one", write_weights, *arms)
+def exact_on_devices(rows: Rows) -> None:
+    """Compare the tokens of a tensor-parallel group with those of one device."""
+    arms = {"tensor_parallel_size": EXACT_ON_DEVICES[rows.job.part]}, {"tensor_parallel_size": 1}
+    _two_arms(rows, "devices and one", write_weights, *arms)
 
 
 def exact_in_float8(rows: Rows) -> None:

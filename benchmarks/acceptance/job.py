@@ -36,12 +36,14 @@ OPTIONS: dict[str, dict[str, Any]] = {  # parts that are an option of the engine
         ]
     },
 }
-ON_TWO_DEVICES = "exact on two devices", "two devices"
+DEVICES = {"two": 2, "four": 4, "eight": 8}
+EXACT_ON_DEVICES = {f"exact on {word} devices": count for word, count in DEVICES.items()}
+ON_DEVICES = {f"{word} devices": count for word, count in DEVICES.items()}
 IN_FLOAT8 = "exact in float8", "features in float8", "serving in float8"
 IN_4_BITS = ("exact in 4 bits",)
-NAMED = (*ON_TWO_DEVICES, *IN_FLOAT8, *IN_4_BITS)  # run only if they are named
+NAMED = (*EXACT_ON_DEVICES, *ON_DEVICES, *IN_FLOAT8, *IN_4_BITS)  # run only if they are named
 NAMED_OPTIONS: dict[str, dict[str, Any]] = {
-    "two devices": {"tensor_parallel_size": 2},
+    **{part: {"tensor_parallel_size": count} for part, count in ON_DEVICES.items()},
     "features in float8": {"quantization": "fp8"},
     "serving in float8": {"quantization": "fp8"},
 }
@@ -146,10 +148,10 @@ def main(argument: str) -> None:
         "features": speed.features,
         "serving": serving.serving,
         "exact": exact.exact,
-        "exact on two devices": exact.exact_on_two_devices,
+        **dict.fromkeys(EXACT_ON_DEVICES, exact.exact_on_devices),
         "exact in float8": exact.exact_in_float8,
         "exact in 4 bits": exact.exact_in_4_bits,
-        "two devices": speed.short_features,
+        **dict.fromkeys(ON_DEVICES, speed.short_features),
         "features in float8": speed.short_features,
         "serving in float8": serving.serving,
     }

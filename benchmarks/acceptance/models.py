@@ -59,8 +59,9 @@ OTHERS = {  # run only if they are named
     "deepseek-v3.2": Model(MTP),
     "tiny": Model(MTP),  # for tests
     "tiny-all": Model(MTP, has_all=True),
+    "tiny-of-four": Model(MTP),
 }
-TINY = {"tiny": SHAPES["tiny"], "tiny-all": SHAPES["tiny"]}
+TINY = {name: SHAPES[name.removesuffix("-all")] for name in ("tiny", "tiny-all", "tiny-of-four")}
 ALL_MODELS = MODELS | OTHERS
 
 

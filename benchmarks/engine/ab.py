@@ -1,6 +1,8 @@
 """Speculation changes no output: 20,480 generations with 3 drafts against plain decoding.
 
     python -m benchmarks.engine.ab [--rounds 40] [--json FILE]
+    python -m benchmarks.engine.ab --shape qwen3.5-27b --tensor-parallel-size 4 --tokens 512 \
+        --rows 256 --dtype bfloat16 --seconds 500 --json FILE
 
 vLLM's issue 45100 asked for this comparison: with drafts and asynchronous scheduling, outputs ended
 after 5 tokens where plain decoding went on. The embedded model completes 64 prompts, 8 samples
@@ -16,16 +18,27 @@ Noise is keyed by (seed, position), so sampled tokens must be identical too, up 
 first difference stands, a third pass scores both tokens, by itself and in float32. They tie if both
 scores lie within `TIE` of the best. What comes after a tie is not compared. With any other
 difference, such as an early end, the exit status is 1.
+
+With `--shape` the model has published sizes and random weights, and its own draft head drafts. Only
+two ids are allowed, and only these are drafted, so drafts are accepted by chance. Samples end at a
+text of nine words, or at a third id that a bias makes rare. The plain engine scores both tokens of
+a first difference, in its own dtype.
+
+FILE is written after each round, and a later call adds the rounds that it lacks. No round begins
+after `--seconds`. With two groups of devices, one runs `--share 0 2` and the other `--share 1 2`,
+each into a FILE of its own.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,7 +46,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from benchmarks.engine import dummy_llm
 from benchmarks.measure import record
+from benchmarks.measure.model_shapes import SHAPES
+from benchmarks.measure.words import word, write_words
 from jaxspec import LLM, RequestMetrics, SamplingParams
 from jaxspec.api.loading import EMBEDDED_MODEL
 from jaxspec.cache import CacheOptions, PoolSizes, Snapshot, allocate
@@ -42,6 +58,7 @@ from jaxspec.models.base import ModelInputs
 from jaxspec.regions import NO_SLOT, DecodeRegion, PrefillRegion
 from jaxspec.requests.outputs import Sample
 from jaxspec.requests.request import Request
+from jaxspec.requests.sampling_params import PROCESSED
 from jaxspec.sampling import Use, gumbel_noise
 
 DRAFTS = 3
@@ -50,6 +67,15 @@ SAMPLED: tuple[dict[str, Any], ...] = (  # the sampled rounds, in turn
     {"temperature": 0.8},
     {"temperature": 1.0, "stop": "\n\n"},  # which the host finds in the text
     {"temperature": 0.9, "stop_token_ids": [380]},  # " return", which the device finds
+)
+IDS, RARE_ID = [40, 41], 42  # that a model with random weights may generate
+STOP = "".join(f" {word(IDS[i])}" for i in (0, 1, 1, 0, 1, 0, 0, 0, 1))
+OF_IDS: dict[str, Any] = {"allowed_token_ids": IDS}
+RARE: dict[str, Any] = {"allowed_token_ids": [*IDS, RARE_ID], "logit_bias": {RARE_ID: -6.0}}
+SAMPLED_OF_IDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.8, **OF_IDS},
+    {"temperature": 1.0, "stop": STOP, **OF_IDS},
+    {"temperature": 0.9, "stop_token_ids": [RARE_ID], **RARE},
 )
 LONGEST = 154  # tokens of a prompt
 PAGE = 16  # tokens
@@ -69,14 +95,62 @@ def fixed_prompts(count: int) -> list[list[int]]:
     return [text[: 4 + 37 * i % (LONGEST - 3)] for i, text in enumerate(cut)]
 
 
+def random_prompts(count: int, vocab: int) -> list[list[int]]:
+    """Random ids of the same lengths."""
+    rng = np.random.default_rng(0)
+    lengths = (4 + 37 * i % (LONGEST - 3) for i in range(count))
+    return [rng.integers(0, vocab, length).tolist() for length in lengths]
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """The model that both engines have, and what its requests are."""
+
+    folder: Path
+    prompts: list[list[int]]
+    greedy: dict[str, Any]
+    sampled: tuple[dict[str, Any], ...]
+    options: dict[str, Any]  # of both engines
+    speculation: dict[str, Any]
+    chunk: int = 96  # prompt tokens of a step of plain decoding
+
+    def rounds(self, args: argparse.Namespace) -> list[dict[str, Any]]:
+        """Return the parameters of all rounds by their number."""
+        sampled = [self.sampled[i % len(self.sampled)] for i in range(args.rounds)]
+        return sampled if args.no_greedy else [self.greedy, *sampled]
+
+
+@contextlib.contextmanager
+def subject(args: argparse.Namespace) -> Iterator[Subject]:
+    """Yield the embedded model, or the shape that is asked for."""
+    drafts = {"num_speculative_tokens": DRAFTS}
+    if args.shape is None:
+        prompts = fixed_prompts(args.prompts)
+        yield Subject(EMBEDDED_MODEL, prompts, GREEDY, SAMPLED, {}, drafts)
+        return
+    vocab = SHAPES[args.shape].vocab
+    with dummy_llm.model_folder(args.shape) as folder:
+        write_words(folder, vocab)
+        options = {"load_format": "dummy", "tensor_parallel_size": args.tensor_parallel_size}
+        yield Subject(
+            folder,
+            random_prompts(args.prompts, vocab),
+            GREEDY | OF_IDS,
+            SAMPLED_OF_IDS,
+            options | {"compilation_cache": args.compilation_cache},
+            drafts | {"draft_vocab": IDS},
+            chunk=512,  # which the judge needs, too
+        )
+
+
 class Arm:
     """One of the two engines, and the totals of its requests."""
 
-    def __init__(self, drafts: int, args: argparse.Namespace):
+    def __init__(self, drafts: int, model: Subject, args: argparse.Namespace):
         pages = args.rows * -(-(LONGEST + args.tokens) // PAGE)
-        self._llm = LLM(
-            EMBEDDED_MODEL,
-            speculative_config={"num_speculative_tokens": drafts} if drafts else None,
+        self.llm = LLM(
+            model.folder,
+            speculative_config=model.speculation if drafts else None,
             dtype=args.dtype,
             max_model_len=LONGEST + args.tokens,
             max_num_seqs=args.rows,
@@ -84,21 +158,22 @@ class Arm:
             page_size=PAGE,
             num_pages=1 + (pages // 2 if drafts else pages),
             decode_buckets=sorted({args.rows // 4, args.rows} - {0}) if drafts else [args.rows],
-            prefill_buckets=[96],
+            prefill_buckets=[96 if drafts else model.chunk],
             long_prefill_token_threshold=40 if drafts else None,
             show_progress=False,
             background_compilation=False,
             enable_prefix_caching=False,  # the same prompts come again and again
+            **model.options,
         )
         self._seconds, self._metrics = 0.0, RequestMetrics()
 
     def complete(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Request]:
         """Return all samples, prompt by prompt."""
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        groups = self._llm.prepare(inputs, [params] * len(prompts))  # compiles
+        groups = self.llm.prepare(inputs, [params] * len(prompts))  # compiles
         samples: list[Sample] = [sample for group in groups for sample in group]
         begin = time.perf_counter()
-        for _ in self._llm.session.run(samples):
+        for _ in self.llm.session.run(samples):
             pass
         self._seconds += time.perf_counter() - begin
         requests = [sample.request for sample in samples]
@@ -106,7 +181,7 @@ class Arm:
         return requests
 
     def figures(self) -> dict[str, Any]:
-        metrics, shapes = self._llm.metrics(), self._llm.shapes
+        metrics, shapes = self.llm.metrics(), self.llm.shapes
         return {
             "drafts": shapes.num_drafts,
             "max_in_flight": metrics["max_in_flight"],
@@ -118,6 +193,7 @@ class Arm:
             "tokens_per_verify": round(self._metrics.mean_acceptance_length, 3),
             "seconds": round(self._seconds, 2),
             "tokens_per_second": round(self._metrics.num_tokens / self._seconds, 1),
+            "commit": record.machine()["commit"],
         }
 
 
@@ -141,10 +217,11 @@ class Judge:
             logits = _logits(self._graph, self._weights, inputs, self._pools)[len(tokens)]
         if request.params.is_greedy:
             return np.asarray(logits)
-        seed = jnp.asarray([request.seed], jnp.uint32).astype(jnp.int32)
-        position = jnp.asarray([len(tokens)], jnp.int32)
-        noise = gumbel_noise(seed, position, Use.TARGET, len(logits))[0]
+        noise = noise_of(request, len(tokens), len(logits))
         return np.asarray(logits / request.params.temperature + noise)
+
+    def read(self, pairs: Sequence[tuple[Request, Request]]) -> None:
+        """Do nothing: each prefix is scored when it is asked for."""
 
     def _inputs(self, tokens: Sequence[int]) -> ModelInputs:
         """A decode row that is padding, and `tokens` as the one chunk of a prompt in slot 1."""
@@ -165,6 +242,54 @@ class Judge:
             prefill=PrefillRegion(one, zero, jnp.asarray([0, len(tokens)], jnp.int32), zero),
             width=1,
         )
+
+
+class EngineJudge:
+    """The scores of the two ids of a first difference, by an engine without drafts."""
+
+    def __init__(self, llm: LLM):
+        self._llm = llm
+        self._scores: dict[tuple[int, int], np.ndarray] = {}  # by request and output tokens
+
+    def read(self, pairs: Sequence[tuple[Request, Request]]) -> None:
+        """Compute the scores for all pairs whose tokens differ, in one batch."""
+        places = [(*pair, first_difference(*pair)) for pair in pairs]
+        differ = [each for each in places if each[2] < min(r.num_output for r in each[:2])]
+        prompts = [
+            {"prompt_token_ids": [*plain.prompt, *plain.output[:at]]} for plain, _, at in differ
+        ]
+        ids = [[plain.output[at], drafted.output[at]] for plain, drafted, at in differ]
+        params = [
+            SamplingParams(
+                max_tokens=1,
+                temperature=plain.params.temperature or 1.0,
+                allowed_token_ids=pair,
+                logit_bias=plain.params.logit_bias,
+                logprobs=2,
+                logprobs_mode=PROCESSED,
+            )
+            for (plain, _, _), pair in zip(differ, ids, strict=True)
+        ]
+        outputs = self._llm.generate(prompts, params) if differ else []
+        self._scores = {}
+        for (plain, _, at), pair, output in zip(differ, ids, outputs, strict=True):
+            (found,) = output.outputs[0].logprobs or ()
+            scores = np.full(self._llm.vocab_size, -np.inf, np.float32)
+            scores[pair] = [found[id].logprob for id in pair]
+            if not plain.params.is_greedy:
+                scores += noise_of(plain, len(plain.prompt) + at, len(scores))
+            self._scores[id(plain), at] = scores
+
+    def __call__(self, request: Request, output: Sequence[int]) -> np.ndarray:
+        """Return the scores that `read` computed."""
+        return self._scores[id(request), len(output)]
+
+
+def noise_of(request: Request, position: int, vocab: int) -> np.ndarray:
+    """Return the noise by which the token at `position` is drawn."""
+    seed = jnp.asarray([request.seed], jnp.uint32).astype(jnp.int32)
+    at = jnp.asarray([position], jnp.int32)
+    return np.asarray(gumbel_noise(seed, at, Use.TARGET, vocab)[0])
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -226,27 +351,79 @@ def first_difference(plain: Request, drafted: Request) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
+@dataclasses.dataclass
+class Found:
+    """What a file has of the rounds, and what a call adds."""
+
+    rounds: list[int] = dataclasses.field(default_factory=list)
+    results: list[Tally] = dataclasses.field(default_factory=list)
+    arms: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # two per call
+    differences: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def read(cls, file: Path | None, about: dict[str, Any]) -> "Found":
+        """Return the rounds of a file with the same sizes; nothing if there is none.
+
+        Raises:
+            ValueError: the file has rounds of other sizes.
+        """
+        known = record.read(file)
+        if "completed" not in known:
+            return cls()
+        about = json.loads(json.dumps(about))
+        if wrong := [name for name, value in about.items() if known.get(name) != value]:
+            raise ValueError(
+                f"{file} has rounds with another {wrong[0]}, {known.get(wrong[0])!r}. Name another "
+                "file, or repeat its options."
+            )
+        tallies = [Tally(**each) for each in known["results"]]
+        return cls(known["completed"], tallies, known["arms"], known["differences"])
+
+    def write(self, file: Path | None, about: dict[str, Any]) -> None:
+        results = [vars(tally) for tally in self.results]
+        rest = {"arms": self.arms, "differences": self.differences[:SHOWN]}
+        record.write(file, {**about, "completed": self.rounds, "results": results, **rest})
+
+    def tally(self, kind: dict[str, Any]) -> Tally:
+        """Return the counts of a kind of rounds, by its parameters as a file has them."""
+        params = json.loads(json.dumps(kind))
+        for tally in self.results:
+            if tally.params == params:
+                return tally
+        self.results.append(Tally(params))
+        return self.results[-1]
+
+
 def compare(
-    rounds: Sequence[dict[str, Any]], args: argparse.Namespace
-) -> tuple[list[Tally], list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the tallies by kind of round, the differences, and the figures of both arms."""
-    prompts, tie = fixed_prompts(args.prompts), TIE[args.dtype]
-    plain, drafted = arms = Arm(0, args), Arm(DRAFTS, args)
-    judge = Judge(LONGEST + args.tokens)
-    tallies = {str(kind): Tally(kind) for kind in rounds}
-    differences = []
-    for number, kind in enumerate(rounds):
+    model: Subject,
+    numbers: Sequence[int],
+    args: argparse.Namespace,
+    found: Found,
+    save: Callable[[], None],
+) -> None:
+    """Run the rounds of these numbers while there is time: add each to `found`, and save it."""
+    rounds, tie, end = model.rounds(args), TIE[args.dtype], time.monotonic() + args.seconds
+    plain, drafted = arms = Arm(0, model, args), Arm(DRAFTS, model, args)
+    judge = Judge(LONGEST + args.tokens) if args.shape is None else EngineJudge(plain.llm)
+    before = found.arms
+    for number in numbers:
+        if time.monotonic() > end:
+            break
+        kind = rounds[number]
         params = SamplingParams(n=args.samples, seed=number, max_tokens=args.tokens, **kind)
-        tally = tallies[str(kind)]
+        tally = found.tally(kind)
         order = arms if number % 2 else arms[::-1]
-        outputs = {arm: arm.complete(prompts, params) for arm in order}
-        pairs = zip(outputs[plain], outputs[drafted], strict=True)
+        outputs = {arm: arm.complete(model.prompts, params) for arm in order}
+        pairs = list(zip(outputs[plain], outputs[drafted], strict=True))
+        judge.read(pairs)
         for index, pair in enumerate(pairs):
             gap = tally.add(*pair, judge, tie)
             if gap is not None:
-                differences.append(describe(number, index // args.samples, *pair, gap))
+                found.differences.append(describe(number, index // args.samples, *pair, gap))
+        found.rounds.append(number)
+        found.arms = before + [arm.figures() for arm in arms]
         print(json.dumps({"round": number, **vars(tally)}), flush=True)
-    return list(tallies.values()), differences, [arm.figures() for arm in arms]
+        save()
 
 
 def describe(
@@ -272,21 +449,30 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64, help="that run at once (default 64)")
     parser.add_argument("--dtype", choices=sorted(TIE), default="float32")
     parser.add_argument("--no-greedy", action="store_true", help="sampled rounds alone")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights, not the embedded model")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="with --shape")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="in which rounds begin")
+    parser.add_argument("--share", type=int, nargs=2, metavar=("I", "N"), default=[0, 1])
+    parser.add_argument("--compilation-cache", type=Path, metavar="FOLDER", help="with --shape")
     args = parser.parse_args()
-    sampled = [SAMPLED[i % len(SAMPLED)] for i in range(args.rounds)]
-    rounds = sampled if args.no_greedy else [GREEDY, *sampled]
-    tallies, differences, arms = compare(rounds, args)
-    names = ("prompts", "samples", "rounds", "tokens", "dtype")
-    figures = {
-        **{name: getattr(args, name) for name in names},
-        "tie": TIE[args.dtype],
-        "results": [vars(tally) for tally in tallies],
-        "arms": arms,
-        "differences": differences[:SHOWN],
-    }
-    print(json.dumps({"arms": arms, "differences": differences[:SHOWN]}), flush=True)
-    record.write(args.json, figures)
-    if any(tally.differing for tally in tallies):
+    names = ("prompts", "samples", "rounds", "tokens", "rows", "dtype", "no_greedy", "shape")
+    about = {name: getattr(args, name) for name in (*names, "tensor_parallel_size", "share")}
+    about["tie"] = TIE[args.dtype]
+    first, step = args.share
+    with subject(args) as model:
+        try:
+            found = Found.read(args.json, about)
+        except ValueError as error:
+            parser.error(str(error))
+        every = range(first, len(model.rounds(args)), step)
+        numbers = [number for number in every if number not in found.rounds]
+        if not numbers:
+            parser.error(f"{args.json} has all rounds. Name another file.")
+        compare(model, numbers, args, found, lambda: found.write(args.json, about))
+    found.write(args.json, about)
+    print(json.dumps({"arms": found.arms, "differences": found.differences[:SHOWN]}), flush=True)
+    print(f"{len(every) - len(found.rounds)} rounds are left.", flush=True)
+    if any(tally.differing for tally in found.results):
         sys.exit("Speculation changed an output.")
 
 

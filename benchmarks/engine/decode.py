@@ -14,12 +14,14 @@ driver's queue is full (as with 256 rows, drafts and 16 steps a dispatch), the d
 room.
 
 A line is printed when a case is done, and a FILE keeps what it says of other cases. A process
-measures one shape: most of its time it compiles, two to ten programs a case.
+measures one shape: most of its time it compiles, two to ten programs a case. With `--one-engine`
+all `--rows` have the same engine, and steps with fewer rows are padded to the next of them.
 """
 
 import argparse
 import dataclasses
 import functools
+import gc
 import json
 import statistics
 import time
@@ -52,25 +54,48 @@ class Case(dummy_llm.Case):
 
 
 def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
-    """Create an engine for `case.rows` rows whose prompts are sent at once."""
-    chunk = min(case.rows * case.prompt, args.prefill_tokens)
+    """Create an engine for `case.rows` rows whose prompts are sent at once, or for all `--rows`."""
+    sizes = sorted(args.rows) if args.one_engine else [case.rows]
+    rows, chunks = sizes[-1], {min(size * case.prompt, args.prefill_tokens) for size in sizes}
     longest = case.prompt + max(case.tokens + 1, steady_tokens(case, args.steps))
-    # With drafts rows end one by one, and a step computes the smallest bucket that holds the rest.
-    count = args.row_sizes or (8 if case.rows >= 32 else 4 if case.rows >= 4 else 1)
-    ends = [case.rows * i // count for i in range(1, count)] if case.drafts else []
+    chunk, ends = max(chunks), []
+    if case.drafts and not args.one_engine:
+        # Rows end one by one, and a step computes the smallest bucket that holds the rest.
+        count = args.row_sizes or (8 if rows >= 32 else 4 if rows >= 4 else 1)
+        ends = [rows * i // count for i in range(1, count)]
     return dummy_llm.make_llm(
         case,
         folder,
-        max_num_seqs=case.rows,
+        max_num_seqs=rows,
         max_model_len=longest,
         max_prefill_seqs=-(-chunk // case.prompt),
-        max_num_batched_tokens=chunk + case.rows * (1 + case.drafts),
-        decode_buckets=[*ends, case.rows],
-        prefill_buckets=[chunk],
-        num_pages=num_pages([longest] * case.rows),
+        max_num_batched_tokens=chunk + rows * (1 + case.drafts),
+        decode_buckets=[*ends, *sizes],
+        prefill_buckets=sorted({min(chunks), chunk}),
+        num_pages=num_pages([longest] * rows),
         gpu_memory_utilization=1.0,
         compilation_cache=args.compilation_cache,
     )
+
+
+class Engines:
+    """Creates the engine of each case; with `--one-engine`, one for all rows with these drafts."""
+
+    def __init__(self, args: argparse.Namespace):
+        self._args = args
+        self._drafts: int | str | None = None
+        self._made: tuple[LLM, Figures] | None = None
+
+    def engine(self, case: Case, folder: Path) -> tuple[LLM, Figures]:
+        """Return an engine for `case` that has all its programs, and the times of its start."""
+        if self._made is None or self._drafts != case.drafts or not self._args.one_engine:
+            if self._made is not None:
+                self._made[0].close()
+            self._made = None
+            gc.collect()  # the weights, before others are drawn
+            self._made = dummy_llm.started(lambda: make_llm(case, folder, self._args))
+            self._drafts = case.drafts
+        return self._made
 
 
 def generation(llm: LLM, case: Case, prompts: Prompts, repeats: int) -> Figures:
@@ -204,10 +229,12 @@ def compare(case: Case, figures: Figures, copy: float) -> Figures:
     return result
 
 
-def measure(case: Case, folder: Path, args: argparse.Namespace, *, copy: float) -> Figures:
+def measure(
+    case: Case, folder: Path, args: argparse.Namespace, *, copy: float, engines: Engines
+) -> Figures:
     """Measure one case; `copy`: bytes per second of a copy."""
     prompts = dummy_llm.random_prompts(case.shape, case.rows, case.prompt)
-    llm, setting_up = dummy_llm.started(lambda: make_llm(case, folder, args))
+    llm, setting_up = engines.engine(case, folder)
     figures = generation(llm, case, prompts, args.repeats)
     figures |= compare(case, figures, copy) | steady_steps(llm, case, prompts, args)
     figures |= {**setting_up, "memory_bytes": llm.metrics()["memory_bytes"]}
@@ -236,6 +263,9 @@ def main() -> None:
         type=int,
         help="numbers of rows that get compiled where there are drafts (default 1 to 8, by rows)",
     )
+    parser.add_argument(
+        "--one-engine", action="store_true", help="for all --rows, which compiles fewer programs"
+    )
     parser.add_argument("--profile", action="store_true", help="the kernels' times, too")
     parser.add_argument("--copy-tb-per-s", type=float, help="default: measured first")
     args = parser.parse_args()
@@ -246,8 +276,10 @@ def main() -> None:
         for rows in args.rows
         for drafts in args.drafts
     ]
+    if args.one_engine:
+        sizes.sort(key=lambda size: size["drafts"])
     cases = [Case(**fixed | size) for size in sizes]
-    dummy_llm.run(cases, functools.partial(measure, copy=copy), args)
+    dummy_llm.run(cases, functools.partial(measure, copy=copy, engines=Engines(args)), args)
 
 
 if __name__ == "__main__":

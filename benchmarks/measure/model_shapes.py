@@ -82,12 +82,15 @@ def _recurrent_fields(gdn: GdnShape) -> dict[str, Any]:
 DENSE, MOE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 NEXT, ATTENTION_MOE = "Qwen3NextForCausalLM", "Qwen3MoeForCausalLM"
 TINY = AttentionShape(4, 2, 16), GdnShape(2, 4, 16, 16)
+TINY_OF_FOUR = TINY[0], GdnShape(4, 4, 16, 16)  # four devices can share it
 SMALL = ATTENTION["qwen3.5-0.8b"], GDN["qwen3.5-0.8b"]
 MIDDLE = ATTENTION["qwen3.5-9b"], GDN["qwen3.5-9b"]
 LARGE = ATTENTION["qwen3.5-27b"], GDN["qwen3.5-27b"]
 SPARSE = ATTENTION["qwen3.5-35b-a3b"], GDN["qwen3.5-9b"]
+WIDE = ATTENTION["qwen3.5-122b-a10b"], GDN["qwen3.5-122b-a10b"]
 SHAPES: dict[str, ModelShape | NemotronShape | PureMamba2Shape] = {
     "tiny": ModelShape(DENSE, 64, 4, 96, *TINY, tied=True, vocab=512),
+    "tiny-of-four": ModelShape(DENSE, 64, 4, 96, *TINY_OF_FOUR, tied=True, vocab=512),
     "tiny-moe": ModelShape(MOE, 64, 4, ExpertsShape(8, 2, 32, 48), *TINY, tied=False, vocab=512),
     "qwen3.5-0.8b": ModelShape(DENSE, HIDDEN["qwen3.5-0.8b"], 24, 3584, *SMALL, tied=True),
     "qwen3.5-2b": ModelShape(DENSE, HIDDEN["qwen3.5-2b"], 24, 6144, *SMALL, tied=True),
@@ -96,6 +99,9 @@ SHAPES: dict[str, ModelShape | NemotronShape | PureMamba2Shape] = {
     "qwen3.5-27b": ModelShape(DENSE, HIDDEN["qwen3.5-27b"], 64, 17408, *LARGE, tied=False),
     "qwen3.5-35b-a3b": ModelShape(
         MOE, 2048, 40, ExpertsShape(256, 8, 512, shared=512), *SPARSE, tied=False
+    ),
+    "qwen3.5-122b-a10b": ModelShape(
+        MOE, 3072, 48, ExpertsShape(256, 8, 1024, shared=1024), *WIDE, tied=False
     ),
     # 36 of its 48 layers: 123 GB in bfloat16, which leaves some 20 GB of an H200.
     "qwen3-next-80b": ModelShape(

@@ -31,6 +31,7 @@ GDN = {
     "qwen3.5-0.8b": GdnShape(16, 16),  # also 2B
     "qwen3.5-9b": GdnShape(16, 32),  # also 4B and 35B-A3B
     "qwen3.5-27b": GdnShape(16, 48),
+    "qwen3.5-122b-a10b": GdnShape(16, 64),
 }
 KDA = {"kimi-linear-48b-a3b": GdnShape(32, 32)}  # the same sizes; a decay for each key channel
 
@@ -52,6 +53,7 @@ ATTENTION = {
     "qwen3.5-9b": AttentionShape(16, 4, 256),  # also 4B
     "qwen3.5-27b": AttentionShape(24, 4, 256),
     "qwen3.5-35b-a3b": AttentionShape(16, 2, 256),
+    "qwen3.5-122b-a10b": AttentionShape(32, 2, 256),
     "qwen3-8b": AttentionShape(32, 8, 128),
     "nemotron-3-nano": AttentionShape(32, 2, 128),
     "llama-3.2-1b": AttentionShape(32, 8, 64),

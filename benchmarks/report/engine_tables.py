@@ -206,14 +206,17 @@ def kernels(figures: Figures) -> Rows:
         yield case | {"name": name, "rate": rate}
 
 
-def tensor_parallel(figures: Figures) -> Rows:
-    """Yield each case with the tokens a second beside those of one device."""
-    alone = {}
-    for case in results(figures):
-        same = tuple(case[name] for name in ("shape", "rows", "drafts", "prompt"))
-        if case["tensor_parallel_size"] == 1:
-            alone[same] = case["ms_per_token"]
-        gain = {"gain": f"{alone[same] / case['ms_per_token']:.2f}x"} if same in alone else {}
+def tensor_parallel(*files: Figures) -> Rows:
+    """Yield each case with its gain over one device, whichever file has that."""
+    alike = "shape", "rows", "drafts", "prompt"
+    alone = {
+        tuple(case[name] for name in alike): case["ms_per_token"]
+        for case in results(*files)
+        if case["tensor_parallel_size"] == 1
+    }
+    for case in results(*files):
+        one = alone.get(tuple(case[name] for name in alike))
+        gain = {"gain": f"{one / case['ms_per_token']:.2f}x"} if one else {}
         yield case | gain
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 import json
 import sys
 import types
@@ -72,19 +73,28 @@ def test_every_part_of_a_tiny_model_has_its_rows(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.soak
 @pytest.mark.devices
-def test_two_devices_have_the_tokens_of_one_and_all_features(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
-    arguments = ["--only", "tiny", "--parts", *job.ON_TWO_DEVICES, "--seconds", "1500"]
+@pytest.mark.parametrize(
+    ("count", "name", "parts"),
+    [
+        ("2", "tiny", ["exact on two devices", "two devices"]),
+        ("4", "tiny-of-four", ["exact on four devices"]),
+    ],
+)
+def test_devices_have_the_tokens_of_one_and_all_features(
+    count, name, parts, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", count)
+    arguments = ["--only", name, "--parts", *parts, "--seconds", "1500"]
     try:
         found = accept(monkeypatch, tmp_path / "accepted.json", arguments)
     except SystemExit as end:  # an engine without the fixed samplers compiles in calls
         assert "rows have errors" in str(end)
         rows = json.loads((tmp_path / "accepted.json").read_text())["results"]
         found = {(row["part"], row["feature"]): row for row in rows}
-    row = found["exact on two devices", "two devices and one"]
+    row = found[parts[0], "devices and one"]
     assert row["differing"] == 0 and row["identical"] + row["ties"] == row["generations"] > 0
-    for feature in features.SHORT_TABLE:
-        assert "ms_per_token" in found["two devices", feature.name]
+    for part, feature in itertools.product(parts[1:], features.SHORT_TABLE):
+        assert "ms_per_token" in found[part, feature.name]
 
 
 @pytest.mark.soak

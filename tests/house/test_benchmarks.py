@@ -109,6 +109,34 @@ def test_decode_measures_a_tiny_model(decode, monkeypatch, tmp_path, capsys):
     assert drafted["memory_bytes"]["ring"] > 0 == plain["memory_bytes"]["ring"]
 
 
+def test_decode_has_one_engine_for_all_rows(decode, monkeypatch, tmp_path):
+    """In the order of drafts, and with a decode size for each number of rows."""
+    made, cases = [], []
+
+    class LLM:
+        def close(self):
+            made.append("closed")
+
+    def run(planned, measure, args):
+        engines = measure.keywords["engines"]
+        cases.extend((case.rows, case.drafts, engines.engine(case, tmp_path)) for case in planned)
+
+    def make(case, folder, **options):
+        made.append([options[name] for name in ("max_num_seqs", "decode_buckets")])
+        made[-1].append(options["prefill_buckets"])
+        return LLM()
+
+    monkeypatch.setattr(decode.dummy_llm, "started", lambda make: (make(), {}))
+    monkeypatch.setattr(decode.dummy_llm, "make_llm", make)
+    monkeypatch.setattr(decode.dummy_llm, "run", run)
+    arguments = "--rows 8 1 64 --drafts 0 3 --copy-tb-per-s 4 --one-engine"
+    monkeypatch.setattr(sys, "argv", ["decode.py", *arguments.split()])
+    decode.main()
+    assert made == [[64, [1, 8, 64], [512, 8192]], "closed", [64, [1, 8, 64], [512, 8192]]]
+    assert [case[:2] for case in cases] == [(8, 0), (1, 0), (64, 0), (8, 3), (1, 3), (64, 3)]
+    assert len({id(engine) for *_, (engine, _) in cases}) == 2
+
+
 def test_decode_compares_with_the_peer(decode):
     model = {"shape": "qwen3.5-9b", "dtype": "bfloat16", "kv_dtype": None, "max_in_flight": 2}
     model["steps_per_dispatch"] = 1
@@ -314,6 +342,7 @@ def test_the_floor_of_a_step_of_these_mixers(floor):
     ("shape", "layers", "billions", "active"),
     [
         ("qwen3.5-35b-a3b", 40, 34.7, 2.95),
+        ("qwen3.5-122b-a10b", 48, 122.1, 9.01),
         ("qwen3-next-80b", 48, 79.7, 3.56),
         ("qwen3-30b-a3b", 48, 30.5, 3.04),
         ("qwen3.5-9b", 32, 8.95, 7.94),
@@ -586,15 +615,78 @@ def test_the_ab_tells_ties_from_differences_and_early_ends(ab):
 
 def test_the_ab_fails_where_an_output_differs(ab, monkeypatch, tmp_path):
     """After its file is written, which describes the difference."""
-    tally, request = ab.module.Tally({}, generations=2, differing=1), ab.requests[0][0]
+    request = ab.requests[0][0]
     difference = ab.module.describe(3, 1, request, changed(request, *request.output[:5]), math.inf)
-    monkeypatch.setattr(ab.module, "compare", lambda *_: ([tally], [difference], []))
+
+    def compare(model, numbers, args, found, save):
+        found.results.append(ab.module.Tally({}, generations=2, differing=1))
+        found.differences.append(difference)
+
+    monkeypatch.setattr(ab.module, "compare", compare)
     monkeypatch.setattr(sys, "argv", ["ab.py", "--json", str(tmp_path / "ab.json")])
     with pytest.raises(SystemExit, match="Speculation changed an output"):
         ab.module.main()
     (told,) = json.loads((tmp_path / "ab.json").read_text())["differences"]
     assert (told["round"], told["prompt"], told["same_tokens"]) == (3, 1, 5)
     assert (told["tokens"], told["score_gap"]) == ([8, 5], None)
+
+
+def test_the_ab_adds_the_rounds_that_a_file_lacks(ab, monkeypatch, tmp_path, capsys):
+    """Two rounds a call, of five: the third call has one, and the fourth is refused."""
+    asked, file = [], tmp_path / "ab.json"
+
+    def compare(model, numbers, args, found, save):
+        asked.append(list(numbers))
+        for number in asked[-1][:2]:
+            found.rounds.append(number)
+            found.tally(model.rounds(args)[number]).generations += 1
+            save()
+
+    monkeypatch.setattr(ab.module, "compare", compare)
+    arguments = ["ab.py", "--rounds", "4", "--json", str(file)]
+    for _ in range(3):
+        monkeypatch.setattr(sys, "argv", arguments)
+        ab.module.main()
+    assert asked == [[0, 1, 2, 3, 4], [2, 3, 4], [4]]
+    written = json.loads(file.read_text())
+    assert [tally["generations"] for tally in written["results"]] == [1, 2, 1, 1]
+    capsys.readouterr()
+    for more, message in (([], "has all rounds"), (["--rows", "8"], "with another rows, 64")):
+        monkeypatch.setattr(sys, "argv", [*arguments, *more])
+        with pytest.raises(SystemExit):
+            ab.module.main()
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.soak
+@pytest.mark.devices
+def test_the_ab_of_a_shape_drafts_two_ids_and_scores_ties_by_its_engine(
+    ab, monkeypatch, tmp_path, capsys
+):
+    """On two devices; every pair is scored as if the other id had come at place 3."""
+    module, file, best = ab.module, tmp_path / "ab.json", []
+    read = module.EngineJudge.read
+
+    def scored(judge, pairs):
+        for plain, _ in pairs:
+            before, id, after = plain.output[:3], plain.output[3], plain.output[4:]
+            other = sum(module.IDS) - id
+            read(judge, [(plain, changed(plain, *before, other, *after))])
+            scores = judge(plain, before)
+            assert np.isfinite(scores).sum() == 2
+            best.append(scores.argmax() == id)
+
+    monkeypatch.setattr(module.EngineJudge, "read", scored)
+    sizes = "--prompts 3 --samples 2 --rows 4 --tokens 24 --rounds 3 --tensor-parallel-size 2"
+    argv = ["ab.py", "--shape", "tiny", *sizes.split(), "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", argv)
+    module.main()
+    written = json.loads(file.read_text())
+    assert sum(tally["identical"] for tally in written["results"]) == 4 * 6
+    assert written["completed"] == [0, 1, 2, 3]
+    plain, drafted = written["arms"]
+    assert drafted["tokens_per_verify"] > 1.2 > plain["tokens_per_verify"]
+    assert all(best) and len(best) == 4 * 6
 
 
 def test_load_compares_with_dd_and_bounds_the_hosts_memory(monkeypatch, tmp_path, capsys):
