@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from pairwise import soak
 
 from jaxspec.models import load_model, weights
 from jaxspec.models.kinds import Block
@@ -755,6 +756,7 @@ CULPRITS = {
     "num_local_experts": "block_sparse_moe",  # without experts there are none of their tensors
     "mamba_rms_norm": "mamba.norm.weight",
     "attention_bias": "_proj.bias",
+    "use_qk_norm": "k_norm.weight",
     "layer_types": "full_attn_idxs",  # the other field that lists layers
     "block_ff_dim": "intermediate_size",  # its other name
     "block_auto_adjust_ff_dim": ".feed_forward.",  # then the layers have another width
@@ -801,7 +803,7 @@ def with_field(config, path, value):
         ("qwen2", QWEN2_FIELDS, NOT_WRONG),
         ("gpt_oss", GPT_OSS_FIELDS, NOT_WRONG_OF_GPT_OSS),
         ("deepseek_v32", DEEPSEEK_FIELDS, NOT_WRONG_OF_DEEPSEEK),
-        ("glm4_moe", GLM_FIELDS, NOT_WRONG),
+        soak("glm4_moe", GLM_FIELDS, NOT_WRONG),
         ("kimi_linear", KIMI_FIELDS, NOT_WRONG),
         ("kimi_linear_raw", KIMI_RAW_FIELDS, NOT_WRONG),
     ],

@@ -87,5 +87,9 @@ class DeepSeekRun(GroupedExpertsRun):
         return np.concatenate([turned.real, turned.imag, x[:, dim:]], -1)
 
 
-RUNS = dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe_lite"), DeepSeekRun)
-RUNS["glm4_moe"] = GroupedExpertsRun
+RUNS = {
+    "deepseek_v3": DeepSeekRun,
+    "deepseek_v32": DeepSeekRun,
+    "glm4_moe": GroupedExpertsRun,
+    "glm4_moe_lite": DeepSeekRun,
+}
