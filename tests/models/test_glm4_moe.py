@@ -134,6 +134,7 @@ def experts_without_their_factor(fields, tensors):
     fields["routed_scaling_factor"] = 1.0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "change",
     [
