@@ -303,7 +303,7 @@ def test_the_floor_counts_mixers(floor, fixture, kind, weights):
     assert sum(sizes) == floor.forward_size(model.config, floor.EVERY)
 
 
-@pytest.mark.parametrize("fixture", ["deepseek_v3", "deepseek_v32"])
+@pytest.mark.parametrize("fixture", ["deepseek_v3", "deepseek_v32", "glm4_moe_lite"])
 def test_the_floor_counts_latent_attention_and_its_index(floor, fixture):
     """And of a context the latents that are selected, with the keys of all tokens."""
     model = load_model(FIXTURES / fixture, jnp.float32)
@@ -314,8 +314,9 @@ def test_the_floor_counts_latent_attention_and_its_index(floor, fixture):
     assert sum(sizes) == counted + floor.head_size(model.config, floor.EVERY)
     counts = {"rows": 2, "context": 40, "drafts": 1, "emitted": 1.0, "dtype": "float32"}
     moved = floor.step_bytes(model.config, **counts, states=StateConfig("snapshot", "float32"))
-    if fixture == "deepseek_v3":
-        assert moved["kv"] == 3 * 4 * 2 * (40 + 2) * 48
+    if fixture != "deepseek_v32":
+        width = {"deepseek_v3": 32 + 16, "glm4_moe_lite": 32 + 8}[fixture]
+        assert moved["kv"] == 3 * 4 * 2 * (40 + 2) * width
     else:
         assert moved["kv"] == 3 * 4 * 2 * (24 * 48 + 40 * 32 + 2 * (48 + 32))
 

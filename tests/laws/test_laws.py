@@ -189,6 +189,8 @@ OTHERS = [
     ("deepseek_v32", "mtp", 3, SAMPLED),
     soak("deepseek_v3", "mtp", 3, SAMPLED),
     soak("deepseek_v32", "oracle-mixed", 3, GREEDY),
+    soak("glm4_moe", "mtp", 3, SAMPLED),
+    soak("glm4_moe_lite", "oracle-mixed", 3, GREEDY),
     soak("granitemoehybrid", "oracle-mixed", 3, SAMPLED),
     soak("granite", "oracle-mixed", 3, SAMPLED),
     soak("qwen3_5_tied", "oracle-mixed", 3, SAMPLED),
@@ -242,6 +244,8 @@ RUNS = [  # fixture, drafts, policy
     ("granitemoehybrid", "oracle-mixed", 3, "snapshot"),
     ("deepseek_v3", "mtp", 3, "snapshot"),
     ("deepseek_v32", "mtp", 3, "snapshot"),
+    ("glm4_moe", "mtp", 3, "snapshot"),
+    ("glm4_moe_lite", "mtp", 3, "snapshot"),
 ]
 OTHER_RUNS = [
     ("qwen3_5_tied", "mtp", 3, "snapshot"),
@@ -252,6 +256,7 @@ OTHER_RUNS = [
     ("llama_draft", "mtp", 0, "snapshot"),
     ("granite", "oracle-mixed", 3, "snapshot"),
     *itertools.product(("deepseek_v3", "deepseek_v32"), ("mtp",), (0,), ("snapshot",)),
+    *itertools.product(("glm4_moe", "glm4_moe_lite"), ("mtp",), (0,), ("snapshot",)),
     *itertools.product(("mamba2", "granitemoehybrid"), ("mtp",), (0,), ("snapshot", "replay")),
     *itertools.product(
         ("qwen3_5_moe", "qwen3_next", "nemotron_h", "nemotron_h_latent"),

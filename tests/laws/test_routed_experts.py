@@ -100,7 +100,7 @@ def check(llm, plain, prompts, params):
 
 FAMILIES = [
     "nemotron_h_latent",
-    *map(soak, ("qwen3_moe", "qwen3_next", "granitemoehybrid", "deepseek_v3")),
+    *map(soak, ("qwen3_moe", "qwen3_next", "granitemoehybrid", "deepseek_v3", "glm4_moe")),
 ]
 
 

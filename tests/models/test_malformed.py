@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from pairwise import soak
 
 from jaxspec.models import load_model, weights
 from jaxspec.models.kinds import Block
@@ -644,6 +645,28 @@ DEEPSEEK_FIELDS = {
     "rope_scaling.mscale": NONE,
     "rope_scaling.mscale_all_dim": NONE,
 }
+# The same of GLM-4.5, beside those above.
+GLM_FIELDS = {
+    "attention_bias": [True],
+    "use_qk_norm": [True],
+    "layer_types": NONE,
+    "mlp_layer_types": NONE,  # the number of dense layers says the same
+    "first_k_dense_replace": [1],
+    "decoder_sparse_step": NONE,
+    "moe_layer_freq": [*NONE, 1],
+    "scoring_func": NONE,
+    "topk_method": NONE,
+    "n_group": [*NONE, 1],
+    "topk_group": [*NONE, 1],
+    "n_routed_experts": [],
+    "n_shared_experts": [1],
+    "num_experts_per_tok": [],
+    "norm_topk_prob": [True],
+    "routed_scaling_factor": [],
+    "num_nextn_predict_layers": [*NONE, 0],  # the tensors tell: there is a draft head
+    "rope_parameters.partial_rotary_factor": NONE,  # a half is the family's default
+    "partial_rotary_factor": NONE,
+}
 NOT_WRONG_OF_DEEPSEEK = {
     "index_topk": [1],
     "rope_parameters.truncate": [False],
@@ -700,6 +723,7 @@ KIMI_RAW_FIELDS = LATENT_FIELDS | {
 TABLES = FIELDS | EXPERT_FIELDS | LLAMA_FIELDS | FALCON_FIELDS | LFM2_FIELDS
 TABLES |= LFM2_RAW_FIELDS | NEMOTRON_FIELDS | MAMBA2_FIELDS | GRANITE_FIELDS
 TABLES |= KIMI_FIELDS | KIMI_RAW_FIELDS | QWEN2_FIELDS | GPT_OSS_FIELDS | DEEPSEEK_FIELDS
+TABLES |= GLM_FIELDS
 # An id that stands for the end of a text is right or wrong by its value alone.
 NOT_WRONG = {"eos_token_id": [0, [1]]}
 # Here they mean another model of the same tensors.
@@ -732,6 +756,7 @@ CULPRITS = {
     "num_local_experts": "block_sparse_moe",  # without experts there are none of their tensors
     "mamba_rms_norm": "mamba.norm.weight",
     "attention_bias": "_proj.bias",
+    "use_qk_norm": "k_norm.weight",
     "layer_types": "full_attn_idxs",  # the other field that lists layers
     "block_ff_dim": "intermediate_size",  # its other name
     "block_auto_adjust_ff_dim": ".feed_forward.",  # then the layers have another width
@@ -778,6 +803,7 @@ def with_field(config, path, value):
         ("qwen2", QWEN2_FIELDS, NOT_WRONG),
         ("gpt_oss", GPT_OSS_FIELDS, NOT_WRONG_OF_GPT_OSS),
         ("deepseek_v32", DEEPSEEK_FIELDS, NOT_WRONG_OF_DEEPSEEK),
+        soak("glm4_moe", GLM_FIELDS, NOT_WRONG),
         ("kimi_linear", KIMI_FIELDS, NOT_WRONG),
         ("kimi_linear_raw", KIMI_RAW_FIELDS, NOT_WRONG),
     ],
@@ -785,7 +811,7 @@ def with_field(config, path, value):
     ids=[
         *("dense", "experts", "llama", "Falcon-H1", "LFM2", "LFM2 raw"),
         *("Nemotron", "Mamba2", "Granite hybrid", "Granite", "Qwen2", "gpt-oss"),
-        *("DeepSeek", "Kimi-Linear", "Kimi-Linear raw"),
+        *("DeepSeek", "GLM", "Kimi-Linear", "Kimi-Linear raw"),
     ],
 )
 def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
@@ -814,6 +840,8 @@ def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
             "gpt_oss",
             "deepseek_v3",
             "deepseek_v32",
+            "glm4_moe",
+            "glm4_moe_lite",
             "kimi_linear",
             "kimi_linear_raw",
             *EXPERTS,
@@ -844,7 +872,7 @@ def test_the_tables_have_every_field_that_is_read(corpus, monkeypatch):
     [
         *("qwen3_5", "qwen3_5_vl", "qwen3", "qwen3_5_moe", "qwen3_next", "llama", "falcon_h1"),
         *("lfm2", "nemotron_h", "nemotron_h_latent", "mamba2", "granitemoehybrid", "granite"),
-        *("gpt_oss", "deepseek_v32", "kimi_linear"),
+        *("gpt_oss", "deepseek_v32", "glm4_moe", "kimi_linear"),
     ],
     indirect=True,
 )

@@ -13,6 +13,7 @@ from jaxspec.pallas import dispatch
 WITH_HEADS = [
     *("qwen3_5", "qwen3_5_tied", "qwen3_5_moe", "qwen3_5_moe_wide", "qwen3_next"),
     *("nemotron_h", "nemotron_h_latent", "nemotron_h_wide", "deepseek_v3", "deepseek_v32"),
+    *("glm4_moe", "glm4_moe_lite"),
 ]
 OTHERS = [
     *("qwen3", "qwen3_moe", "llama", "llama_draft", "granite", "qwen2", "gpt_oss"),
@@ -23,7 +24,7 @@ IN_BFLOAT16 = [
     *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_vl", "qwen3_next", "nemotron_h", "nemotron_h_wide"),
     *("qwen3_moe", "llama", "llama_draft", "mamba2", "granitemoehybrid", "falcon_h1", "lfm2"),
     *("granite", "qwen2", "gpt_oss"),
-    "deepseek_v3",
+    *("deepseek_v3", "glm4_moe", "glm4_moe_lite"),
 ]
 # Ops whose kernels a fixture's sizes allow.
 ON_A_GPU = {

@@ -40,6 +40,8 @@ SHARED = {
     "lfm2": 4,
     "deepseek_v3": 4,
     "deepseek_v32": 2,
+    "glm4_moe": 4,
+    "glm4_moe_lite": 4,
     "kimi_linear": 4,
 }
 

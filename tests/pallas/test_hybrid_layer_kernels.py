@@ -52,6 +52,30 @@ DEEPSEEK = {
     "topk_group": 4,
     "v_head_dim": 128,
 }
+# Those of GLM-4.7-Flash, and of GLM-4.5-Air.
+FLASH = {
+    "hidden_size": 2048,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 64,
+    "num_attention_heads": 20,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 20,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+}
+AIR = {
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 128,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 8,
+    "use_qk_norm": False,
+}
 # Those of Kimi-Linear-48B-A3B, with few experts.
 KIMI = {
     "hidden_size": 2304,
@@ -68,9 +92,11 @@ KIMI = {
         ("falcon_h1", FALCON, {"attention_inputs", "paged_attention", "mamba2_conv_replay"}),
         ("lfm2", LFM2, {"conv_update"}),
         ("deepseek_v3", DEEPSEEK, {"latent_attention", "moe_experts"}),
+        ("glm4_moe_lite", FLASH, {"latent_attention", "moe_experts"}),
+        ("glm4_moe", AIR, {"attention_inputs", "paged_attention", "moe_experts"}),
         ("kimi_linear", KIMI, {"conv_update", "gdn_replay", "moe_experts"}),
     ],
-    ids=["Falcon-H1", "LFM2", "DeepSeek", "Kimi-Linear"],
+    ids=["Falcon-H1", "LFM2", "DeepSeek", "GLM-4.7-Flash", "GLM-4.5-Air", "Kimi-Linear"],
 )
 def test_a_layer_is_its_kernels(h200, monkeypatch, fixture, sizes, expected, rows):
     monkeypatch.setattr("jaxspec.device.default_device", lambda: h200)

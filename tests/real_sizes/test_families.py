@@ -35,6 +35,8 @@ OTHER_NAMES = [
     "lfm2-1.2b",
     "deepseek-v3",
     "deepseek-v3.2",
+    "glm-4.7-flash",
+    "glm-4.5-air",
     "kimi-linear-48b-a3b",
 ]
 HAVE_HEADS = {
@@ -44,6 +46,8 @@ HAVE_HEADS = {
     "nemotron-3.5-lightning-30b-a3b",
     "deepseek-v3",
     "deepseek-v3.2",
+    "glm-4.7-flash",
+    "glm-4.5-air",
 }
 
 

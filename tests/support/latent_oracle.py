@@ -1,4 +1,4 @@
-"""The oracle of `oracle.py` for DeepSeek-V3 and V3.2: keys and values of each head are formed."""
+"""The oracle of `oracle.py` for DeepSeek and GLM: keys and values of each head are formed."""
 
 import numpy as np
 from oracle import Run, _sigmoid, magnitude, turns
@@ -6,8 +6,28 @@ from oracle import Run, _sigmoid, magnitude, turns
 _EPS = 1e-6  # of the latents' norms and of the index's
 
 
-class DeepSeekRun(Run):
-    """Latent attention, an index if the layer has its tensors, and experts in groups."""
+class GroupedExpertsRun(Run):
+    """Attention as in Llama or Qwen3, and experts in groups."""
+
+    def _experts(self, x, prefix):
+        config, groups = self.oracle.config, self.oracle.config["n_group"]
+        score = _sigmoid(self._w(prefix + "gate") @ x)
+        compared = score + self.oracle.weights[prefix + "gate.e_score_correction_bias"]
+        grouped = compared.reshape(groups, -1)
+        best = np.argsort(-np.sort(grouped, 1)[:, -2:].sum(1), kind="stable")
+        is_in = np.isin(np.arange(groups), best[: config["topk_group"]])
+        compared = np.where(np.repeat(is_in, grouped.shape[1]), compared, -np.inf)
+        chosen = np.argsort(-compared, kind="stable")[: config["num_experts_per_tok"]]
+        share = score[chosen] / (score[chosen].sum() + 1e-20) * config["routed_scaling_factor"]
+        y = sum(
+            part * self._mlp(x, f"{prefix}experts.{expert}.")
+            for part, expert in zip(share, chosen, strict=True)
+        )
+        return y + self._mlp(x, prefix + "shared_experts.")
+
+
+class DeepSeekRun(GroupedExpertsRun):
+    """Latent attention, and an index if the layer has its tensors."""
 
     def _attention(self, x, prefix, memory):
         config, rope = self.oracle.config, self.oracle.config["rope_parameters"]
@@ -66,21 +86,10 @@ class DeepSeekRun(Run):
         turned = turned * (x[:, :half] + 1j * x[:, half:dim])
         return np.concatenate([turned.real, turned.imag, x[:, dim:]], -1)
 
-    def _experts(self, x, prefix):
-        config, groups = self.oracle.config, self.oracle.config["n_group"]
-        score = _sigmoid(self._w(prefix + "gate") @ x)
-        compared = score + self.oracle.weights[prefix + "gate.e_score_correction_bias"]
-        grouped = compared.reshape(groups, -1)
-        best = np.argsort(-np.sort(grouped, 1)[:, -2:].sum(1), kind="stable")
-        is_in = np.isin(np.arange(groups), best[: config["topk_group"]])
-        compared = np.where(np.repeat(is_in, grouped.shape[1]), compared, -np.inf)
-        chosen = np.argsort(-compared, kind="stable")[: config["num_experts_per_tok"]]
-        share = score[chosen] / (score[chosen].sum() + 1e-20) * config["routed_scaling_factor"]
-        y = sum(
-            part * self._mlp(x, f"{prefix}experts.{expert}.")
-            for part, expert in zip(share, chosen, strict=True)
-        )
-        return y + self._mlp(x, prefix + "shared_experts.")
 
-
-RUNS = {"deepseek_v3": DeepSeekRun, "deepseek_v32": DeepSeekRun}
+RUNS = {
+    "deepseek_v3": DeepSeekRun,
+    "deepseek_v32": DeepSeekRun,
+    "glm4_moe": GroupedExpertsRun,
+    "glm4_moe_lite": DeepSeekRun,
+}

@@ -12,7 +12,12 @@ from benchmarks.kernels.cases.attention import newest_tokens, page_tables
 from jaxspec.pallas.attention.latent import latent_attention, latent_attention_reference
 
 PAGE_SIZE, VALUE_DIM, FEATURES = 16, 512, 576
-HEADS = {"deepseek-v3": 128, "deepseek-v3 of 8 devices": 16, "kimi-linear-48b": 32}
+HEADS = {
+    "deepseek-v3": 128,
+    "deepseek-v3 of 8 devices": 16,
+    "kimi-linear-48b": 32,
+    "glm-4.7-flash": 20,
+}
 
 
 def latent_attention_cases() -> Iterator[Case]:

@@ -24,7 +24,7 @@ FAMILIES = (
     *("qwen3_5", "qwen3_5_tied", "qwen3_5_moe", "qwen3_5_moe_raw", "qwen3_5_vl", "qwen3_next"),
     *("qwen3", "qwen3_moe", "llama", "lfm2", "falcon_h1", "granitemoehybrid", "mamba2"),
     *("nemotron_h", "nemotron_h_latent", "granite", "qwen2", "gpt_oss"),
-    *("deepseek_v3", "deepseek_v32"),
+    *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite"),
     "kimi_linear",
 )
 FP8 = {"quantization": "fp8", "activation_dtype": "float8_e4m3fn"}

@@ -13,8 +13,14 @@ OPTIMIZED = True  # as for a user
 
 @pytest.mark.parametrize(
     ("heads", "rows", "width"),
-    [(128, 64, 1), (128, 64, 4), (32, 64, 1), (16, 1, 8)],
-    ids=["DeepSeek", "DeepSeek, verification", "Kimi", "one row of eight devices"],
+    [(128, 64, 1), (128, 64, 4), (32, 64, 1), (20, 64, 4), (16, 1, 8)],
+    ids=[
+        "DeepSeek",
+        "DeepSeek, verification",
+        "Kimi",
+        "GLM, verification",
+        "one row of eight devices",
+    ],
 )
 def test_latent_attention(h200, monkeypatch, capfd, heads, rows, width):
     monkeypatch.setattr(dispatch, "runs_kernel", lambda op, why_not, **_: why_not is None)
