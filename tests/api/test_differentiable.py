@@ -51,6 +51,7 @@ def test_they_are_the_scores_of_the_engine(llm, made):
         np.testing.assert_allclose(own[: len(text) - 1], want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.soak
 def test_they_are_the_logprobs_of_generated_tokens(llm, made):
     """With drafts: most of these tokens were verified several at a time."""
     params = SamplingParams(temperature=0.8, max_tokens=24, logprobs=0, seed=1)

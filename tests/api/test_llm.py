@@ -449,6 +449,7 @@ def test_an_interrupt_while_programs_warm_up_or_the_state_is_made_harms_no_later
     assert llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids == want.outputs[0].token_ids
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_stop_string_ends_the_same_text_with_and_without_drafts(drafted, plain, temperature):
     params = SamplingParams(temperature=temperature, max_tokens=40, seed=3)

@@ -108,6 +108,7 @@ def test_what_is_no_tokenizer_or_generation_config_is_refused_before_any_tensor_
             load(EngineConfig(FIXTURES / "qwen3_5", **options), progress=False)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize(
     ("name", "num_bytes", "options", "rule"),

@@ -29,6 +29,8 @@ from jaxspec.requests.sampling_params import LOGPROBS_MODES
 from jaxspec.text import template_process
 from jaxspec.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.soak
+
 LONGEST = 64  # max_model_len
 MAX_SECONDS = 20
 

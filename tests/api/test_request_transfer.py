@@ -14,6 +14,8 @@ from travellers import by_wire, told
 
 from jaxspec import LLM, RequestOutputKind, SamplingParams, transfer
 
+pytestmark = pytest.mark.soak
+
 OPTIONS = {
     "dtype": "float32",
     "max_num_seqs": 4,

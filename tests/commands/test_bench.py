@@ -31,6 +31,7 @@ def test_throughput(has_texts, short_model, tmp_path, capsys):
     assert found["model"] == str(short_model) and found["versions"]["jax"]
 
 
+@pytest.mark.soak
 def test_latency(short_model, tmp_path, capsys):
     words = ["--batch-size", "2", "--num-iters", "3", "--output-json", str(tmp_path / "out")]
     words += ["--num-speculative-tokens", "0"]

@@ -50,6 +50,7 @@ def test_colours_change_no_text_and_a_legend_says_who_gave_how_much(prompts, cap
     assert figures == [line for line in plain if line][:-1]
 
 
+@pytest.mark.soak
 def test_speculation_can_be_turned_off(capsys, short_model):
     typed = ["import", "--max-tokens", "4", "--num-speculative-tokens", "0", "--verbose"]
     assert main([*typed, "--model", str(short_model)]) == 0

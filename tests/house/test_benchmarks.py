@@ -459,6 +459,7 @@ def test_the_floor_of_prompts_beside_rows(floor, config_of):
     assert seconds == pytest.approx(flops / floor.MATMUL_FLOPS)
 
 
+@pytest.mark.soak
 def test_a_layer_of_experts_counts_the_bytes_of_those_that_tokens_chose(monkeypatch):
     """Once each, at 48 of the shared one's columns among two of the others' 32."""
     moe = importlib.import_module("benchmarks.kernels.cases.moe")
@@ -588,6 +589,7 @@ def changed(request, *tokens, finish=None):
     return copy
 
 
+@pytest.mark.soak
 def test_the_ab_tells_ties_from_differences_and_early_ends(ab):
     plain = ab.requests[0][0]
     best, *rest = plain.output

@@ -29,7 +29,7 @@ def sizes_of(folder, devices=1, **options):
     return sizes
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", [*HELD, "ct fp8 rows", None])
 def test_random_weights_are_counted_as_they_are_drawn(name, devices, copy, holds):

@@ -24,6 +24,8 @@ from jaxspec.pallas.moe import routes
 from jaxspec.requests.request import RoutedTokens
 from jaxspec.runner.page_reader import RouteRecorder
 
+pytestmark = pytest.mark.soak
+
 LONG = True
 LENGTH = 96
 SIZES = {

@@ -159,6 +159,7 @@ def test_a_pause_changes_no_token(llm, want, after, compiled):
     assert not compiled
 
 
+@pytest.mark.soak
 def test_calls_of_other_threads_wait(llm, want):
     llm.reset_prefix_cache()
     llm.pause()

@@ -244,6 +244,7 @@ def check_forks(llm, fresh, old, new):
     check_recompute(llm, fresh, old, new, 1, [LONG_PROMPT], [FORKED])
 
 
+@pytest.mark.soak
 def test_samples_that_wait_for_a_fork_start_with_the_new_weights(llm, fresh, old, new):
     check_forks(llm, fresh, old, new)
 
@@ -510,6 +511,7 @@ def test_samples_forked_from_a_parent_of_the_old_weights_are_seen(llm, fresh, ol
         check_forks(llm, fresh, old, new)
 
 
+@pytest.mark.soak
 def test_weights_swapped_between_two_halves_of_a_step_are_seen(llm, oracle, old, new, planted):
     """P14: as if a step in flight had read some leaves before the update, and the others after."""
 

@@ -16,6 +16,8 @@ from jaxspec import LLM, SamplingParams
 from jaxspec.options import SpeculativeConfig
 from jaxspec.proposers import make_proposer
 
+pytestmark = pytest.mark.soak
+
 METHOD = "extract_hidden_states"
 LAYERS = (3, 0, 4)  # 4 is what leaves the last one
 OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "decode_buckets": [4], "prefill_buckets": [64]}

@@ -153,7 +153,7 @@ def test_every_method_is_in_the_table():
     assert PROPOSERS.keys() == {options["method"] for _, _, options in METHODS.values()}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", METHODS)
 def test_steps_of_every_method_trace(engine_of, name):
     fixture, drafter, options = METHODS[name]
@@ -172,7 +172,7 @@ FAMILIES = (
 )
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("policy", ["snapshot", "replay"])
 @pytest.mark.parametrize("fixture", FAMILIES)
 def test_prompts_alone_trace_in_every_mixer(engine_of, fixture, policy):

@@ -99,6 +99,7 @@ def test_a_closed_engine_compiles_no_more(held):
     assert not thread.is_alive()
 
 
+@pytest.mark.soak
 def test_a_program_that_can_not_be_compiled_is_left_out(held, monkeypatch):
     with make() as llm:
         expected = ids(llm, KINDS[0])

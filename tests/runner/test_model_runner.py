@@ -45,6 +45,7 @@ def test_closed_llms_of_many_shapes_leave_no_programs(num_shapes, short_model, b
     assert max(opened) < 2 * min(opened) + num_shapes * 100 and min(opened) > 300
 
 
+@pytest.mark.soak
 def test_open_llms_of_one_shape_share_programs(short_model, by_engines):
     first, second = llm_of(short_model, 2), llm_of(short_model, 2)
     told = first.generate("import os", PARAMS)[0].outputs[0].token_ids

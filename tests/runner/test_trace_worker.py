@@ -36,6 +36,7 @@ def request_for(runner, program=DECODE):
     return pickle.loads(runner._blueprint.request(program))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "fixture", sorted({path.parent.name for path in FIXTURES.glob("qwen*/model*.safetensors")})
 )

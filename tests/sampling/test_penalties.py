@@ -50,6 +50,7 @@ def test_each_place_counts_the_drafts_in_front_of_it_and_none_behind():
     assert (got[0, 1] != got[0, 2] + logits[0, 1] - logits[0, 2]).any()  # the places differ
 
 
+@pytest.mark.soak
 def test_a_row_without_penalties_keeps_every_bit():
     random = np.random.default_rng(1)
     logits = random.normal(size=(len(KINDS) * 3, WIDTH, VOCAB)).astype(np.float32) * 50

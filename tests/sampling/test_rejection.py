@@ -45,7 +45,7 @@ def test_rejection_verifies_greedy_rows_exactly(rejection, features, make_inputs
     np.testing.assert_array_equal(result.tokens, emitted)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("num_drafts", [1, 3])
 @pytest.mark.parametrize("proposal", ["other", "opposite", "same", "some ids"])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])

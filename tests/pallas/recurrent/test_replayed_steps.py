@@ -73,6 +73,7 @@ def test_replay_equals_snapshots(family, acceptance):
         computed, offset = computed + kept, kept - 1
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("dtype", "error"), [(jnp.float32, 1e-5), (jnp.float16, 1e-3)])
 @pytest.mark.parametrize(

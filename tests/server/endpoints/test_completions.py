@@ -108,6 +108,7 @@ def test_a_stop_string_ends_the_text_before_it(lenient, reference):
     assert "".join(pieces) == text[: text.index(stop)]
 
 
+@pytest.mark.soak
 def test_processed_logprobs_are_those_of_what_may_be_drawn(client):
     """Of one id alone here, so each is drawn with certainty."""
     asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "logprobs": 0, "temperature": 0.7}
@@ -117,6 +118,7 @@ def test_processed_logprobs_are_those_of_what_may_be_drawn(client):
         assert (choice.logprobs.token_logprobs == [0.0] * 4) == is_certain
 
 
+@pytest.mark.soak
 def test_logprobs_are_lists_beside_each_other(client, reference):
     found = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, logprobs=2)
     params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2)
@@ -161,6 +163,7 @@ def test_echoed_text_comes_first_in_a_stream(lenient):
     assert text == PROMPT + plain
 
 
+@pytest.mark.soak
 def test_vllm_s_extra_fields_are_told(client, reference):
     found = client.completions.create(
         model=MODEL,

@@ -9,6 +9,8 @@ from joined import joined
 from jaxspec import RequestOutputKind, SamplingParams
 from jaxspec.engine.errors import DrainingError, EngineDeadError, QueueFullError
 
+pytestmark = pytest.mark.soak
+
 PROMPTS = ["def fibonacci(n):", "naïve ☕ = '", {"prompt_token_ids": [5, 6, 7]}]
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 ASKED = {
