@@ -7,6 +7,8 @@ import json
 import sys
 from types import SimpleNamespace
 
+import pytest
+
 from jaxspec import LLM, SamplingParams
 from jaxspec.__main__ import main
 from jaxspec.commands import run
@@ -32,6 +34,7 @@ REQUESTS = [
 ]
 
 
+@pytest.mark.soak
 def test_each_request_gets_the_answer_of_the_library_or_its_own_error(
     tmp_path, short_model, capsys
 ):

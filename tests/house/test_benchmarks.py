@@ -109,6 +109,7 @@ def test_decode_measures_a_tiny_model(decode, monkeypatch, tmp_path, capsys):
     assert drafted["memory_bytes"]["ring"] > 0 == plain["memory_bytes"]["ring"]
 
 
+@pytest.mark.soak
 def test_decode_has_one_engine_for_all_rows(decode, monkeypatch, tmp_path):
     """In the order of drafts, and with a decode size for each number of rows."""
     made, cases = [], []
@@ -475,6 +476,7 @@ def test_a_layer_of_experts_counts_the_bytes_of_those_that_tokens_chose(monkeypa
     chex.assert_trees_all_close(*outputs, atol=0.05)  # of bfloat16, fused or not
 
 
+@pytest.mark.soak
 def test_a_latent_layer_counts_its_projections_and_the_shared_layer_besides(monkeypatch):
     """16 latent features, experts of 32, a shared layer of 48, and no gates."""
     moe = importlib.import_module("benchmarks.kernels.cases.moe")
@@ -692,6 +694,7 @@ def test_the_ab_of_a_shape_drafts_two_ids_and_scores_ties_by_its_engine(
     assert all(best) and len(best) == 4 * 6
 
 
+@pytest.mark.soak
 def test_load_compares_with_dd_and_bounds_the_hosts_memory(monkeypatch, tmp_path, capsys):
     """Its processes are calls in this one."""
     load = importlib.import_module("benchmarks.engine.load")

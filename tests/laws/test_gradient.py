@@ -171,6 +171,7 @@ def moved(params, indices, seed, step):
     return jax.tree.unflatten(tree, leaves), direction
 
 
+@pytest.mark.soak
 def test_the_gradient_is_the_slope_in_every_direction(run):
     """Along a line on which no token changes its experts: there the loss would jump."""
     here, leaves = run.loss(run.params), jax.tree.leaves(run()[1])
@@ -187,6 +188,7 @@ def test_the_gradient_is_the_slope_in_every_direction(run):
         assert abs((high - low) / (2 * step) - slope) <= 0.3 + 0.005 * abs(slope), owner
 
 
+@pytest.mark.soak
 def test_a_gradient_that_lacks_a_chunk_is_seen(monkeypatch):
     """A loop that runs its first tile alone, as its bound does not follow from the shapes."""
     stacked = dispatch.stacked

@@ -110,6 +110,7 @@ def test_salts_share_nothing_on_the_host():
     assert cached == [0, 0, 0, len(PROMPT) - 1, len(PROMPT) - 1]
 
 
+@pytest.mark.soak
 def test_no_step_s_program_is_another_one_and_a_hit_from_the_host_compiles_nothing():
     engines = [make(host_bytes=0, drafts=1), make(drafts=1)]
     added = engines[1].runner._programs.keys() - engines[0].runner._programs.keys()
@@ -223,6 +224,7 @@ def test_what_went_to_the_disk_is_found_by_the_next_engine_and_changes_no_token(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.soak
 def test_a_piece_never_changes():
     """Whatever becomes of its pages; it is the same at its end as when it was filled."""
     engine = make(states=REPLAY, num_pages=30)

@@ -36,6 +36,7 @@ def known(fixture, params):
     return continuations(fixture, [(prompt, params, seed) for seed, prompt in enumerate(PROMPTS)])
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @BOTH
 @pytest.mark.parametrize("drafts", [0, 3])

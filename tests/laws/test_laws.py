@@ -280,7 +280,7 @@ def test_the_oracle_gives_the_ids_of_the_reference(fixture):
     assert not expected(fixture, tuple(prompt), params, 0).check(greedy)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "fixture, method, drafts, policy",
     [*RUNS, *(soak(*run) for run in OTHER_RUNS if run not in RUNS)],
@@ -488,7 +488,7 @@ def true_states(engine, row):
     return np.stack([replayed(pool.states, pool.ring, layer, region)[0] for layer in layers])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @HYBRIDS
 def test_a_state_rolled_back_equals_a_state_never_advanced(fixture, states):
     """Law 5: the state that acceptance selected is the one plain decoding has at that length."""

@@ -111,6 +111,7 @@ def assert_the_layer_is_its_equations():
         np.testing.assert_allclose(added.sum(axis=0), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.soak
 def test_without_a_bug_the_layer_is_its_equations():
     assert_the_layer_is_its_equations()
 

@@ -131,6 +131,7 @@ def test_the_example_of_the_documents_runs(monkeypatch, short_model):
     exec(compile(block, README, "exec"), {"__name__": __name__})
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ids", [(400, 3), (-2, 3), (0, 2**31 - 1), (-(2**31), 300)])
 def test_ids_that_the_vocabulary_lacks_are_dropped_and_counted(ids):

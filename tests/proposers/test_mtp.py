@@ -22,6 +22,7 @@ from jaxspec.sampling import SamplingInputs
 from jaxspec.weight import Dense, Float8
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fixture", "chunk", "count"),

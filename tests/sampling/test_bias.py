@@ -49,6 +49,7 @@ def test_biases_and_allowed_ids_act_at_every_place():
     assert (np.isfinite(got[1]).sum(axis=1) == 4).all()
 
 
+@pytest.mark.soak
 def test_what_is_forbidden_counts_as_not_there_whatever_it_scores():
     requests = [request([1], [2, 3, 4], allowed_token_ids=[7]), request([1], [2, 3, 4])]
     logits = np.zeros((2, WIDTH, VOCAB), np.float32)

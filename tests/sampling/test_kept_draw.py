@@ -75,6 +75,7 @@ def test_the_token_is_that_of_the_masks(case, logits):
     np.testing.assert_array_equal(tokens, by_masks(logits, inputs, positions, features))
 
 
+@pytest.mark.soak
 def test_a_row_draws_the_same_in_a_program_that_can_do_more(logits):
     inputs, positions = requests(top_k=[-1, 20], temperature=[0.0, 0.8]), jnp.arange(ROWS)
     tokens = [run(logits, inputs, positions, features=each) for each in (TOP_K, FULL, RICH)]

@@ -15,6 +15,8 @@ from served import serving
 
 from jaxspec.api.async_llm import AsyncLLM
 
+pytestmark = pytest.mark.soak
+
 OPTIONS = {
     "dtype": "float32",
     "max_num_seqs": 8,

@@ -23,6 +23,7 @@ both = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @both
 def test_the_op_is_what_its_parts_are(family, shape):

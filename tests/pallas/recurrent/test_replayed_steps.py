@@ -22,7 +22,7 @@ def one_row(slot, num_computed, ring_length):
     return decode_region([slot], WIDTH, num_computed=num_computed, ring_length=ring_length)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @any_acceptance
 @every
 def test_a_state_replayed_equals_a_state_never_advanced(family, acceptance):
@@ -52,6 +52,7 @@ def test_steps_of_several_widths_share_a_ring(family, narrow):
     assert folds >= 3
 
 
+@pytest.mark.few(3)
 @any_acceptance
 @every
 def test_replay_equals_snapshots(family, acceptance):

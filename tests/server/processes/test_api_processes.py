@@ -74,6 +74,7 @@ def test_processes_share_a_port_and_their_stats_and_the_server_ends_when_one_is_
         LOG.removeHandler(caplog.handler)
 
 
+@pytest.mark.soak
 def test_a_process_that_hangs_holds_up_neither_stats_nor_an_end_at_once(served):
     async def run():
         async with fronted(served.llm, 2) as (front, serving, _):
@@ -90,6 +91,7 @@ def test_a_process_that_hangs_holds_up_neither_stats_nor_an_end_at_once(served):
     asyncio.run(run())
 
 
+@pytest.mark.soak
 def test_a_start_that_is_given_up_leaves_no_process(served):
     async def run():
         with socket.socket() as port:
