@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Measures jaxspec on 4 or 8 GPUs of one machine: docs/tensor-parallel.md has the order and the time.
+# Run it in the root of the repository.
 #
 #   bash benchmarks/several_gpus.sh GPUS FOLDER PART ...
 #
@@ -67,7 +68,7 @@ part() {
     CUDA_VISIBLE_DEVICES=4,5,6,7 ab ab_1 --dtype bfloat16 --share 1 2 &
     all
     ;;
-  ab-float32) ab ab_float32 --dtype float32 --rounds 3 ;;
+  ab-float32) ab ab_float32 --dtype float32 --rounds 3 --no-greedy ;;
   *) echo "There is no part $1." >&2 && return 2 ;;
   esac
 }

@@ -104,7 +104,7 @@ def random_prompts(count: int, vocab: int) -> list[list[int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """The model that both engines have, and what its requests are."""
+    """The model of both engines, and the prompts and parameters of its rounds."""
 
     folder: Path
     prompts: list[list[int]]
@@ -165,17 +165,18 @@ class Arm:
             enable_prefix_caching=False,  # the same prompts come again and again
             **model.options,
         )
-        self._seconds, self._metrics = 0.0, RequestMetrics()
+        self._seconds, self._steps, self._metrics = 0.0, 0, RequestMetrics()
 
     def complete(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Request]:
         """Return all samples, prompt by prompt."""
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         groups = self.llm.prepare(inputs, [params] * len(prompts))  # compiles
         samples: list[Sample] = [sample for group in groups for sample in group]
-        begin = time.perf_counter()
+        before, begin = self.llm.metrics()["num_steps"], time.perf_counter()
         for _ in self.llm.session.run(samples):
             pass
         self._seconds += time.perf_counter() - begin
+        self._steps += self.llm.metrics()["num_steps"] - before
         requests = [sample.request for sample in samples]
         self._metrics = RequestMetrics.total([self._metrics, *(r.metrics for r in requests)])
         return requests
@@ -188,7 +189,7 @@ class Arm:
             "rows": shapes.max_num_seqs,
             "num_pages": shapes.num_pages,
             "preemptions": metrics["num_preemptions"],
-            "steps": metrics["num_steps"],
+            "steps": self._steps,
             "tokens": self._metrics.num_tokens,
             "tokens_per_verify": round(self._metrics.mean_acceptance_length, 3),
             "seconds": round(self._seconds, 2),
@@ -245,7 +246,7 @@ class Judge:
 
 
 class EngineJudge:
-    """The scores of the two ids of a first difference, by an engine without drafts."""
+    """The scores of the allowed ids where outputs first differ, by an engine without drafts."""
 
     def __init__(self, llm: LLM):
         self._llm = llm
@@ -258,24 +259,24 @@ class EngineJudge:
         prompts = [
             {"prompt_token_ids": [*plain.prompt, *plain.output[:at]]} for plain, _, at in differ
         ]
-        ids = [[plain.output[at], drafted.output[at]] for plain, drafted, at in differ]
         params = [
             SamplingParams(
                 max_tokens=1,
                 temperature=plain.params.temperature or 1.0,
-                allowed_token_ids=pair,
+                allowed_token_ids=plain.params.allowed_token_ids,
                 logit_bias=plain.params.logit_bias,
-                logprobs=2,
+                logprobs=len(plain.params.allowed_token_ids),
                 logprobs_mode=PROCESSED,
             )
-            for (plain, _, _), pair in zip(differ, ids, strict=True)
+            for plain, _, _ in differ
         ]
         outputs = self._llm.generate(prompts, params) if differ else []
         self._scores = {}
-        for (plain, _, at), pair, output in zip(differ, ids, outputs, strict=True):
+        for (plain, _, at), output in zip(differ, outputs, strict=True):
             (found,) = output.outputs[0].logprobs or ()
             scores = np.full(self._llm.vocab_size, -np.inf, np.float32)
-            scores[pair] = [found[id].logprob for id in pair]
+            for token, logprob in found.items():
+                scores[token] = logprob.logprob
             if not plain.params.is_greedy:
                 scores += noise_of(plain, len(plain.prompt) + at, len(scores))
             self._scores[id(plain), at] = scores
@@ -353,7 +354,7 @@ def first_difference(plain: Request, drafted: Request) -> int:
 
 @dataclasses.dataclass
 class Found:
-    """What a file has of the rounds, and what a call adds."""
+    """Rounds of a file, and those that a call adds."""
 
     rounds: list[int] = dataclasses.field(default_factory=list)
     results: list[Tally] = dataclasses.field(default_factory=list)
@@ -459,6 +460,8 @@ def main() -> None:
     about = {name: getattr(args, name) for name in (*names, "tensor_parallel_size", "share")}
     about["tie"] = TIE[args.dtype]
     first, step = args.share
+    if refused := "completed" in record.read(args.json) and record.refusal(args.json):
+        parser.error(refused)
     with subject(args) as model:
         try:
             found = Found.read(args.json, about)
@@ -466,9 +469,8 @@ def main() -> None:
             parser.error(str(error))
         every = range(first, len(model.rounds(args)), step)
         numbers = [number for number in every if number not in found.rounds]
-        if not numbers:
-            parser.error(f"{args.json} has all rounds. Name another file.")
-        compare(model, numbers, args, found, lambda: found.write(args.json, about))
+        if numbers:
+            compare(model, numbers, args, found, lambda: found.write(args.json, about))
     found.write(args.json, about)
     print(json.dumps({"arms": found.arms, "differences": found.differences[:SHOWN]}), flush=True)
     print(f"{len(every) - len(found.rounds)} rounds are left.", flush=True)

@@ -89,13 +89,17 @@ class Engines:
     def engine(self, case: Case, folder: Path) -> tuple[LLM, Figures]:
         """Return an engine for `case` that has all its programs, and the times of its start."""
         if self._made is None or self._drafts != case.drafts or not self._args.one_engine:
-            if self._made is not None:
-                self._made[0].close()
-            self._made = None
-            gc.collect()  # the weights, before others are drawn
+            self.drop()
             self._made = dummy_llm.started(lambda: make_llm(case, folder, self._args))
             self._drafts = case.drafts
         return self._made
+
+    def drop(self) -> None:
+        """Close the engine, and free its weights before others are drawn."""
+        if self._made is not None:
+            self._made[0].close()
+        self._made = None
+        gc.collect()
 
 
 def generation(llm: LLM, case: Case, prompts: Prompts, repeats: int) -> Figures:
@@ -235,11 +239,16 @@ def measure(
     """Measure one case; `copy`: bytes per second of a copy."""
     prompts = dummy_llm.random_prompts(case.shape, case.rows, case.prompt)
     llm, setting_up = engines.engine(case, folder)
-    figures = generation(llm, case, prompts, args.repeats)
-    figures |= compare(case, figures, copy) | steady_steps(llm, case, prompts, args)
+    try:
+        figures = generation(llm, case, prompts, args.repeats)
+        figures |= compare(case, figures, copy) | steady_steps(llm, case, prompts, args)
+    except Exception:  # requests of this case may be left in the engine
+        engines.drop()
+        raise
     figures |= {**setting_up, "memory_bytes": llm.metrics()["memory_bytes"]}
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")  # of the process
-    return {**figures, "peak_bytes": peak, "copy_tb_per_s": copy / 1e12}
+    figures |= {"peak_bytes": peak, "one_engine": args.one_engine}
+    return {**figures, "copy_tb_per_s": copy / 1e12}
 
 
 def copy_bandwidth() -> float:

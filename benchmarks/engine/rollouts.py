@@ -1,14 +1,14 @@
-"""Speed of what a trainer asks for: samples with log-probabilities, new weights, sleep.
+"""Speed of rollouts: samples with log-probabilities, weight updates, sleep.
 
     python -m benchmarks.engine.rollouts [--shape qwen3.5-9b] [--drafts 0 3] [--json FILE]
 
 A model with random weights samples several texts for each of many prompts, without logprobs and
 with the sampled token's; drafts are accepted at given rates (synthetic). Then its weights are
 replaced by random ones, from the device's memory and from the host's, and it sleeps on both levels.
-Each act is done once before it is timed, which compiles its programs; the times are medians. A call
-of `update_weights` ends when the parameters are there; its pause is the time in which no step is
-dispatched. The peak of memory is that of the updates from the device, over what the engine and the
-given tensors hold.
+Each act is done once before it is timed, which compiles its programs; the times are medians,
+pauses the longest. A call of `update_weights` ends when the parameters are there; its pause is the
+time in which no step is dispatched. The peak of memory is that of the updates from the device, over
+what the engine and the given tensors hold.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from benchmarks.engine import dummy_llm
 from benchmarks.engine.dummy_llm import Figures, num_pages, timed
 from jaxspec import LLM, RequestMetrics, SamplingParams
 
-KEPT = 0.01  # scale of the random weights
+SCALE = 0.01  # of the random weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,11 +81,11 @@ def rollouts(llm: LLM, case: Case, repeats: int) -> Figures:
 
 def random_tree(llm: LLM) -> dict[str, jax.Array]:
     """Return tensors on the device for the leaves of the engine's model."""
-    keys = jax.random.split(jax.random.key(0), len(llm.weight_specs("own")))
-    specs = llm.weight_specs("own").items()
+    specs = llm.weight_specs("own")
+    keys = jax.random.split(jax.random.key(0), len(specs))
     return {
-        name: (KEPT * jax.random.normal(key, spec.shape, jnp.bfloat16)).astype(spec.dtype)
-        for key, (name, spec) in zip(keys, specs, strict=True)
+        name: (SCALE * jax.random.normal(key, spec.shape, jnp.bfloat16)).astype(spec.dtype)
+        for key, (name, spec) in zip(keys, specs.items(), strict=True)
     }
 
 
@@ -120,7 +120,7 @@ def update_times(name: str, llm: LLM, tree: dict[str, Any], repeats: int) -> Fig
 
 
 def times(name: str, act: Callable[[], Any], undo: Callable[[], Any], repeats: int) -> Figures:
-    """Time an act and what ends it."""
+    """Time `act`, and `undo` after it."""
     act()
     undo()
     pairs = [(timed(act)[1], timed(undo)[1]) for _ in range(repeats)]

@@ -628,7 +628,6 @@ def calls(draw):
     return way, draw(subject), params, dict(draw(st.lists(some, max_size=2)))
 
 
-@pytest.mark.soak
 @cases(300)
 @given(calls())
 def test_calls_are_answered_or_refused_and_leave_nothing(llm, call):
@@ -658,7 +657,6 @@ SEARCHES = {"beam_width": [1, 2], "max_tokens": [1, 2], "ignore_eos": [False]}
 SEARCHES |= {"temperature": [0.0], "length_penalty": [1.0, -2]}
 
 
-@pytest.mark.soak
 @cases(100)
 @given(PROMPTS, st.one_of(mostly(st.sampled_from([0, 3])), fields_of(SEARCHES)))
 def test_scores_and_searches_are_answered_or_refused_and_leave_nothing(llm, subject, asked):
@@ -759,7 +757,6 @@ def files(draw):
     return found
 
 
-@pytest.mark.soak
 @cases(400)
 @given(files(), st.text(max_size=20))
 def test_files_of_a_tokenizer(tmp_path_factory, contents, text):

@@ -65,7 +65,6 @@ def moved(here, there, params, num_tokens, prompt=PROMPT):
     return first, told(there.import_request(state)), state
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -113,8 +112,6 @@ FORMS = {
 }
 
 
-@pytest.mark.soak
-@pytest.mark.few(1)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_grammar_goes_on_where_it_was(here, there, form):
     params = dataclasses.replace(SEEDED, structured_outputs=form)
@@ -127,7 +124,6 @@ def test_a_grammar_goes_on_where_it_was(here, there, form):
         assert state is None or rest.finish == want.finish_reason
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_prompt_with_a_grammar_is_computed_elsewhere(here, there, form):
     params = dataclasses.replace(SEEDED, structured_outputs=form)
@@ -136,7 +132,6 @@ def test_a_prompt_with_a_grammar_is_computed_elsewhere(here, there, form):
     assert got.tokens == want.token_ids and got.finish == want.finish_reason
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_an_output_that_a_grammar_refuses_ends_with_an_error(here, there, form):
     state = here.prefill(PROMPT, dataclasses.replace(SEEDED, structured_outputs=form))
@@ -166,7 +161,6 @@ def _after(llm, params, num_steps, name="moves", prompt=PROMPT):
     return llm.export_request(name)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -241,7 +235,6 @@ def test_a_prefill_that_would_be_in_vain_is_refused(here, changes, words):
         here.prefill([PROMPT, PROMPT])
 
 
-@pytest.mark.soak
 def test_an_engine_that_keeps_no_prefixes_computes_what_arrives_and_prefills_nothing(folder, here):
     state = by_wire(_after(here, SEEDED, 6))
     want = here.generate(PROMPT, SEEDED)[0].outputs[0].token_ids
@@ -357,7 +350,6 @@ with socket.create_connection(("127.0.0.1", port)) as sock:
 """
 
 
-@pytest.mark.soak
 def test_prefill_in_another_process(folder, there):
     want = there.generate(PROMPT, SEEDED)[0].outputs[0].token_ids
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -637,7 +637,7 @@ def test_the_ab_fails_where_an_output_differs(ab, monkeypatch, tmp_path):
 
 
 def test_the_ab_adds_the_rounds_that_a_file_lacks(ab, monkeypatch, tmp_path, capsys):
-    """Two rounds a call, of five: the third call has one, and the fourth is refused."""
+    """Two rounds a call, of five: the third call has one, and the fourth none."""
     asked, file = [], tmp_path / "ab.json"
 
     def compare(model, numbers, args, found, save):
@@ -649,18 +649,17 @@ def test_the_ab_adds_the_rounds_that_a_file_lacks(ab, monkeypatch, tmp_path, cap
 
     monkeypatch.setattr(ab.module, "compare", compare)
     arguments = ["ab.py", "--rounds", "4", "--json", str(file)]
-    for _ in range(3):
+    for _ in range(4):
         monkeypatch.setattr(sys, "argv", arguments)
         ab.module.main()
     assert asked == [[0, 1, 2, 3, 4], [2, 3, 4], [4]]
     written = json.loads(file.read_text())
     assert [tally["generations"] for tally in written["results"]] == [1, 2, 1, 1]
     capsys.readouterr()
-    for more, message in (([], "has all rounds"), (["--rows", "8"], "with another rows, 64")):
-        monkeypatch.setattr(sys, "argv", [*arguments, *more])
-        with pytest.raises(SystemExit):
-            ab.module.main()
-        assert message in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*arguments, "--rows", "8"])
+    with pytest.raises(SystemExit):
+        ab.module.main()
+    assert "with another rows, 64" in capsys.readouterr().err
 
 
 @pytest.mark.soak
@@ -678,7 +677,7 @@ def test_the_ab_of_a_shape_drafts_two_ids_and_scores_ties_by_its_engine(
             other = sum(module.IDS) - id
             read(judge, [(plain, changed(plain, *before, other, *after))])
             scores = judge(plain, before)
-            assert np.isfinite(scores).sum() == 2
+            assert np.isfinite(scores).sum() == len(plain.params.allowed_token_ids)
             best.append(scores.argmax() == id)
 
     monkeypatch.setattr(module.EngineJudge, "read", scored)

@@ -116,12 +116,10 @@ def check_replay(llm, replay, spec):
         assert np.abs(replay(text, others)[start:] - want).max() > 1e-3
 
 
-@pytest.mark.soak
 def test_replayed_experts_give_the_logprobs_of_the_sampler(plain, replay):
     check_replay(plain, replay, plain._runner.model().routes_spec())
 
 
-@pytest.mark.soak
 def test_an_expert_that_the_model_lacks_gives_nan(plain, replay):
     ((text, sample),) = samples(asked(plain, PROMPTS[:1], SAMPLED))
     experts = sample.routed_experts.copy()
@@ -129,7 +127,6 @@ def test_an_expert_that_the_model_lacks_gives_nan(plain, replay):
     assert np.isnan(replay(text, experts)[10:]).all()
 
 
-@pytest.mark.soak
 def test_gradients_reach_the_router_through_replayed_experts():
     """They are those without a replay if the experts are the same."""
     with LLM(FIXTURES / "qwen3_moe", **SIZES | PLAIN) as llm:
@@ -158,7 +155,6 @@ def test_gradients_reach_the_router_through_replayed_experts():
         assert routers and all(np.abs(leaf).max() > 1e-3 for leaf in routers)
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_with_experts_returns_them(family):
     with LLM(FIXTURES / family, **SIZES | PLAIN) as llm:
@@ -171,7 +167,6 @@ def test_each_family_with_experts_returns_them(family):
         )
 
 
-@pytest.mark.soak
 def test_accepted_drafts_have_the_experts_of_tokens_and_rejected_ones_leave_none(busy, plain):
     check(busy, plain, PROMPTS, GREEDY)  # no text is like an earlier one
     found = check(busy, plain, PROMPTS, GREEDY)
@@ -183,7 +178,6 @@ def test_accepted_drafts_have_the_experts_of_tokens_and_rejected_ones_leave_none
     assert 0 < accepted < drafted
 
 
-@pytest.mark.soak
 def test_cached_prefixes_forks_and_preempted_requests_keep_theirs(busy, plain):
     before = busy.metrics()
     params = dataclasses.replace(SAMPLED, n=3)
@@ -195,7 +189,6 @@ def test_cached_prefixes_forks_and_preempted_requests_keep_theirs(busy, plain):
     assert hits[1] > hits[0]
 
 
-@pytest.mark.soak
 def test_pages_that_come_back_from_host_memory_bring_them(busy, plain):
     host = [busy.metrics()["prefix_cache"]["host"]]
     check(busy, plain, PROMPTS, SAMPLED)
@@ -205,7 +198,6 @@ def test_pages_that_come_back_from_host_memory_bring_them(busy, plain):
     assert host[1] != host[0], host
 
 
-@pytest.mark.soak
 def test_an_exported_request_takes_them_along(busy, plain):
     prompt = {"prompt_token_ids": PROMPTS[0]}
     ((sample,),) = busy.prepare([prompt], [GREEDY])
@@ -217,7 +209,6 @@ def test_an_exported_request_takes_them_along(busy, plain):
     np.testing.assert_array_equal(last.routed_experts, want.routed_experts)
 
 
-@pytest.mark.soak
 def test_an_aborted_sample_has_those_of_its_tokens(busy, plain):
     ((sample,),) = busy.prepare([{"prompt_token_ids": PROMPTS[0]}], [GREEDY])
     assert sample.output().routed_experts is None
@@ -314,8 +305,7 @@ def test_copies_of_before_a_failed_step_are_not_read(plain, monkeypatch):
     assert found.finish_reason == "error" and found.routed_experts is None
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("stop", [soak(None), "text"])
+@pytest.mark.parametrize("stop", [None, "text"])
 def test_a_stream_has_them_in_the_last_delta_of_each_sample(tmp_path, plain, stop):
     """Also if a stop string ends it, which the reader finds and not the engine."""
     folder = with_bytes("qwen3_5_moe", tmp_path)
@@ -346,7 +336,6 @@ def test_a_stream_has_them_in_the_last_delta_of_each_sample(tmp_path, plain, sto
     assert len(reasons) == 2 and ("stop" in reasons) == (stop is not None)
 
 
-@pytest.mark.soak
 @pytest.mark.devices
 @pytest.mark.parametrize("whole", [False, True])
 def test_devices_that_share_the_experts_return_them_once(plain, whole):
@@ -355,7 +344,6 @@ def test_devices_that_share_the_experts_return_them_once(plain, whole):
         check(llm, plain, PROMPTS[:2], SAMPLED)
 
 
-@pytest.mark.soak
 def test_replicas_send_them(tmp_path, plain):
     """Also of samples that the reader ends by a stop string."""
     folder = with_bytes("qwen3_5_moe", tmp_path)
@@ -405,7 +393,6 @@ def drafts_have_none(pools, kv_slots, layers):
 written = RoutedExperts.write
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(
     "bug", [by_row_of_the_step, *map(soak, (layers_reversed, drafts_have_none))]
 )

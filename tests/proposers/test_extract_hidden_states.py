@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 from harness import model, oracle
-from pairwise import soak
 from safetensors import safe_open
 from tokenizer_folders import with_bytes
 
@@ -85,16 +84,14 @@ def check(folder, outputs):
     assert {path.name for path in folder.iterdir()} == names
 
 
-@pytest.mark.soak
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
     [
         {"max_in_flight": 1, "state_policy": "replay"},
         {"max_in_flight": 3, "long_prefill_token_threshold": 7, "num_pages": 30},
         {"max_in_flight": 2, "steps_per_dispatch": 3},
-        soak({"max_in_flight": 0, "long_prefill_token_threshold": 1}),
-        soak({"max_in_flight": 2, "num_pages": 26}),
+        {"max_in_flight": 0, "long_prefill_token_threshold": 1},
+        {"max_in_flight": 2, "num_pages": 26},
     ],
     ids=["replay", "chunks and preemption", "several steps", "synchronous", "preemption"],
 )
@@ -114,7 +111,6 @@ def test_what_is_saved_is_what_the_layers_made(make, plain, tmp_path, options):
     assert all(output.metrics.num_draft_tokens == 0 for output in outputs)
 
 
-@pytest.mark.soak
 @pytest.mark.devices
 def test_devices_that_share_the_model_save_each_state_once(make, tmp_path):
     params = [sampled(max_tokens=8, seed=1), GREEDY]
@@ -123,7 +119,6 @@ def test_devices_that_share_the_model_save_each_state_once(make, tmp_path):
     check(tmp_path, outputs)
 
 
-@pytest.mark.soak
 def test_a_sample_may_end_while_it_waits_to_come_in_again(make, tmp_path):
     """Its pages were given away when it was preempted, and steps in flight then ended it."""
     ended = 0
@@ -184,7 +179,6 @@ def test_streams_and_chats_are_saved_too(make, tmp_path):
     assert content["token_ids"].tolist()[-len(tokens) :] == tokens
 
 
-@pytest.mark.soak
 def test_after_warm_up_nothing_compiles(make):
     heard = []
 
@@ -238,7 +232,6 @@ def test_what_cannot_be_saved_is_refused_when_the_llm_is_made(make, method, mess
         make(method)
 
 
-@pytest.mark.soak
 def test_it_has_the_sizes_of_its_model():
     config = SpeculativeConfig.of({"method": METHOD, "layers": [2], "folder": "x"})
     assert make_proposer(config, model("qwen3")).taps == (2,)

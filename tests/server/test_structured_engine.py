@@ -79,8 +79,6 @@ def streamed(client, **ask):
     return texts, ends, logprobs
 
 
-@pytest.mark.soak
-@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_samples_of_a_schema_are_the_same_streamed_and_whole(client, temperature):
     ask = {**ASK, "response_format": FORM, "n": 3, "seed": 5, "temperature": temperature}
@@ -107,7 +105,6 @@ def test_drafts_change_no_text(client):
     assert len(texts) == 1
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "g"}}])
 def test_forced_calls_are_of_their_schemas(client, choice):
     ask = {**ASK, "tools": TOOLS, "tool_choice": choice, "n": 2, "seed": 3}

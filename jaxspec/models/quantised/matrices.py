@@ -174,9 +174,9 @@ class Float4:
 
 @dataclasses.dataclass(frozen=True)
 class Float4Columns:
-    """MXFP4 of experts that a 16-bit folder has with the input features first.
+    """Experts' matrices in MXFP4, dequantised to `[experts, inputs, outputs]` as in 16-bit folders.
 
-    The numbers and their scales, one per group of inputs, are stored by outputs.
+    They are stored by outputs, with a scale per group of inputs.
     """
 
     label: str

@@ -96,7 +96,12 @@ class _Module:
         return tensor
 
     def transposed(self, tensor: Tensor, *shape: int) -> Transposed:
-        """Return a tensor, or matrices of a shape in it, whose columns are read as rows."""
+        """Return a reader of columns as rows.
+
+        Args:
+            tensor: A matrix `[inner, outer]`, or a stack of such.
+            shape: Sizes of a matrix; by default the tensor's.
+        """
         inner, outer = shape or tensor.shape
         return Transposed(tensor, self.ahead, (inner, outer))
 

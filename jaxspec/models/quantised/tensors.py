@@ -23,7 +23,7 @@ _KINDS = DTYPES | INTEGERS | QUANTISED
 _WORD_BITS = 32
 _SHORT = 2**14  # bytes
 _SPAN = 2**18  # elements
-_AHEAD = 2**20  # elements
+_AHEAD = 2**22  # bytes
 _KEPT = 3  # transposed tensors of a weight: its values, scales and zero points
 # A lookup of two nibbles at once is one of two bytes.
 _NIBBLES = np.stack([np.arange(256) & 15, np.arange(256) >> 4], 1).astype(np.uint8)
@@ -104,7 +104,8 @@ class ReadAhead:
             while len(kept) >= _KEPT:
                 del kept[next(iter(kept))]
             inner, outer = shape
-            begin, ahead = first, min(outer - first % outer, max(count, _AHEAD // inner))
+            ahead = max(count, _AHEAD // (inner * tensor.dtype.itemsize))
+            begin, ahead = first, min(outer - first % outer, ahead)
             held = np.ascontiguousarray(_columns(tensor, shape, first, ahead).T)
             kept[tensor.name] = begin, held
         return held[first - begin : first - begin + count]

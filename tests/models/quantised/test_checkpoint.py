@@ -127,7 +127,7 @@ def test_a_large_matrix_is_read_in_several_parts(name, short, tmp_path, monkeypa
     monkeypatch.setattr(checkpoint_module, "_WINDOW", 300)
     monkeypatch.setattr(tensors_module, "_SHORT", short)
     monkeypatch.setattr(tensors_module, "_SPAN", 100)
-    monkeypatch.setattr(tensors_module, "_AHEAD", 200)
+    monkeypatch.setattr(tensors_module, "_AHEAD", 800)
     weight = np.random.default_rng(0).normal(size=(88, 96))
     stored = FORMATS[name].write(weight)
     folder = write_module(tmp_path, stored.tensors, FORMATS[name])

@@ -39,7 +39,7 @@ def kept_bytes(ahead):
 @pytest.mark.parametrize("short", [0, 2**14])
 def test_columns_in_any_order_are_those_of_the_file(stored, short, monkeypatch):
     monkeypatch.setattr(tensors, "_SHORT", short)
-    monkeypatch.setattr(tensors, "_AHEAD", 7 * SHAPE[0])
+    monkeypatch.setattr(tensors, "_AHEAD", 7 * 4 * SHAPE[0])
     held, checkpoint = stored
     ahead, rng = ReadAhead(), np.random.default_rng(1)
     for _ in range(300):

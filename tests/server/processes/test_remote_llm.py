@@ -56,8 +56,6 @@ def with_remote(served, test):
     asyncio.run(run())
 
 
-@pytest.mark.soak
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ASKED)
 def test_streams_are_those_of_the_engine_itself(served, name):
     async def test(remote):
