@@ -258,10 +258,13 @@ def _flag(name: str, value: Any) -> list[str]:
     """Return an option's words on the command line; a server has no `show_progress`."""
     if value is None or name == "show_progress":
         return []
+    words = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{words}" if value else f"--no-{words}"]
     if isinstance(value, list):
         value = ",".join(map(str, value))
     word = json.dumps(value) if isinstance(value, dict) else str(value)
-    return [f"--{name.replace('_', '-')}", word]
+    return [f"--{words}", word]
 
 
 def _greedy(tokens: int) -> SamplingParams:

@@ -35,13 +35,15 @@ from flax import nnx
 from benchmarks.engine.dummy_llm import timed
 from benchmarks.measure import record
 from benchmarks.measure.model_shapes import SHAPES
+from benchmarks.measure.weights import BLOCK, BY_BLOCK, is_quantised
 from jaxspec.models import MODELS, load_model, parse_config
 from jaxspec.models.layers.parameters import Placement
 
 Figures = dict[str, Any]
-STORED = "BF16", 2  # the dtype of all tensors and its bytes
+NUM_BYTES = {"BF16": 2, "F8_E4M3": 1}
+CASE = "shape", "dtype", "quantization", "one_by_one"  # they identify a result
 PERIOD = 4  # every so many layers one is attention
-NOISE = np.random.default_rng(0).integers(0, 2**14, 2**25, np.uint16)  # finite as bfloat16
+NOISE = np.random.default_rng(0).integers(0, 2**16, 2**25, np.uint16) & 0x3F3F  # all finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,18 +52,29 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
+    dtype: str = "BF16"
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * STORED[1]
+        return math.prod(self.shape) * NUM_BYTES[self.dtype]
+
+    def in_float8(self) -> Iterator["Tensor"]:
+        """Yield the tensors of its published FP8 form."""
+        if not is_quantised(self.name, self.shape):
+            yield self
+            return
+        yield dataclasses.replace(self, dtype="F8_E4M3")
+        yield Tensor(f"{self.name}_scale_inv", tuple(-(-size // BLOCK) for size in self.shape))
 
 
 def make(folder: Path, args: argparse.Namespace) -> Figures:
     """Write the checkpoint, and return its sizes."""
     layers = deepest(args)
     config = SHAPES[args.shape].config() | {"num_hidden_layers": layers}
+    tensors = tensors_of(config, args)
+    if args.quantization:
+        config["quantization_config"] = BY_BLOCK
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = tensors_of(config, args.one_by_one)
     shards = list(in_shards(tensors, args.shard_gigabytes * 1e9))
     for number, shard in enumerate(shards):
         write(folder / file_name(number), shard)
@@ -80,15 +93,16 @@ def deepest(args: argparse.Namespace) -> int:
     """Return the largest number of layers that the model has and `--gigabytes` allows."""
     shape = SHAPES[args.shape]
     sizes = [
-        total(tensors_of(shape.config() | {"num_hidden_layers": layers}))
+        total(tensors_of(shape.config() | {"num_hidden_layers": layers}, args))
         for layers in (PERIOD, 2 * PERIOD)
     ]
     more = (args.gigabytes * 1e9 - sizes[0]) // (sizes[1] - sizes[0])
     return int(min(shape.layers, PERIOD * (1 + max(0, more))))
 
 
-def tensors_of(config: Figures, one_by_one: bool = False) -> list[Tensor]:
-    """Return a model's tensors by layer; `one_by_one`: a tensor per expert."""
+def tensors_of(config: Figures, args: argparse.Namespace) -> list[Tensor]:
+    """Return a model's tensors by layer; experts that are quantised have tensors of their own."""
+    one_by_one = args.one_by_one or args.quantization
     module, _, name = MODELS[config["architectures"][0]].partition(":")
     family = getattr(importlib.import_module(module), name)
     model = nnx.eval_shape(lambda: family(parse_config(config), jnp.bfloat16))
@@ -98,7 +112,8 @@ def tensors_of(config: Figures, one_by_one: bool = False) -> list[Tensor]:
         for placement in placements
         for each in (placement.instead() if one_by_one and placement.instead else (placement,))
     )
-    return [Tensor(n, shape) for n, shape in {each.name: each.shape for each in chosen}.items()]
+    tensors = [Tensor(n, shape) for n, shape in {each.name: each.shape for each in chosen}.items()]
+    return [part for each in tensors for part in each.in_float8()] if args.quantization else tensors
 
 
 def total(tensors: Iterable[Tensor]) -> int:
@@ -124,7 +139,7 @@ def write(path: Path, tensors: list[Tensor]) -> None:
     header, place = {}, 0
     for tensor in tensors:
         offsets = [place, place + tensor.num_bytes]
-        header[tensor.name] = {"dtype": STORED[0], "shape": tensor.shape, "data_offsets": offsets}
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
         place = offsets[1]
     text, noise = json.dumps(header).encode(), NOISE.view(np.uint8).data
     with open(path, "wb") as file:
@@ -190,7 +205,7 @@ def measured(folder: Path, args: argparse.Namespace) -> Figures:
     figures = {name: middle(run[name] for run in runs) for name in runs[0]}
     by_dd, by_load, again = middle(reads), figures["seconds"], figures["again_seconds"]
     return {
-        **{"shape": args.shape, "dtype": args.dtype, "one_by_one": args.one_by_one},
+        **{name: getattr(args, name) for name in CASE},
         **about,
         **figures,
         "seconds_least": min(run["seconds"] for run in runs),
@@ -209,6 +224,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=20, help="at most (default 20)")
     parser.add_argument("--shard-gigabytes", type=float, default=4, help="default 4")
     parser.add_argument("--one-by-one", action="store_true", help="a tensor for each expert")
+    parser.add_argument("--quantization", choices=["fp8"], help="how the checkpoint is stored")
     parser.add_argument("--dtype", default="bfloat16", help="of the loaded weights")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where the temporary folder is made")
@@ -221,7 +237,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         figures = record.rounded(measured(Path(folder), args))
     print(json.dumps(figures, indent=1))
-    record.write(args.json, figures)
+    figures["commit"] = record.machine()["commit"]
+    results = record.completed(args.json, [figures], lambda each: [each[name] for name in CASE])
+    record.write(args.json, {"results": results})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def write_int4_weights(folder: Path) -> None:
     If these do not divide all matrices, it is per 64, 32 and so on.
     """
     tensors = _drawn(folder, "bfloat16", stacks=False)
-    widths = [each.shape[1] for name, each in tensors.items() if _is_quantised(name, each)]
+    widths = [each.shape[1] for name, each in tensors.items() if is_quantised(name, each.shape)]
     group = math.gcd(BLOCK, *widths)
 
     def quantised(values: np.ndarray) -> Tensors:
@@ -113,9 +113,10 @@ def write_float4_weights(folder: Path) -> None:
     _write_quantised(folder, tensors, quantised, FLOAT4)
 
 
-def _is_quantised(name: str, values: np.ndarray) -> bool:
-    is_kept = name[: -len(".weight")].endswith(KEPT)
-    return values.ndim == 2 and ".layers." in name and not is_kept
+def is_quantised(name: str, shape: Sequence[int]) -> bool:
+    """Return whether published FP8 folders quantise a tensor of this name."""
+    is_kept = name.removesuffix(".weight").endswith(KEPT)
+    return len(shape) == 2 and ".layers." in name and not is_kept
 
 
 def _write_quantised(
@@ -127,7 +128,7 @@ def _write_quantised(
     """Write the tensors, of which `quantised` returns those that a matrix becomes."""
     written: Tensors = {}
     for name, values in tensors.items():
-        if _is_quantised(name, values):
+        if is_quantised(name, values.shape):
             prefix, parts = name.removesuffix("weight"), quantised(values.astype(np.float32))
             written |= {prefix + last: part for last, part in parts.items()}
         else:

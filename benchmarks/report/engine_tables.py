@@ -121,7 +121,8 @@ def _named(case: Figures) -> Figures:
 
 
 def loading(figures: Figures) -> Rows:
-    yield figures | {"size": size_of(figures["shape"])}
+    for case in results(figures):
+        yield case | {"stored": case["quantization"] or "bfloat16"}
 
 
 def draft_head(figures: Figures) -> Rows:
@@ -396,7 +397,7 @@ TABLES = {
     "loading": Table(
         "load_h200.json",
         loading,
-        ("checkpoint", "{size}, {layers} layers, {gigabytes:.1f} GB"),
+        ("checkpoint", "{size}, {layers} layers, {stored}, {gigabytes:.1f} GB"),
         ("`dd`: GB a second", "{dd_gigabytes_per_second:.1f}"),
         ("loading: GB a second", "{gigabytes_per_second:.1f}"),
         ("of `dd`", "{of_dd:.0%}"),

@@ -241,11 +241,8 @@ def test_startup_finds_on_disk_what_the_start_before_compiled(startup, monkeypat
     for result in (cold, warm):
         parts = sum(result[part] for part in ("import", "device", "load", "compile", "generate"))
         assert result["seconds"] == pytest.approx(parts, rel=1e-3)
-        assert list(result["compile_seconds_by_program"]) == [
-            "1 row, greedy",
-            "1 row, 16 prompt tokens, greedy",
-            "tables of what a request forbids",
-        ]
+        programs = result["compile_seconds_by_program"].keys()
+        assert {"1 row, greedy", "1 row, 16 prompt tokens, greedy"} <= programs
         assert min(result["trace"], result["lower"], result["cache_bytes"]) > 0
     with pytest.raises(SystemExit, match="needs an empty folder"):
         startup.main()
@@ -694,7 +691,12 @@ def test_the_ab_of_a_shape_drafts_two_ids_and_scores_ties_by_its_engine(
 
 
 @pytest.mark.soak
-def test_load_compares_with_dd_and_bounds_the_hosts_memory(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("options", "num_tensors"), [([], 70), (["--quantization", "fp8"], 92)], ids=["16 bits", "FP8"]
+)
+def test_load_compares_with_dd_and_bounds_the_hosts_memory(
+    options, num_tensors, monkeypatch, tmp_path, capsys
+):
     """Its processes are calls in this one."""
     load = importlib.import_module("benchmarks.engine.load")
 
@@ -709,12 +711,11 @@ def test_load_compares_with_dd_and_bounds_the_hosts_memory(monkeypatch, tmp_path
     monkeypatch.setattr(load, "NOISE", load.NOISE[:1000])
     file = tmp_path / "load.json"
     sizes = "--shape tiny --gigabytes 1e-4 --shard-gigabytes 1e-4 --repeats 1 --dtype float32"
-    monkeypatch.setattr(
-        sys, "argv", ["load.py", *sizes.split(), "--json", str(file), "--folder", str(tmp_path)]
-    )
+    places = ["--json", str(file), "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["load.py", *sizes.split(), *options, *places])
     load.main()
-    written = json.loads(file.read_text())
-    assert (written["layers"], written["tensors"]) == (4, 70)
+    [written] = json.loads(file.read_text())["results"]
+    assert (written["layers"], written["tensors"]) == (4, num_tensors)
     assert written["shards"] > 2
     assert written["of_dd"] == pytest.approx(
         written["gigabytes_per_second"] / written["dd_gigabytes_per_second"], rel=1e-3
