@@ -84,7 +84,7 @@ class Sizes(NamedTuple):
 def config_of(name: str, *, is_small: bool = False, exact: bool = False) -> dict[str, Any]:
     """Return config.json, whole or cut to a few layers; `exact` cuts all, for float32."""
     if name in TINY:
-        return {**TINY[name].config(), "eos_token_id": 0}  # structured outputs end with it
+        return {**TINY[name].config(), "eos_token_id": 25}  # " z", which no form allows
     published, layers = PUBLISHED[name], ALL_MODELS[name].layers
     if is_small:
         return published.small(LAYERS)
