@@ -51,7 +51,7 @@ def listed(x, experts, choices, rows, interpreter):
     hidden = _operand(hidden, down, rows, interpreter)
     if rows <= MAX_SCATTERED:
         return kernels.down_kernel(hidden, down, arrays, work=work, interpret=interpreter)
-    y = kernels.tiled_down_kernel(hidden, down, arrays, work=work, interpret=interpreter)
+    y = kernels.tiled_kernel(hidden, down, (tiles.expert, None), work=work, interpret=interpreter)
     return from_tiles_kernel(y, tiles, choices, none=none, interpret=interpreter)
 
 
@@ -61,3 +61,10 @@ def _operand(hidden, down, rows, interpreter):
     The interpreter runs operations of its own in callbacks, which must not wait for others.
     """
     return jax.block_until_ready(operand(jax.block_until_ready(hidden), down, rows, interpreter))
+
+
+def biased_tiles(x, experts, choices, rows, interpreter):
+    """The kernels of experts with biases."""
+    from jaxspec.pallas.moe.biased_experts import biased_experts
+
+    return biased_experts(x, experts, choices, rows, interpreter)

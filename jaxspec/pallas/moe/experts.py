@@ -65,10 +65,16 @@ def moe_experts(
     * up to 8 tokens form one tile, which is passed whole to every expert;
     * more tokens are gathered by expert, in tiles of 8 to 128 rows (`work_list`);
     * from tiles of 32 rows on, each part is rounded to the dtype of `x`, and so is their sum, which
-      is `[tokens, features]`.
+      is `[tokens, features]`;
+    * experts with biases are always in tiles and summed so (`biased_experts`).
     """
     if not dispatch.runs_kernel("moe_experts", why_not_kernel(x, experts), rows=x.shape[0]):
         return moe_experts_reference(x, experts, choices)
+    if experts.up_bias is not None:
+        from jaxspec.pallas.moe.biased_experts import biased_experts
+
+        rows = tile_rows(*choices.experts.shape, experts.number * choices.devices)
+        return biased_experts(x, experts, choices, rows)
     if x.shape[0] <= MAX_DIRECT:
         return _few_tokens(x, experts, choices)
     return _many_tokens(x, experts, choices)
@@ -108,7 +114,7 @@ def _many_tokens(x, experts, choices):
     hidden = operand(hidden, down, rows)
     if tiles.rows <= MAX_SCATTERED:
         return kernels.down_kernel(hidden, down, arrays, work=work)
-    y = kernels.tiled_down_kernel(hidden, down, arrays, work=work)
+    y = kernels.tiled_kernel(hidden, down, (tiles.expert, None), work=work)
     return from_tiles_kernel(y, tiles, choices, none=none)
 
 
@@ -149,14 +155,20 @@ def gathered(
 
 
 def why_not_kernel(x, experts):
-    features, width = x.shape[1], experts.width
-    if experts.up_bias is not None or experts.activation.alternates:
-        return "experts with biases, or with alternating columns of gate and up"
+    features, width, is_biased = x.shape[1], experts.width, experts.up_bias is not None
+    if experts.activation.alternates and not is_biased:
+        return "alternating columns of gate and up without biases"
     for stack in (experts.up, experts.down):
         is_dense = isinstance(stack, DenseExperts)
+        if is_biased and not is_dense:
+            return f"biases of experts in {stack.dtype}"
+        if isinstance(stack, InputsFirstExperts) and not is_biased:
+            return "matrices with their inputs first without biases"
         # A float16 number has 11 significant bits: it is not the sum of two e4m3 numbers.
         if x.dtype not in DTYPES or x.dtype != (stack.dtype if is_dense else jnp.bfloat16):
             return f"{x.dtype} and {stack.dtype}"
+    if is_biased and features % BLOCK_N == 0 == width % BLOCK_N:
+        return None
     return why_not_sizes(features, width)
 
 

@@ -358,29 +358,39 @@ def _wide_tiling(rows, weight):
 
 
 @functools.partial(jax.jit, static_argnames=("work", "interpret"))
-def tiled_down_kernel(hidden, down, arrays, *, work, interpret=None):
-    """Multiply the rows of all tiles: `[tiles, rows, features]` in the dtype of `hidden`."""
-    features = down.outer
-    pieces, blocks = _wide_tiling(work.rows, down)
+def tiled_kernel(x, weight, arrays, *, work, interpret=None):
+    """Multiply the rows of all tiles, `[tiles, rows, features]`, in their dtype.
+
+    `arrays` are the expert of each tile, and the experts' biases of the product or None.
+    """
+    (expert, bias), features = arrays, weight.outer
+    pieces, blocks = _wide_tiling(work.rows, weight)
     pieces = gcd(pieces, features // BLOCK_N)
-    width, product = pieces * BLOCK_N, _product(hidden, work.rows, pieces, down, blocks)
-    operands = product.operands(hidden, down)
+    width, product = pieces * BLOCK_N, _product(x, work.rows, pieces, weight, blocks)
+    operands = product.operands(x, weight)
+    biases = [] if bias is None else [bias]
 
     def body(*refs, out, **ring):
-        read, (*arrays, y) = refs[: len(operands)], refs[len(operands) :]
+        read, (expert, *biases, y) = refs[: len(operands)], refs[len(operands) :]
         index, column = lax.axis_index("tile"), lax.axis_index("column") * width
-        tile = work.tile(arrays, index)
+        chosen = expert[index]
 
-        @pl.when(tile.expert < work.none)
+        @pl.when(chosen < work.none)
         def _():
             columns = [column + piece * BLOCK_N for piece in range(pieces)]
-            chunks = product.of_tile(read, index, tile.expert, columns, **ring)
+            chunks = product.of_tile(read, index, chosen, columns, **ring)
             product.start(chunks, **ring)
-            _put_tiles(product.run(chunks, **ring), out, y.at[index], column)
+            sums = product.run(chunks, **ring)
+            for bias in biases:
+                sums = [
+                    sum_ + _bias_of(bias.at[chosen, pl.ds(start, BLOCK_N)], sum_.shape)
+                    for sum_, start in zip(sums, columns, strict=True)
+                ]
+            _put_tiles(sums, out, y.at[index], column)
 
     kernel = plgpu.kernel(
         body,
-        kernel_name="moe_tiled_down",
+        kernel_name="moe_tiled",
         out_type=jax.ShapeDtypeStruct((work.tiles, work.rows, features), product.dtype),
         scratch_types=product.scratch()
         | {"out": tensor_cores.tile(work.rows, BLOCK_N, dtype=product.dtype)},
@@ -389,4 +399,10 @@ def tiled_down_kernel(hidden, down, arrays, *, work, interpret=None):
         compiler_params=access.EXPLICIT_BARRIERS,
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(*operands, *arrays)
+    return kernel(*operands, expert, *biases)
+
+
+def _bias_of(columns, shape):
+    """Return the bias of each row of a transposed matmul, in float32."""
+    loaded = access.load(columns, plgpu.Layout.WGMMA.reduce(1)).astype(jnp.float32)
+    return lax.broadcast_in_dim(loaded, shape, (0,))

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, tensor_cores
 from jaxspec.pallas.matmul.products import BLOCK_N
-from jaxspec.weight import DenseExperts
+from jaxspec.weight import DenseExperts, InputsFirstExperts
 
 
 def _no_scales(j):
@@ -53,6 +53,7 @@ class Product:
     chunk: int  # features per chunk
     stages: int  # chunks in the ring
     dtype: Any  # of both operands and of rounded results
+    inputs_first: bool  # the matrix is `[inner, outer]`
 
     @staticmethod
     def of(rows: int, pieces: int, weight: DenseExperts, blocks: int) -> "Product":
@@ -62,7 +63,8 @@ class Product:
         stage = size * chunk * (rows + pieces * BLOCK_N)
         room = device.room(1) // blocks - 2048 - rows * BLOCK_N * pieces * 4
         stages = max(2, min(inner // chunk, room // stage))
-        return Product(rows, pieces, inner, chunk, stages, weight.dtype)
+        inputs_first = isinstance(weight, InputsFirstExperts)
+        return Product(rows, pieces, inner, chunk, stages, weight.dtype, inputs_first)
 
     def operands(self, x, weight) -> tuple[Any, ...]:
         """Return the arrays that a kernel reads."""
@@ -70,9 +72,10 @@ class Product:
 
     def scratch(self) -> dict[str, Any]:
         tile = functools.partial(tensor_cores.tile, dtype=self.dtype)
+        part = (self.chunk, BLOCK_N) if self.inputs_first else (BLOCK_N, self.chunk)
         return {
             "tokens": tile(self.stages, self.rows, self.chunk),
-            "ring": tile(self.stages, self.pieces, BLOCK_N, self.chunk),
+            "ring": tile(self.stages, self.pieces, *part),
             "filled": plgpu.Barrier(num_arrivals=self.pieces + 1, num_barriers=self.stages),
         }
 
@@ -90,7 +93,8 @@ class Product:
         def fetch(j, stage):
             chunk = pl.ds(j * self.chunk, self.chunk)
             for piece, column in enumerate(columns):
-                part = matrix.at[pl.ds(column, BLOCK_N), chunk]
+                part = pl.ds(column, BLOCK_N), chunk
+                part = matrix.at[part[::-1] if self.inputs_first else part]
                 plgpu.copy_gmem_to_smem(part, ring.at[stage, piece], filled.at[stage])
             plgpu.copy_gmem_to_smem(x.at[:, chunk], tokens.at[stage], filled.at[stage])
 
@@ -108,7 +112,8 @@ class Product:
                 plgpu.barrier_wait(filled.at[stage])
                 rows = tokens.at[stage].transpose((1, 0))
                 for piece, sum_ in enumerate(sums):
-                    plgpu.wgmma(sum_, ring.at[stage, piece], rows)
+                    part = ring.at[stage, piece]
+                    plgpu.wgmma(sum_, part.transpose((1, 0)) if self.inputs_first else part, rows)
                 plgpu.wgmma_wait(self.pieces)  # the previous chunk's wgmmas are done
                 refill = j - 1 + self.stages
 

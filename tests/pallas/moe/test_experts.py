@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mixtures import activated, check, drawn, drawn_tokens, with_gaps
-from moe_kernels import direct, listed, one_token
+from moe_kernels import biased_tiles, direct, listed, one_token
 from published_experts import block_experts, experts_of, row_experts
 from races import assert_no_races
 
@@ -68,26 +68,50 @@ def test_the_reference_has_the_gradient_of_the_formula(tokens, activation):
         np.testing.assert_allclose(one, other, atol=2e-4)
 
 
+def with_biases(experts):
+    rng = np.random.default_rng(0)
+    up, down = (
+        jnp.asarray(rng.normal(size=stack.array.shape[:2]), stack.dtype)
+        for stack in (experts.up, experts.down)
+    )
+    return experts.replace(up_bias=up, down_bias=down)
+
+
+def turned(experts):
+    """The same with the inputs of each matrix first."""
+    up, down = (
+        InputsFirstExperts(stack.array.swapaxes(1, 2)) for stack in (experts.up, experts.down)
+    )
+    return experts.replace(up=up, down=down)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_biases_are_added_and_matrices_may_have_their_inputs_first(dtype):
     """As gpt-oss has them. Padding and experts of other devices add no bias."""
-    *operands, choices = drawn(9, 3, 5, 32, 24, dtype, Activation.CLAMPED_SWIGLU)
-    x, experts = operands
-    rng = np.random.default_rng(0)
-    up, down = (
-        jnp.asarray(rng.normal(size=stack.array.shape[:2]), dtype)
-        for stack in (experts.up, experts.down)
-    )
-    biased = experts.replace(up_bias=up, down_bias=down)
-    turned = biased.replace(
-        **{
-            name: InputsFirstExperts(getattr(experts, name).array.swapaxes(1, 2))
-            for name in ("up", "down")
-        }
-    )
+    x, experts, choices = drawn(9, 3, 5, 32, 24, dtype, Activation.CLAMPED_SWIGLU)
+    biased = with_biases(experts)
     for each in (choices, with_gaps(choices, 5)):
-        for given in (biased, turned):
+        for given in (biased, turned(biased)):
             check(jax.jit(moe_experts)(x, given, each), x, biased, each)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "features", "inner", "dtype", "turn"),
+    [
+        (1, 8, 192, 64, jnp.bfloat16, turned),
+        (9, 8, 256, 128, jnp.bfloat16, lambda experts: experts),
+        (12, 16, 128, 64, jnp.float16, turned),
+        (24, 32, 320, 192, jnp.bfloat16, turned),
+    ],
+)
+def test_kernels_of_experts_with_biases_are_the_op_without_races(
+    interpreter, tokens, rows, features, inner, dtype, turn
+):
+    x, experts, choices = drawn(tokens, 2, 3, features, inner, dtype, Activation.CLAMPED_SWIGLU)
+    biased = with_biases(experts)
+    for each in (choices, with_gaps(choices, 3)):
+        check(biased_tiles(x, turn(biased), each, rows, interpreter), x, biased, each)
+    assert_no_races()
 
 
 @pytest.mark.few(4)
@@ -247,8 +271,14 @@ def test_a_tile_has_room_for_what_an_expert_has_on_average(tokens, parts, expert
 )
 def test_kernels_decline_what_they_cannot_multiply(dtypes, features, inner, why):
     shapes = (4, features), (5, 2 * inner, features), (5, features, inner)
-    x, gate_up, down = map(jax.ShapeDtypeStruct, shapes, dtypes)
-    assert why_not_kernel(x, Experts(DenseExperts(gate_up), DenseExperts(down))) == why
+    x, gate_up, down = map(jnp.zeros, shapes, dtypes)
+    experts = Experts(DenseExperts(gate_up), DenseExperts(down))
+    assert why_not_kernel(x, experts) == why
+    if why is None:
+        alternating = experts.replace(activation=Activation.CLAMPED_SWIGLU)
+        assert why_not_kernel(x, alternating) and why_not_kernel(x, turned(experts))
+        biases = {"up_bias": gate_up, "down_bias": down}
+        assert why_not_kernel(x, turned(alternating).replace(**biases)) is None
 
 
 HELD = 33  # experts; of the tokens below some are one tile, and others have tiles of each size
@@ -261,7 +291,8 @@ def on_the_gpu(features, inner, dtype, activation=GATED):
     keys = jax.random.split(jax.random.key(0))
     drawn = (jax.random.normal(key, dims) for key, dims in zip(keys, shapes, strict=True))
     stacks = (DenseExperts((a * a.shape[2] ** -0.5).astype(dtype)) for a in drawn)
-    return Experts(*stacks, activation)
+    experts = Experts(*stacks, activation)
+    return turned(with_biases(experts)) if activation.alternates else experts
 
 
 @pytest.mark.gpu
@@ -276,6 +307,7 @@ def on_the_gpu(features, inner, dtype, activation=GATED):
         (12, 4096, 768, jnp.bfloat16, GATED),
         (8, 2688, 1856, jnp.bfloat16, Activation.SQUARED_RELU),
         (22, 1024, 2688, jnp.bfloat16, Activation.SQUARED_RELU),
+        (4, 2880, 2880, jnp.bfloat16, Activation.CLAMPED_SWIGLU),
     ],
 )
 def test_on_a_gpu_the_op_is_its_kernels_and_the_reference(

@@ -7,18 +7,20 @@ import pytest
 from sm90 import array, assert_lean, compile_for
 
 from benchmarks.measure.mixtures import mixture
+from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.products import BLOCK_N
-from jaxspec.pallas.moe.experts import MAX_DIRECT, Experts, tile_rows
+from jaxspec.pallas.moe.experts import MAX_DIRECT, Experts, moe_experts, tile_rows
 from jaxspec.pallas.moe.feed_forward import Router, moe_feed_forward
+from jaxspec.pallas.moe.route import Choices
 from jaxspec.pallas.moe.work_list import max_tiles
 from jaxspec.pallas.norm.rms_norm import Norm
-from jaxspec.weight import Dense, DenseExperts
+from jaxspec.weight import Dense, DenseExperts, InputsFirstExperts
 
 OPTIMIZED = True  # as for a user
 
 ONE, FEW = ["moe_route", "up", "one_token_down"], ["moe_route", "up", "down"]
 MORE = ["moe_route", "to_tiles", "up", "down"]
-MANY = ["moe_route", "to_tiles", "up", "tiled_down", "from_tiles"]
+MANY = ["moe_route", "to_tiles", "up", "tiled", "from_tiles"]
 
 
 def places(rule, tokens):
@@ -75,6 +77,34 @@ def test_half_of_the_experts_are_the_same_kernels(h200, monkeypatch, capfd, toke
     assert_kernels(h200, monkeypatch, capfd, "qwen3.5-35b-a3b", tokens, kernels, devices=2)
 
 
+@pytest.mark.parametrize("tokens", [1, 8, 64, 256, 512, 2048])
+def test_experts_with_biases_are_kernels(h200, monkeypatch, capfd, tokens):
+    """Of gpt-oss-20b. Between its kernels are tokens in tiles, and both products."""
+    monkeypatch.setattr("jaxspec.device.default_device", lambda: h200)
+    features, held, parts = 2880, 32, 4
+
+    def step(x, up, down, up_bias, down_bias, experts, weights):
+        stacks = InputsFirstExperts(up), InputsFirstExperts(down)
+        layers = Experts(*stacks, Activation.CLAMPED_SWIGLU, up_bias, down_bias)
+        return moe_experts(x, layers, Choices(experts, weights))
+
+    stacks = (held, features, 2 * features), (held, features, features)
+    biases = (held, 2 * features), (held, features)
+    operands = [array(*dims, dtype=jnp.bfloat16) for dims in ((tokens, features), *stacks, *biases)]
+    operands += [array(tokens, parts, dtype=jnp.int32), array(tokens, parts)]
+    compiled = compile_for(h200, monkeypatch, step, operands)
+    assert kernels_of(compiled) == ["tiled", "tiled", "to_tiles"]
+    rows = tile_rows(tokens, parts, held)
+    between = 2 * rows * max_tiles(tokens * parts, held + 1, rows) * 5 * features
+    assert_lean(compiled, capfd.readouterr().out, between=between + 2**20)
+
+
+def kernels_of(compiled):
+    """The names of its kernels, sorted."""
+    names = r'custom_call_target="mosaic_gpu_v2".*?op_name="[^"]*/jit\((\w+?)_kernel\)'
+    return sorted(re.findall(names, compiled.as_text()))
+
+
 def assert_kernels(h200, monkeypatch, capfd, model, tokens, kernels, devices=1):
     monkeypatch.setattr("jaxspec.device.default_device", lambda: h200)
     features, sizes = mixture(model)
@@ -92,9 +122,7 @@ def assert_kernels(h200, monkeypatch, capfd, model, tokens, kernels, devices=1):
     operands = [array(*dims, dtype=jnp.bfloat16) for dims in (*layer, *experts)]
     operands += [array(tokens, dtype=jnp.bool_), array(rule.num_experts)]
     compiled = compile_for(h200, monkeypatch, step, operands)
-    names = r'custom_call_target="mosaic_gpu_v2".*?op_name="[^"]*/jit\((\w+?)_kernel\)'
-    found = re.findall(names, compiled.as_text())
-    assert sorted(found) == sorted(["add_norm", *scores(features, tokens), *kernels])
+    assert kernels_of(compiled) == sorted(["add_norm", *scores(features, tokens), *kernels])
     tiled = features if "to_tiles" in kernels else 0
     between = 2 * places(rule, tokens) * (tiled + width)
     assert_lean(compiled, capfd.readouterr().out, between=between + 2**20)

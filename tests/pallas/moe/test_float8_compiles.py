@@ -21,7 +21,7 @@ OPTIMIZED = True  # as for a user
 F8 = jnp.float8_e4m3fn
 
 ONE, FEW = ["up", "one_token_down"], ["up", "down"]
-MORE, MANY = ["to_tiles", "up", "down"], ["to_tiles", "up", "tiled_down", "from_tiles"]
+MORE, MANY = ["to_tiles", "up", "down"], ["to_tiles", "up", "tiled", "from_tiles"]
 SPLITS = ["split", "split"]  # of larger tiles, or where activations are rounded
 
 

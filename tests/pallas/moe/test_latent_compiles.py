@@ -20,7 +20,7 @@ from jaxspec.weight import Dense, DenseExperts
 
 OPTIMIZED = True  # as for a user
 
-FEW, MANY = ["down"], ["to_tiles", "tiled_down", "from_tiles"]
+FEW, MANY = ["down"], ["to_tiles", "tiled", "from_tiles"]
 
 
 @pytest.mark.parametrize(
