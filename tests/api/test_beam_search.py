@@ -134,6 +134,7 @@ def test_beams_are_ranked_by_the_model_whatever_the_engine_reports(llm, monkeypa
         assert abs(beam.cum_logprob - own.sum()) < 4 * NEAR
 
 
+@pytest.mark.soak
 def test_the_end_tokens_are_the_model_s(llm):
     """The first token that would be chosen becomes an end: every sequence has it or passes by."""
     prompt = {"prompt_token_ids": PROMPTS[0]}

@@ -102,6 +102,7 @@ def by_path(gradient):
     return {jax.tree_util.keystr(path): np.asarray(values) for path, values in flat}
 
 
+@pytest.mark.soak
 def test_values_are_those_of_another_implementation(run):
     found, _ = run()
     logits = [reference(run.name)["logits_full"]]

@@ -120,7 +120,7 @@ def kept(engine, length):
     return length if has_states else length - length % engine.harness.buckets.page_size
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @WAYS
 def test_a_prompt_computed_here_goes_on_there_as_if_it_had_been_there(engines, params, way):
     """At every length: tokens, and where both draft alike the drafts that stood, too."""

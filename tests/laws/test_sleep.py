@@ -138,6 +138,7 @@ def device_bytes():
 # Pauses
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize("after", [1, 4, 9])
 def test_a_pause_changes_no_token(llm, want, after, compiled):

@@ -141,6 +141,7 @@ def check_text(text, form, is_finished):
         assert re.fullmatch(form.regex, text, re.ASCII), (form.regex, text)
 
 
+@pytest.mark.soak
 def test_all_ways_give_the_same_valid_outputs(short_model, on_the_host):
     forms = random_forms(24, seed=1)
     device = Run(short_model, forms, drafts=3, depth=2, steps_per_dispatch=2)

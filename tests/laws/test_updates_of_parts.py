@@ -72,6 +72,7 @@ def test_each_device_gets_its_part(fixture):
             np.testing.assert_array_equal(array, llm.export_weights()[name])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "method, drafter", [("draft_model", "llama_draft"), soak("eagle3", "llama_eagle3")]
 )

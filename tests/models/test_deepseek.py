@@ -125,6 +125,7 @@ def test_queries_may_have_no_latent(changed, reference, single_request):
     np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("top_k", "length"), [(512, 94), (94, 94), (24, 24)])
 def test_an_index_that_selects_everything_changes_nothing(
     top_k, length, changed, tmp_path, reference, single_request

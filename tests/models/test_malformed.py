@@ -787,6 +787,7 @@ def with_field(config, path, value):
     )
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("corpus", "fields", "not_wrong"),
     [

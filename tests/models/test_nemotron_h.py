@@ -71,6 +71,7 @@ def assert_close(actual, expected, tolerance):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.soak
 def test_step_sizes_are_not_clamped(fixture_folder, reference, single_request):
     """transformers clamps them where it computes whole prompts, and not where it decodes."""
     model = load_model(fixture_folder("nemotron_h_dtclamp"), jnp.float32)

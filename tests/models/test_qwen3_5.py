@@ -59,6 +59,7 @@ def test_a_width_of_one_decodes_alike(fixture_folder, reference, single_request)
         assert_close(logits[0], expected["logits_decode"][step + 1], 2e-4)
 
 
+@pytest.mark.soak
 def test_the_published_spelling_of_the_config_means_the_same(
     tmp_path, fixture_folder, reference, single_request
 ):

@@ -54,7 +54,7 @@ def all_ids(expected):
     return np.concatenate([expected["prompt_ids"], expected["greedy_ids"]])
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 def test_a_prompt_in_chunks_gives_the_reference_logits(loaded, single_request):
     model, expected = loaded
     ids = all_ids(expected)
@@ -67,7 +67,7 @@ def test_a_prompt_in_chunks_gives_the_reference_logits(loaded, single_request):
             assert_close(hidden, expected["hidden_final"], 5e-4)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("count", [1, 4])
 def test_decoding_and_verification_give_the_reference_logits(loaded, single_request, count):
     model, expected = loaded

@@ -46,6 +46,7 @@ def test_drafts_were_accepted_and_changed_no_token(example):
     assert sum(with_drafts.metrics.accepted_per_position) > 0
 
 
+@pytest.mark.soak
 def test_sampled_tokens_are_scored_and_differentiated_as_they_were_drawn(llm):
     params = SamplingParams(temperature=1.0, max_tokens=16, logprobs=0, seed=1, ignore_eos=True)
     output = llm.generate({"prompt_token_ids": list(prompts(1, seed=2)[0])}, params)[0]

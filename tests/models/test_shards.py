@@ -139,6 +139,7 @@ def shared_width(stack, first, is_up, pieces):
     return by_piece.reshape(pieces, features, -1)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "devices", "is_gguf"),
     [

@@ -29,6 +29,7 @@ def step(request, fixture_folder, single_request):
     return model, inputs, driver.pools
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 def test_taps_are_the_stream_before_each_layer(step):
     model, inputs, pools = step

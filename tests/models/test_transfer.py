@@ -155,6 +155,7 @@ def failing_after(count):
     return each
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("count", [0, 1, 7, 20])
 def test_an_error_in_one_thread_ends_all_and_leaves_nothing(way, count, nothing_stays):
     files = Files(each=failing_after(count))

@@ -62,6 +62,7 @@ def test_each_layer_has_the_feed_forward_half_that_the_config_names():
     assert [type(layer.feed_forward) for layer in layers] == [MoE, GatedMLP, MoE, MoE, MoE]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fixture", "policy"),
     [

@@ -169,6 +169,7 @@ def placed(monkeypatch):
     return made
 
 
+@pytest.mark.soak
 def test_a_checkpoint_costs_no_more_than_its_tensors_whatever_its_config_json_asks(
     tmp_path, fixture_folder, placed
 ):

@@ -47,6 +47,7 @@ sys.exit(asyncio.run(serve(lambda: Failing(["a"], "x"), options)))
 """
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("processes", [1, soak(2)])
 def test_after_sigterm_streams_end_well_new_requests_get_503_and_the_status_is_0(
     short_model, processes

@@ -100,6 +100,7 @@ def test_without_an_output_head_the_embedding_is_one(tmp_path):
     assert not any(placement.name == "lm_head.weight" for placement in model.checkpoint())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fixture", ["llama", "qwen3_moe", "granitemoehybrid"])
 def test_the_engine_gives_the_reference_s_ids(fixture, tmp_path, reference):
     expected = reference(fixture)
@@ -114,6 +115,7 @@ def test_the_engine_gives_the_reference_s_ids(fixture, tmp_path, reference):
         assert llm.tokenizer.encode("hello") == [263, *b"llo"]
 
 
+@pytest.mark.soak
 def test_the_draft_head_in_a_file_drafts_as_the_folder_s_does(tmp_path, reference):
     expected = reference("qwen3_5")
     options = {"max_num_seqs": 1, "decode_buckets": [1], "prefill_buckets": [96]}

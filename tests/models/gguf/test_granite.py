@@ -11,6 +11,7 @@ from jaxspec.models.granite import GraniteMultipliers
 NAMES = ["granitemoehybrid", "granite_dense", "granite", "granitemoe"]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_ids_are_the_folder_s(name, tmp_path, single_request):
     assert_same_model(name, tmp_path, single_request)

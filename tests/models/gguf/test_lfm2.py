@@ -9,6 +9,7 @@ from jaxspec.models import load_model
 from jaxspec.models.gguf.fields import read_fields
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])
 def test_greedy_ids_are_the_folder_s(name, tmp_path, single_request):
     assert_same_model(name, tmp_path, single_request)

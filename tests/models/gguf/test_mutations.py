@@ -94,6 +94,7 @@ def check(fixture, kind, folder, count):
     assert accepted > count / 50 and refused > count / 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("fixture", "kind"), FEW)
 def test_a_damaged_file_is_refused_or_is_what_it_says(fixture, kind, tmp_path):
     check(fixture, kind, tmp_path, 250)

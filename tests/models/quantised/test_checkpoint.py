@@ -94,6 +94,7 @@ def test_a_folder_of_every_format_holds_what_was_stored(name, tmp_path):
         assert stored.num_bytes == held - sum(plain) - unused
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data())
 def test_parts_of_matrices_of_any_size_are_parts_of_the_whole(name, tmp_path_factory, data):
@@ -329,6 +330,7 @@ ENGINE = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("form", "drafts"), [("fp8 blocks", "auto"), ("w4a16", None)])
 def test_an_engine_runs_a_quantised_folder_as_its_weights(form, drafts, tmp_path):
     """With the drafts of its head, and without drafts."""

@@ -45,6 +45,7 @@ def experts_of(folder, **options):
     return layer.feed_forward.experts.up, layer.feed_forward.experts.down
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("fixture", "name"),
     [
@@ -135,6 +136,7 @@ def test_tokens_are_those_of_dequantised_weights(fixture, name, drafts, tmp_path
     assert ids(pair.quantised, drafts) == ids(pair.plain, drafts)
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", [BLOCKS, ROWS])
 def test_drafts_change_nothing_if_activations_are_rounded(name, tmp_path):
@@ -156,6 +158,7 @@ def test_a_matrix_whose_parts_begin_within_a_block_is_dequantised(tmp_path, hold
     assert layer.feed_forward.down.weight.form == Form(Grain.BLOCKS)
 
 
+@pytest.mark.soak
 def test_a_matrix_of_which_a_part_is_in_16_bits_is_dequantised(tmp_path, holds):
     def chosen(name, shape):
         return is_linear(name, shape) and "k_proj" not in name
@@ -210,6 +213,7 @@ def test_experts_are_held_with_the_shared_one(name, kind, tmp_path, holds):
         assert_equal(each, other, rtol=0)
 
 
+@pytest.mark.soak
 def test_slices_of_a_wide_shared_expert_are_held(tmp_path, holds):
     """Of experts of width 32: its last slice has half of that, and all are padded."""
     pair = write_pair(FIXTURES / "qwen3_5_moe", tmp_path, FORMATS[ROWS])
@@ -220,6 +224,7 @@ def test_slices_of_a_wide_shared_expert_are_held(tmp_path, holds):
     assert ids(pair.quantised) == ids(pair.plain)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("module", ["experts.3.up_proj", "shared_expert.up_proj"])
 def test_experts_of_which_one_is_in_16_bits_are_dequantised(module, tmp_path, holds):
     def chosen(name, shape):
@@ -231,6 +236,7 @@ def test_experts_of_which_one_is_in_16_bits_are_dequantised(module, tmp_path, ho
     assert ids(pair.quantised) == ids(pair.plain)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("name", "scale"), [(ROWS, "weight_scale"), (TENSOR, "weight_scale")])
 def test_stacks_of_all_experts_are_held(name, scale, tmp_path, holds):
     """Granite's, whose shared expert has matrices of its own."""
@@ -331,6 +337,7 @@ def test_rounded_activations_make_another_model(tmp_path, holds):
     assert len(digests) == 2
 
 
+@pytest.mark.soak
 def test_devices_share_blocks_of_experts_whole():
     """Of width 192 each, which is no multiple of 128."""
     sizes = MoEConfig(Routing(128, 8), intermediate_size=1536, width_unit=128)

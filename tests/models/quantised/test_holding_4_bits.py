@@ -66,6 +66,7 @@ def pair_of(folder, form, others=None):
     return write_pair(FIXTURES / WIDE, folder, form, others, is_packable)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", IN_4_BITS)
 def test_matrices_in_4_bits_are_the_dequantised_ones(name, tmp_path, holds):
     pair = pair_of(tmp_path, IN_4_BITS[name])
@@ -124,6 +125,7 @@ def test_a_scale_that_is_not_finite_is_refused(tmp_path, holds):
         load_model(pair_of(tmp_path, form).quantised, FLOAT32)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "grain"),
     [

@@ -64,7 +64,7 @@ def check_update(fixture, dtype=FLOAT32, devices=1, **options):
     return got, layout
 
 
-@pytest.mark.few(15)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype, devices", [(FLOAT32, 1), (BFLOAT16, 2), (BFLOAT16, 1)])
 @pytest.mark.parametrize("fixture", FAMILIES)
 def test_leaves_are_those_of_a_folder_with_the_tree(fixture, dtype, devices):
@@ -96,6 +96,7 @@ def stored_tensors(folder):
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "fixture, name",
     [
@@ -132,6 +133,7 @@ def state_of(model):
     return dict(own_names(nnx.state(model)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("fixture", ["qwen3_5", "qwen3_5_tied", "qwen3_moe"])
 def test_first_weights_may_be_own_leaves(fixture, devices):
@@ -176,6 +178,7 @@ def test_a_draft_head_that_leaves_lack_is_missed(caplog):
             assert sum("draft head" in each for each in caplog.messages) == lines
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("option", [None, "dequantise"])
 @pytest.mark.parametrize("form", ["ct fp8 rows", "w4a16 rows"])
 def test_a_quantised_folder_takes_leaves_where_it_runs_in_16_bits(form, option, tmp_path):

@@ -17,6 +17,7 @@ SAMPLED = {"temperature": 0.9, "seed": 3, "max_tokens": 12}
 PROMPT = [100, 101, 102, 103]
 
 
+@pytest.mark.soak
 def test_token_ids_get_what_the_library_gives(served, reference):
     asked = {"n": 2, "logprobs": 2, "prompt_logprobs": 1, **SAMPLED}
     found = served.post(
