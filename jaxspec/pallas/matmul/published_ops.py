@@ -16,6 +16,7 @@ from jaxspec.pallas import dispatch
 from jaxspec.pallas.matmul import float8, float8_terms, four_bits
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.float8_gemm import Float8GemmTiling
+from jaxspec.pallas.matmul.float8_many_rows import Float8ManyRowsTiling
 from jaxspec.pallas.matmul.float8_terms import Terms
 from jaxspec.pallas.matmul.products import BLOCK_N, matmul
 from jaxspec.pallas.norm.add_norm import add_norm
@@ -127,12 +128,17 @@ def _terms(x, weight):
 
 
 def _gemm(terms: Terms, weight, x, *, is_split=False):
-    """Multiply `terms` of as many rows as `x`, in its dtype."""
-    from jaxspec.pallas.matmul.float8_gemm_kernel import gemm_kernel
-
+    """Multiply `terms` of as many rows as `x` by the kernel that should be faster."""
     tokens, sizes = x.shape[0], (weight.inner, weight.outer, weight.terms)
     tiling = Float8GemmTiling.of(tokens, *sizes, is_split=is_split)
-    return gemm_kernel(terms, weight, tokens=tokens, dtype=x.dtype, tiling=tiling)
+    many = Float8ManyRowsTiling.of(tokens, *sizes, is_split=is_split)
+    if many is None or many.clocks(*sizes) > tiling.clocks(*sizes):
+        from jaxspec.pallas.matmul.float8_gemm_kernel import gemm_kernel
+
+        return gemm_kernel(terms, weight, tokens=tokens, dtype=x.dtype, tiling=tiling)
+    from jaxspec.pallas.matmul.float8_many_rows_kernel import many_rows_kernel
+
+    return many_rows_kernel(terms, weight, tokens=tokens, dtype=x.dtype, tiling=many)
 
 
 def _runs_kernel(op, why, rows):
