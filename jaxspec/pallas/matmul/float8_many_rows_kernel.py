@@ -111,7 +111,7 @@ class _Product(NamedTuple):
 
 
 class _Warpgroup(NamedTuple):
-    """What a warpgroup multiplies with: its first row of a block, and where data is."""
+    """A warpgroup that multiplies: its first row of a block, and its memory."""
 
     row: Any
     operands: Any
@@ -277,7 +277,7 @@ class _Block:
             units = self.chunks // self.chunks_of_unit
             carry = lax.fori_loop(0, units - 1, step, (*carry, _zeros()))
             after = None if is_last else self._tile(i + 1)
-            following = after and (after, after.chunk)
+            following = None if after is None else (after, after.chunk)
             *carry, totals = self._unit(carry, at, at.chunk + last, following, mine)
             self._put_out(totals, at, mine)
             return tuple(carry)

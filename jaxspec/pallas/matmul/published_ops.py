@@ -5,6 +5,7 @@ makes e4m3 numbers of the activations in every block (`float8`). It also runs th
 gated norm before the matmul. More rows would be read and computed too often, so the kernel of what
 precedes makes their e4m3 numbers once, and another one multiplies those (`float8_gemm`), as it does
 few rows of some weights (`float8.is_fused`): `Float8Rows` with one term has numbers made by XLA.
+From 128 rows on that is a kernel for many rows (`float8_many_rows`) if it should take less time.
 
 In 4 bits one kernel multiplies activations as they are, for all numbers of rows (`four_bits`).
 """
