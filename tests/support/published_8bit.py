@@ -4,6 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 from products import NAN_ROW, check
 
+from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE
+from jaxspec.pallas.matmul.float8_terms import CHUNK, Terms, rounded, split
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.weight import Float8Blocks, Float8Rows
 
@@ -80,3 +82,23 @@ def gated_heads_of(tokens, heads, first):
     weight = jnp.asarray(rng.normal(size=128), jnp.float32)
     norm = GatedNorm(jnp.asarray(gates, jnp.bfloat16), weight, first=first, eps=1e-6)
     return jnp.asarray(x, jnp.float32), norm
+
+
+def terms_of(x, terms):
+    """The `Terms` of the split kernel, by XLA; NaN of padding must not spread."""
+    x = jnp.pad(x, ((0, -x.shape[0] % 8), (0, 0)), constant_values=jnp.nan)
+    tokens, inner = x.shape
+    chunks = x.astype(jnp.float32).reshape(tokens * inner // CHUNK, CHUNK)
+    *numbers, factor = split(chunks) if terms == 2 else rounded(chunks)
+    factors = factor.reshape(tokens, inner // CHUNK).T
+    return Terms(tuple(number.reshape(x.shape) for number in numbers), factors)
+
+
+def matmuls_of_layer(model):
+    """Inner, outer and whether parts are allowed, of each matmul of a layer."""
+    hidden, inner, shape = HIDDEN[model], INTERMEDIATE[model], GDN[model]
+    values = shape.value_heads * shape.value_dim
+    yield hidden, shape.conv_dim + values, False
+    yield values, hidden, True
+    yield hidden, 2 * inner, False
+    yield inner, hidden, True

@@ -5,6 +5,7 @@ makes e4m3 numbers of the activations in every block (`float8`). It also runs th
 gated norm before the matmul. More rows would be read and computed too often, so the kernel of what
 precedes makes their e4m3 numbers once, and another one multiplies those (`float8_gemm`), as it does
 few rows of some weights (`float8.is_fused`): `Float8Rows` with one term has numbers made by XLA.
+From 128 rows on that is a kernel for many rows (`float8_many_rows`) if it should take less time.
 
 In 4 bits one kernel multiplies activations as they are, for all numbers of rows (`four_bits`).
 """
@@ -16,6 +17,7 @@ from jaxspec.pallas import dispatch
 from jaxspec.pallas.matmul import float8, float8_terms, four_bits
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.float8_gemm import Float8GemmTiling
+from jaxspec.pallas.matmul.float8_many_rows import Float8ManyRowsTiling
 from jaxspec.pallas.matmul.float8_terms import Terms
 from jaxspec.pallas.matmul.products import BLOCK_N, matmul
 from jaxspec.pallas.norm.add_norm import add_norm
@@ -127,12 +129,17 @@ def _terms(x, weight):
 
 
 def _gemm(terms: Terms, weight, x, *, is_split=False):
-    """Multiply `terms` of as many rows as `x`, in its dtype."""
-    from jaxspec.pallas.matmul.float8_gemm_kernel import gemm_kernel
-
+    """Multiply `terms` of as many rows as `x` by the kernel that should be faster."""
     tokens, sizes = x.shape[0], (weight.inner, weight.outer, weight.terms)
     tiling = Float8GemmTiling.of(tokens, *sizes, is_split=is_split)
-    return gemm_kernel(terms, weight, tokens=tokens, dtype=x.dtype, tiling=tiling)
+    many = Float8ManyRowsTiling.of(tokens, *sizes, is_split=is_split)
+    if many is None or many.clocks(*sizes) > tiling.clocks(*sizes):
+        from jaxspec.pallas.matmul.float8_gemm_kernel import gemm_kernel
+
+        return gemm_kernel(terms, weight, tokens=tokens, dtype=x.dtype, tiling=tiling)
+    from jaxspec.pallas.matmul.float8_many_rows_kernel import many_rows_kernel
+
+    return many_rows_kernel(terms, weight, tokens=tokens, dtype=x.dtype, tiling=many)
 
 
 def _runs_kernel(op, why, rows):

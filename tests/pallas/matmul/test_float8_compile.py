@@ -2,11 +2,14 @@
 
 import jax.numpy as jnp
 import pytest
+from published_8bit import matmuls_of_layer as sizes
 from sm90 import array, assert_lean, compile_for
 
 from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.matmul.feed_forward import feed_forward
+from jaxspec.pallas.matmul.float8_many_rows import Float8ManyRowsTiling
+from jaxspec.pallas.matmul.float8_terms import CHUNK, Terms
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.matmul.split_matmul import (
@@ -64,6 +67,39 @@ def test_a_layer(h200, monkeypatch, capfd, model, tokens, terms):
     # The kernel of many rows pads a single one.
     between = 4 * max(tokens, 2) * (columns + 3 * inner + 8 * hidden)
     assert_lean(compiled, capfd.readouterr().out, between=between)
+
+
+# Inner, outer and whether parts are allowed, of Qwen3.5-35B-A3B's attention and Gated DeltaNet
+MIXERS_OF_35B = (2048, 9216, False), (4096, 2048, True), (2048, 12288, False)
+
+
+@pytest.mark.few(10)
+@pytest.mark.parametrize("weight_type", [Float8Blocks, Float8Rows])
+@pytest.mark.parametrize("terms", [2, 1])
+@pytest.mark.parametrize("tokens", [128, 200, 8192])
+@pytest.mark.parametrize(
+    ("inner", "outer", "is_split"), [*sizes("qwen3.5-9b"), *sizes("qwen3.5-27b"), *MIXERS_OF_35B]
+)
+def test_the_kernel_of_many_rows(
+    h200, monkeypatch, capfd, inner, outer, is_split, tokens, terms, weight_type
+):
+    """A product runs while the one before is scaled: ptxas must not let them run one by one."""
+    from jaxspec.pallas.matmul.float8_many_rows_kernel import many_rows_kernel
+
+    tiling = Float8ManyRowsTiling.of(tokens, inner, outer, terms, is_split=is_split)
+    numbers = tuple(array(tokens, inner, dtype=F8) for _ in range(terms))
+    weight = blocks(inner, outer, terms)
+    if weight_type is Float8Rows:
+        weight = Float8Rows(weight.array, array(outer), terms)
+
+    def step(terms, weight):
+        named = {"tokens": tokens, "dtype": jnp.dtype(jnp.bfloat16), "tiling": tiling}
+        return many_rows_kernel(terms, weight, **named)
+
+    operands = Terms(numbers, array(inner // CHUNK, tokens)), weight
+    compiled, report = compile_for(h200, monkeypatch, step, operands), capfd.readouterr().out
+    assert_lean(compiled, report)
+    assert "serialized" not in report
 
 
 @pytest.mark.few(4)

@@ -1,22 +1,12 @@
 """How a matmul of e4m3 rows with published weights is tiled."""
 
 import pytest
+from published_8bit import matmuls_of_layer as sizes
 
-from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE
 from jaxspec.pallas.matmul import float8_gemm
 from jaxspec.pallas.matmul.float8_gemm import Float8GemmTiling
 
 MODELS = "qwen3.5-9b", "qwen3.5-27b"
-
-
-def sizes(model):
-    """Inner, outer and whether parts are allowed, of each matmul of a layer."""
-    hidden, inner, shape = HIDDEN[model], INTERMEDIATE[model], GDN[model]
-    values = shape.value_heads * shape.value_dim
-    yield hidden, shape.conv_dim + values, False
-    yield values, hidden, True
-    yield hidden, 2 * inner, False
-    yield inner, hidden, True
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -17,30 +17,14 @@ from published_8bit import (
     dequantised_rows,
     rows_of,
     rows_with_nan,
+    terms_of,
 )
 from races import assert_no_races
 
 from jaxspec.pallas.gpu import device
 from jaxspec.pallas.matmul.float8_gemm import Float8GemmTiling
-from jaxspec.pallas.matmul.float8_terms import (
-    CHUNK,
-    Terms,
-    as_multiplied,
-    of_whole_rows,
-    rounded,
-    split,
-)
+from jaxspec.pallas.matmul.float8_terms import CHUNK, as_multiplied, of_whole_rows
 from jaxspec.weight import Float8Blocks
-
-
-def terms_of(x, terms):
-    """The `Terms` of the split kernel, by XLA; NaN of padding must not spread."""
-    x = jnp.pad(x, ((0, -x.shape[0] % 8), (0, 0)), constant_values=jnp.nan)
-    tokens, inner = x.shape
-    chunks = x.astype(jnp.float32).reshape(tokens * inner // CHUNK, CHUNK)
-    *numbers, factor = split(chunks) if terms == 2 else rounded(chunks)
-    factors = factor.reshape(tokens, inner // CHUNK).T
-    return Terms(tuple(number.reshape(x.shape) for number in numbers), factors)
 
 
 def run(x, weight, tiling, interpreter, kernel=None):

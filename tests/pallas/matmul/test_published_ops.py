@@ -16,9 +16,11 @@ from published_4bit import float4_of, int4_of
 from published_8bit import blocks_of, dequantised, gated_heads_of, rows_of, rows_with_nan
 
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.gpu import device
 from jaxspec.pallas.matmul import (
     float8_gemm_kernel,
     float8_kernel,
+    float8_many_rows_kernel,
     float8_norm_kernel,
     float8_split_kernel,
     four_bits_kernel,
@@ -56,6 +58,7 @@ KERNELS = {
     float8_split_kernel: ("split_kernel", "activated_split_kernel", "gated_norm_split_kernel"),
     float8_norm_kernel: ("add_norm_split_kernel",),
     float8_gemm_kernel: ("gemm_kernel",),
+    float8_many_rows_kernel: ("many_rows_kernel",),
     four_bits_kernel: ("four_bits_kernel",),
     add_norm_kernel: ("add_norm_kernel",),
 }
@@ -167,6 +170,20 @@ def test_an_op_with_its_kernels_is_the_op_without(monkeypatch, interpreter, op, 
         assert {name for name in launched if name.startswith(("activated", "gated"))}
 
 
+@pytest.mark.parametrize(("op", "terms"), [("split_matmul", 2), ("norm_matmul", 1)])
+def test_many_rows_have_their_own_kernel(monkeypatch, interpreter, op, terms):
+    """With blocks of both kernels in several waves; in one wave, smaller blocks take less time."""
+    monkeypatch.setattr(device, "MULTIPROCESSORS", 2)
+    run_op = ops(250, blocks)[op]
+
+    def convert(weight):
+        return dataclasses.replace(weight, terms=terms)
+
+    expected = run(run_op, convert)
+    launched = interpreted(monkeypatch, interpreter, lambda: run_op(convert), expected, terms)
+    assert "many_rows_kernel" in launched and "gemm_kernel" not in launched
+
+
 @pytest.mark.parametrize("terms", [2, 1])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_norm_of_more_rows_makes_their_numbers(monkeypatch, interpreter, parts, terms):
@@ -217,7 +234,7 @@ def interpreted(monkeypatch, parameters, op, expected, terms):
     def replaced(name, kernel, *operands, tiling=None, **named):
         launched.append(name)
         if hasattr(tiling, "cluster"):
-            named["tiling"] = tiling._replace(cluster=1)
+            named["tiling"] = tiling._replace(cluster=(1, 1) if "many" in name else 1)
         return kernel(*operands, **named, interpret=parameters)
 
     for module, names in KERNELS.items():
