@@ -301,9 +301,11 @@ class _Block:
             second = self._start(at, chunk + 1, next_, mine, is_after_loop=True)
         totals = self._added(totals, first, mine, in_flight=1, frees=self.terms == 1)
         stage = access.next_stage(second.stage, self.stages)
-        first = self._start(*following, stage, mine) if following else None
-        totals = self._added(totals, second, mine, in_flight=1 if following else 0)
-        return stage, first, totals
+        if following is None:
+            return stage, None, self._added(totals, second, mine, in_flight=0)
+        at, chunk = following
+        first = self._start(at, chunk, stage, mine)
+        return stage, first, self._added(totals, second, mine, in_flight=1)
 
     def _start(self, at, chunk, stage, mine, *, of_chunk=None, is_after_loop=False):
         """Start a product, and load what scales it; `of_chunk` is the first one of this chunk.
@@ -325,7 +327,7 @@ class _Block:
 
         acc = plgpu.WGMMAAccumulatorRef((_PER_WARPGROUP, COLUMNS), jnp.float32)
         sums = pl.run_scoped(run, acc)
-        if term:
+        if of_chunk is not None:
             return of_chunk._replace(sums=sums, factors=of_chunk.factors * LOW)
         part = buffers.factors.at[stage, pl.ds(mine.row, _PER_WARPGROUP)]
         factors, scales = access.load(part, plgpu.Layout.WGMMA.reduce(1)), ()

@@ -57,8 +57,7 @@ def test_the_kernel_equals_the_oracle_without_races(
     assert_is_product(y, as_multiplied(x, weight), dequantised(parts))
 
 
-@pytest.mark.parametrize("terms", [2, 1])
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize(("stages", "terms"), [(2, 2), (3, 1)])
 def test_blocks_compute_several_tiles_through_a_ring_that_is_refilled(
     monkeypatch, interpreter, stages, terms
 ):

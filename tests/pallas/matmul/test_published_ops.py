@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gated_delta import gated_norm
+from pairwise import soak
 from products import NAN_ROW, check
 from published_4bit import float4_of, int4_of
 from published_8bit import blocks_of, dequantised, gated_heads_of, rows_of, rows_with_nan
@@ -170,7 +171,7 @@ def test_an_op_with_its_kernels_is_the_op_without(monkeypatch, interpreter, op, 
         assert {name for name in launched if name.startswith(("activated", "gated"))}
 
 
-@pytest.mark.parametrize(("op", "terms"), [("split_matmul", 2), ("norm_matmul", 1)])
+@pytest.mark.parametrize(("op", "terms"), [("split_matmul", 2), soak("norm_matmul", 1)])
 def test_many_rows_have_their_own_kernel(monkeypatch, interpreter, op, terms):
     """With blocks of both kernels in several waves; in one wave, smaller blocks take less time."""
     monkeypatch.setattr(device, "MULTIPROCESSORS", 2)
