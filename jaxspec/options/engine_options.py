@@ -160,6 +160,11 @@ class EngineConfig:
     state_dtype: Literal["float32", "float16", "bfloat16"] = option(
         "float32", "dtype of recurrent states: float32, float16 or bfloat16"
     )
+    deterministic: bool = option(
+        False,
+        "compute a token's logprobs with the same bits in any batch, chunk and verification: those "
+        "of generate and score are equal (docs/rollouts.md#deterministic)",
+    )
     tensor_parallel_size: int = option(
         1, "number of devices that share the model, of all nodes (docs/tensor-parallel.md)"
     )
@@ -350,6 +355,8 @@ class EngineConfig:
                     f"{name} is 0. Give it some GiB, or leave the folder out."
                 )
         self._check_devices()
+        if self.deterministic:
+            self._check_deterministic()
         if self.revision is not None and self.model is None:
             raise ValueError(
                 "revision chooses among the versions of a hub id, and the embedded model has one. "
@@ -396,6 +403,23 @@ class EngineConfig:
             raise ValueError(
                 f"Hidden states are extracted by one process, got nnodes={self.nnodes}. Set it to "
                 "1."
+            )
+
+    def _check_deterministic(self) -> None:
+        wrong = {
+            "tensor_parallel_size=1, since the order in which devices sum depends on the rows": (
+                self.tensor_parallel_size > 1
+            ),
+            "activation_dtype=None, since no law covers rounded activations": (
+                self.activation_dtype is not None
+            ),
+            "state_policy 'snapshot' or 'auto', since the sums of a replay depend on its ring": (
+                self.state_policy == "replay"
+            ),
+        }
+        for rule in (rule for rule, holds in wrong.items() if holds):
+            raise ValueError(
+                f"deterministic=True needs {rule}. Change that option, or leave deterministic out."
             )
 
     def sizes(
