@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from jaxspec.options import SpeculativeConfig
 from jaxspec.options.draft_methods import ExtractHiddenStatesOptions
-from jaxspec.options.option_values import read
+from jaxspec.options.option_values import check_deterministic, read
 from jaxspec.options.vllm_options import RENAMED, UNDERSTOOD, translated
 from jaxspec.plan.step_shapes import TOKENS_PER_STEP, ModelSizes, SchedulerLimits, StepShapes
 from jaxspec.requests.logits_processors import AnyProcessor
@@ -356,7 +356,11 @@ class EngineConfig:
                 )
         self._check_devices()
         if self.deterministic:
-            self._check_deterministic()
+            check_deterministic(
+                tensor_parallel_size=self.tensor_parallel_size,
+                activation_dtype=self.activation_dtype,
+                state_policy=self.state_policy,
+            )
         if self.revision is not None and self.model is None:
             raise ValueError(
                 "revision chooses among the versions of a hub id, and the embedded model has one. "
@@ -403,23 +407,6 @@ class EngineConfig:
             raise ValueError(
                 f"Hidden states are extracted by one process, got nnodes={self.nnodes}. Set it to "
                 "1."
-            )
-
-    def _check_deterministic(self) -> None:
-        wrong = {
-            "tensor_parallel_size=1, since the order in which devices sum depends on the rows": (
-                self.tensor_parallel_size > 1
-            ),
-            "activation_dtype=None, since no law covers rounded activations": (
-                self.activation_dtype is not None
-            ),
-            "state_policy 'snapshot' or 'auto', since the sums of a replay depend on its ring": (
-                self.state_policy == "replay"
-            ),
-        }
-        for rule in (rule for rule, holds in wrong.items() if holds):
-            raise ValueError(
-                f"deterministic=True needs {rule}. Change that option, or leave deterministic out."
             )
 
     def sizes(
