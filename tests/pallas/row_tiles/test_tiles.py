@@ -39,6 +39,12 @@ def test_a_row_has_the_same_bits_among_any_others(rows, dtype):
     np.testing.assert_allclose(whole, expected, atol=1e-5 if dtype == "float32" else 1e-2)
 
 
+def test_without_tiles_the_number_of_rows_changes_bits(rows):
+    """What the tiles are for: a product without them is seen by the test above."""
+    plain = jax.jit(product)
+    assert np.any(np.asarray(plain(rows[:31])) != np.asarray(plain(rows))[:31])
+
+
 def test_results_and_arguments_are_trees_and_may_be_empty():
     def both(pair, offset):
         return {"sum": pair[0] + pair[1], "shifted": pair[0] + offset}
