@@ -140,7 +140,7 @@ def _step_of_tokens(
     is_empty = jnp.pad(first, (1, 0), constant_values=True)
 
     def unless_empty(x):
-        return jnp.where(is_empty.reshape(-1, *(1,) * (x.ndim - 1)), 0, x)[None]
+        return jnp.where(is_empty.reshape(len(is_empty), *(1,) * (x.ndim - 1)), 0, x)[None]
 
     own = dataclasses.replace(
         pool,
