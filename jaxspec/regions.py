@@ -29,6 +29,16 @@ class DecodeRegion:
 
 
 @flax.struct.dataclass
+class TokenRegion(DecodeRegion):
+    """Tokens of decode rows and of prompt chunks alike, each as a row of width 1.
+
+    Several may be of one slot, in the order of their positions; mixers compute one after the other.
+    """
+
+    candidate: Int[Array, " rows"]  # where the state after the token is stored in its slot
+
+
+@flax.struct.dataclass
 class PrefillRegion:
     """A flat sequence of tokens: chunks of at most `seqs` prompts, one after the other.
 

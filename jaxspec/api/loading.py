@@ -351,7 +351,7 @@ def _loaded(
             head = found_drafter and found_drafter.model
             settled = settle(config, found.model, dtype, head, group)
             shapes = settled.fitting(budget)
-            blueprint = _blueprint(found.model, shapes, settled, dtype, head, group)
+            blueprint = _blueprint(found.model, shapes, settled, dtype, head, group, config)
             early = blueprint.trace_early(
                 first_programs(shapes, settled.limits) if config.background_compilation else ()
             )
@@ -386,6 +386,7 @@ def _blueprint(
     dtype: jnp.dtype,
     drafter: CheckpointModule | None,
     group: Group,
+    config: EngineConfig,
 ) -> Blueprint:
     return Blueprint.of(
         model,
@@ -399,6 +400,7 @@ def _blueprint(
         group=group,
         processors=settled.processors.device,
         routes=settled.memory_usage.options.routes,
+        is_deterministic=config.deterministic,
     )
 
 

@@ -103,7 +103,10 @@ def settle(
     speculation = speculation and speculation.on_device(has_kernels)
     model_spec = None if drafter is None else ModelSpec.of(drafter, dtype)
     proposer = make_proposer(speculation, model, model_spec) if speculation else None
-    states = StateConfig.resolve(config.state_policy, config.state_dtype, has_kernels=has_kernels)
+    policy = config.state_policy
+    if config.deterministic and policy == "auto":
+        policy = "snapshot"
+    states = StateConfig.resolve(policy, config.state_dtype, has_kernels=has_kernels)
     kv_dtype = kv_dtype_of(config.kv_dtype, dtype)
     counts = speculation.draft_buckets if speculation else (0,)
     shapes, limits = sizes_of(config, model, counts)

@@ -34,15 +34,22 @@ class _Places(NamedTuple):
     by_axis: tuple[Int[np.ndarray, "devices regions indices"], ...]  # -1 outside of the region
 
 
-def fingerprint(model_spec: ModelSpec, weights: Sequence[Array], group: Group = ALONE) -> str:
+def fingerprint(
+    model_spec: ModelSpec,
+    weights: Sequence[Array],
+    group: Group = ALONE,
+    *,
+    is_deterministic: bool = False,
+) -> str:
     """Return 64 hexadecimal digits that are equal for engines with the same model.
 
     They are the SHA-256 of the model's configuration, the shapes and dtypes of its weights, and a
     checksum of all values of each weight and their places, all as on a single device, and of
-    whether activations are rounded. A change of one value changes the fingerprint. Weights in 8 or
-    4 bits have another one than the same weights dequantised. Classes of other packages count by
-    their names and sources, because others may compute something else from the same weights. Engine
-    sizes, the number of devices and separately loaded drafters are not included.
+    whether activations are rounded and the engine is deterministic. A change of one value changes
+    the fingerprint. Weights in 8 or 4 bits have another one than the same weights dequantised.
+    Classes of other packages count by their names and sources, because others may compute something
+    else from the same weights. Engine sizes, the number of devices and separately loaded drafters
+    are not included.
 
     Waits for the devices.
 
@@ -50,6 +57,7 @@ def fingerprint(model_spec: ModelSpec, weights: Sequence[Array], group: Group = 
         model_spec: Spec of the model, with the sizes of one device.
         weights: Its weights, in the order of `ModelSpec.weights_of`.
         group: The devices that share the model.
+        is_deterministic: The engine is; other engines compute keys and values with other bits.
     """
     whole = model_spec.whole.model()
     leaves = ModelSpec.weights_of(whole)
@@ -58,6 +66,8 @@ def fingerprint(model_spec: ModelSpec, weights: Sequence[Array], group: Group = 
     digest.update("".join(_foreign_sources(whole)).encode())
     if any(form is not None and form.terms == 1 for form in model_spec.forms):
         digest.update(b"activations are rounded")
+    if is_deterministic:
+        digest.update(b"deterministic")
     places = _places_of(model_spec, group.size)
     checksum = _checksums(group, group.devices)
     for each in zip(weights, places, strict=True):  # a program per shape, and one sum at a time

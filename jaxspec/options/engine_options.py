@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from jaxspec.options import SpeculativeConfig
 from jaxspec.options.draft_methods import ExtractHiddenStatesOptions
-from jaxspec.options.option_values import read
+from jaxspec.options.option_values import check_deterministic, read
 from jaxspec.options.vllm_options import RENAMED, UNDERSTOOD, translated
 from jaxspec.plan.step_shapes import TOKENS_PER_STEP, ModelSizes, SchedulerLimits, StepShapes
 from jaxspec.requests.logits_processors import AnyProcessor
@@ -159,6 +159,11 @@ class EngineConfig:
     )
     state_dtype: Literal["float32", "float16", "bfloat16"] = option(
         "float32", "dtype of recurrent states: float32, float16 or bfloat16"
+    )
+    deterministic: bool = option(
+        False,
+        "compute a token's logprobs with the same bits in any batch, chunk and verification: those "
+        "of generate and score are equal (docs/rollouts.md#deterministic)",
     )
     tensor_parallel_size: int = option(
         1, "number of devices that share the model, of all nodes (docs/tensor-parallel.md)"
@@ -350,6 +355,12 @@ class EngineConfig:
                     f"{name} is 0. Give it some GiB, or leave the folder out."
                 )
         self._check_devices()
+        if self.deterministic:
+            check_deterministic(
+                tensor_parallel_size=self.tensor_parallel_size,
+                activation_dtype=self.activation_dtype,
+                state_policy=self.state_policy,
+            )
         if self.revision is not None and self.model is None:
             raise ValueError(
                 "revision chooses among the versions of a hub id, and the embedded model has one. "

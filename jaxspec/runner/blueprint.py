@@ -60,6 +60,7 @@ class Blueprint:
         group: Group = ALONE,
         processors: tuple[LogitsProcessor, ...] = (),
         routes: bool = False,
+        is_deterministic: bool = False,
     ) -> "Blueprint":
         """Return the blueprint of an engine.
 
@@ -75,6 +76,7 @@ class Blueprint:
             group: Devices that share the model; both models have the sizes of one of them.
             processors: Logits processors of the engine.
             routes: Record the experts of each token.
+            is_deterministic: Compute each token with the same bits in any step.
         """
         graph, weights = nnx.split(model)
         leaves, tree = jax.tree.flatten(weights)
@@ -101,6 +103,7 @@ class Blueprint:
             mailbox=memory_usage.mailbox,
             # GPUs multiply float32 in TF32 by default.
             matmul_precision="highest" if dtype == jnp.float32 else None,
+            is_deterministic=is_deterministic,
         )
         return Blueprint(
             model_spec=ModelSpec.of(model, dtype),

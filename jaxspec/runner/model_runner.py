@@ -158,7 +158,12 @@ class ModelRunner:
         if number != self.num_changes:
             # First, because weights may be replaced meanwhile: then it is computed again.
             number = self.num_changes
-            digest = fingerprint(self._blueprint.model_spec, self._weights, self.group)
+            digest = fingerprint(
+                self._blueprint.model_spec,
+                self._weights,
+                self.group,
+                is_deterministic=self._blueprint.config.is_deterministic,
+            )
             self._digest = number, digest
         return digest
 

@@ -7,10 +7,11 @@ computes is divided after the forward pass. The programs of plans that move rows
 tables or export states are made here, too.
 """
 
+import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec import parallel
 from jaxspec.cache import CacheSpec, Moves, Pools, SavedState, StatePolicy, copy, export, restore
 from jaxspec.models.base import ForwardOutput, Model
+from jaxspec.pallas import row_tiles
 from jaxspec.pallas.norm import mailbox as mailboxes
 from jaxspec.pallas.norm.mailbox import Mailbox
 from jaxspec.parallel import Group
@@ -60,6 +62,7 @@ from jaxspec.runner.remap import (
     write_page_tables,
 )
 from jaxspec.runner.tables import grammar_state_after, stop_ids, with_chunks, with_verified
+from jaxspec.runner.token_tiles import forward_in_tiles
 from jaxspec.runner.update import truncate_at_stop, update
 from jaxspec.runner.verify import verify
 from jaxspec.sampling import NO_TOKEN, Verifier
@@ -79,6 +82,16 @@ class StepConfig:
     group: Group = dataclasses.field(default_factory=Group)  # devices that run each program
     mailbox: Mailbox | None = None  # of each device; None if all-reduces sum
     matmul_precision: str | None = None  # None means JAX's default
+    is_deterministic: bool = False  # a token's logits have the same bits in any step
+
+    @contextlib.contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """Trace matmuls in the engine's precision, and rows in tiles if it is deterministic."""
+        with contextlib.ExitStack() as settings:
+            settings.enter_context(jax.default_matmul_precision(self.matmul_precision))
+            if self.is_deterministic:
+                settings.enter_context(row_tiles.deterministic())
+            yield
 
 
 _jitted = weakref.WeakValueDictionary[tuple[StepConfig, AnyProgram], jax.stages.Wrapped]()
@@ -153,7 +166,7 @@ def _make_forward_pass(
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
     ) -> tuple[EngineState, DeviceOutput]:
         plan = DevicePlan.unpack(packed, program, config.shapes)
-        with jax.default_matmul_precision(config.matmul_precision):
+        with config.arithmetic():
             model = _model(config, weights)
             state = _place_rows(config, state, plan)
             if config.mailbox is not None:
@@ -184,7 +197,7 @@ def _make_rest(
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
     ) -> tuple[EngineState, DeviceOutput]:
         plan = DevicePlan.unpack(packed, program, config.shapes)
-        with jax.default_matmul_precision(config.matmul_precision):
+        with config.arithmetic():
             model = _model(config, weights)
             inputs = _prepare(config, program, plan, state)
             num_tokens = len(inputs.model.tokens)
@@ -206,7 +219,7 @@ def _make_step(
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
     ) -> tuple[EngineState, DeviceOutput]:
         plan = DevicePlan.unpack(packed, program, config.shapes)
-        with jax.default_matmul_precision(config.matmul_precision):
+        with config.arithmetic():
             model = _model(config, weights)
             state, output = jax.lax.scan(
                 lambda state, _: _one_step(config, program, model, tables, plan, state),
@@ -360,6 +373,10 @@ def _forward(
 ) -> tuple[StepInputs, ForwardOutput, Pools]:
     inputs = _prepare(config, program, plan, state)
     taps = () if config.proposer is None else config.proposer.taps
+    if config.is_deterministic:
+        page_size = config.shapes.page_size
+        result = forward_in_tiles(model, inputs.model, state.pools, taps, page_size=page_size)
+        return inputs, *result
     return inputs, *model.forward(inputs.model, state.pools, taps)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas.row_tiles import by_rows
 from jaxspec.requests.logprobs import LAYOUT
 from jaxspec.requests.sampling_features import SamplingFeatures
 from jaxspec.requests.sampling_params import MAX_LOGPROBS
@@ -71,6 +72,10 @@ def pack_logprobs(
     """
     if not len(logits):
         return jnp.zeros((0, LAYOUT.size), jnp.int32)
+    return by_rows(_packed, logits, tokens)
+
+
+def _packed(logits: Float[Array, "n vocab"], tokens: Int[Array, " n"]) -> Int[Array, "n fields"]:
     own = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)
     count = min(MAX_LOGPROBS, logits.shape[1])
     top_logits, top_ids = largest(logits, count)

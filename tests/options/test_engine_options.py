@@ -92,6 +92,19 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(make):
         ({"seed": "x"}, "seed must be an integer that fits in 64 bits, got 'x'."),
         ({"seed": 2**64}, "seed must be an integer that fits in 64 bits, got 184467440737095516"),
         ({"compilation_cache": 3}, "compilation_cache must be a text or a Path, got 3."),
+        ({"deterministic": 1}, "deterministic must be True or False, got 1."),
+        (
+            {"deterministic": True, "state_policy": "replay"},
+            "deterministic=True needs state_policy 'snapshot' or 'auto', since",
+        ),
+        (
+            {"deterministic": True, "tensor_parallel_size": 2},
+            "deterministic=True needs tensor_parallel_size=1, since",
+        ),
+        (
+            {"deterministic": True, "activation_dtype": "float8_e4m3fn"},
+            "deterministic=True needs activation_dtype=None, since",
+        ),
         ({"show_progress": "yes"}, "show_progress must be True or False, got 'yes'."),
     ],
     ids=lambda case: " ".join(case) if isinstance(case, dict) else None,

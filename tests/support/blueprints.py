@@ -18,7 +18,9 @@ BFLOAT16 = jnp.dtype("bfloat16")
 LAYERS, ROWS = 4, 8
 
 
-def blueprint_of(folder, name, *, config=None, drafts=0, group=ALONE, **options):
+def blueprint_of(
+    folder, name, *, config=None, drafts=0, group=ALONE, deterministic=False, **options
+):
     """Of four layers with random weights: with Gated DeltaNet, the fourth is attention.
 
     `config` has further fields of config.json, `drafts` is a number of tokens by n-gram, and other
@@ -36,6 +38,7 @@ def blueprint_of(folder, name, *, config=None, drafts=0, group=ALONE, **options)
         max_num_seqs=ROWS,
         max_model_len=1024,
         num_pages=ROWS * 64 + 1,
+        deterministic=deterministic,
     )
     settled = settle(engine, model, BFLOAT16, None, group)
     return Blueprint.of(
@@ -46,6 +49,7 @@ def blueprint_of(folder, name, *, config=None, drafts=0, group=ALONE, **options)
         verifier=make_verifier(settled.speculation),
         states=settled.states,
         group=group,
+        is_deterministic=deterministic,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jaxspec.cache import CacheOptions, CacheSpec, Pools
 from jaxspec.models.config import (
@@ -38,10 +39,12 @@ from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parallel import Parallel
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.short_conv import ShortConv
+from jaxspec.models.layers.turns import Turns
 from jaxspec.models.layers.window_attention import WindowAttention
 from jaxspec.models.model_inputs import ModelInputs, Selection
 from jaxspec.pallas.norm import residual
 from jaxspec.pallas.norm.residual import Pending
+from jaxspec.regions import TokenRegion
 
 # Entry of `ModelConfig.layer_types` -> mixer.
 MIXERS: dict[str, Callable[[ModelConfig, jnp.dtype], Mixer[Any]]] = {
@@ -143,6 +146,9 @@ class DecoderLayer(nnx.Module):
         With a `selection` as `select`, otherwise as `__call__`.
         """
         assert self.mixer is not None
+        if isinstance(inputs.step.decode, TokenRegion):
+            pending, pools = self._mix_in_turns(projected, inputs, pools)
+            return *self._feed(stream, pending, inputs.step), pools
         tokens, pools = self.mixer.prepare(projected, inputs, pools, self.cache_layer)
         if selection is None:
             return self._finish(stream, tokens, inputs.step, pools)
@@ -165,6 +171,38 @@ class DecoderLayer(nnx.Module):
             flat = jax.tree.map(lambda x: x[split:], tokens)
             chunks, pools = mixer.prefill(flat, inputs, pools, self.cache_layer)
             heads = jnp.concatenate([mixer.finish(heads, rectangle), chunks])
+        return residual.of_devices(mixer.output(heads, tokens)), pools
+
+    def _mix_in_turns(
+        self, projected: Projected, inputs: LayerInputs, pools: Pools
+    ) -> tuple[Pending, Pools]:
+        """Run the mixer on tokens of prompts, drafts and newest tokens alike, turn by turn.
+
+        In a loop, so that XLA compiles a turn by itself, and the same in all programs.
+        """
+        mixer = self.mixer
+        assert mixer is not None
+        turns = Turns.of(inputs.step, in_order=mixer.is_recurrent)
+
+        def mixed(turn, pools):
+            index = turns.members(turn)
+            own = lax.optimization_barrier(projected.at[index].get(mode="clip"))
+            some = inputs.of_tokens(index)
+            tokens, pools = mixer.prepare(own, some, pools, self.cache_layer)
+            heads, pools = mixer.decode(tokens, some.step, pools, self.cache_layer)
+            return (mixer.finish(heads, tokens), tokens), pools
+
+        def body(turn, carried):
+            results, pools = carried
+            new, pools = mixed(turn, pools)
+            index = turns.members(turn)
+            new = lax.optimization_barrier(new)
+            put = jax.tree.map(lambda x, y: x.at[index].set(y, mode="drop"), results, new)
+            return put, pools
+
+        kinds, _ = jax.eval_shape(mixed, jnp.int32(0), pools)
+        results = jax.tree.map(lambda x: jnp.zeros((len(projected), *x.shape[1:]), x.dtype), kinds)
+        (heads, tokens), pools = lax.fori_loop(0, turns.count, body, (results, pools))
         return residual.of_devices(mixer.output(heads, tokens)), pools
 
     def _feed(

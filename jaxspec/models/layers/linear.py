@@ -24,6 +24,7 @@ from jaxspec.pallas.matmul.split_matmul import gated_norm_matmul, split_matmul
 from jaxspec.pallas.norm import residual
 from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
 from jaxspec.pallas.norm.residual import Pending, Stream
+from jaxspec.pallas.row_tiles import by_rows
 from jaxspec.weight import Columns, Dense, Weight
 
 
@@ -246,7 +247,8 @@ class LMHead(nnx.Module):
         self, hidden: Float[Array, "n hidden"], columns: Weight | None = None
     ) -> Float[Array, "n ids"]:
         """Return the float32 logits of all ids, or of those in `columns`."""
-        logits = matmul(hidden, self.operand if columns is None else columns, jnp.float32)
+        weight = self.operand if columns is None else columns
+        logits = by_rows(lambda tile: matmul(tile, weight, jnp.float32), hidden)
         return parallel.gather(logits, axis=1) if self.is_shared else logits
 
     def greedy_tokens(
@@ -262,7 +264,7 @@ class LMHead(nnx.Module):
         """
         weight = self.operand if columns is None else columns
         if not self.is_shared:
-            return argmax_matmul(hidden, weight, forbidden)
+            return by_rows(lambda *tile: argmax_matmul(tile[0], weight, tile[1]), hidden, forbidden)
         first = parallel.first_of(weight.outer)
         best = best_columns(hidden, weight, forbidden - first)
         best = best._replace(column=best.column + first)

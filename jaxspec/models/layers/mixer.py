@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Protocol, TypeVar
 
 import flax.struct
-from jaxtyping import Array, Bool, Float
+import jax
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache import CacheOptions, CacheSpec, Pools
 from jaxspec.models.config import RopeConfig
@@ -39,6 +40,11 @@ class LayerInputs:
         turns = None if rope is None else rotation(inputs.positions, rope)
         return cls(inputs, turns)
 
+    def of_tokens(self, index: Int[Array, " some"]) -> "LayerInputs":
+        """Return the inputs of some tokens (`ModelInputs.of_tokens`)."""
+        turns = jax.tree.map(lambda x: x.at[index].get(mode="clip"), self.rotation)
+        return LayerInputs(self.step.of_tokens(index), turns)
+
 
 class Mixer(Protocol[Tokens]):
     """A token mixer: the part of a layer in which tokens see earlier tokens.
@@ -54,6 +60,11 @@ class Mixer(Protocol[Tokens]):
 
         A mixer with several pools names any of them; all must have equally many layers.
         """
+        ...
+
+    @property
+    def is_recurrent(self) -> bool:
+        """True if `decode` writes what the next token of the slot reads, beside `prepare`."""
         ...
 
     @property

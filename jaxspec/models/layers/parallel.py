@@ -35,6 +35,7 @@ class Parallel(nnx.Module):
     """
 
     pool = Mamba2.pool
+    is_recurrent = True
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         self.mamba, self.attention = Mamba2(config, dtype), Attention(config, dtype)

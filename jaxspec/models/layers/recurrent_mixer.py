@@ -29,6 +29,7 @@ class RecurrentMixer(nnx.Module):
     """
 
     pool = "recurrent"
+    is_recurrent = True
     in_proj: Linear
     conv: Any  # an `nnx.Param`
 

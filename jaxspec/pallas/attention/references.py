@@ -35,15 +35,28 @@ def over_longest_row(
     one of a few that double. On a GPU, choosing the branch would need a round trip to the host.
     """
     num_slots, table_width = page_tables.shape
-    widths = [-(-_MIN_CONTEXT // page_size)]
-    while widths[-1] < table_width:
-        widths.append(2 * widths[-1])
+    widths = _widths(table_width, page_size)
     widths[-1] = table_width
     length = jnp.where(rows.is_live(num_slots), rows.num_computed + rows.query_len, 0)
     longest = jnp.max(length, initial=0)
     branch = jnp.sum(longest > page_size * jnp.array(widths[:-1], jnp.int32))
     branches = [functools.partial(attend, page_tables[:, :width]) for width in widths]
     return jax.lax.switch(branch, branches)
+
+
+def _widths(table_width: int, page_size: int) -> list[int]:
+    widths = [-(-_MIN_CONTEXT // page_size)]
+    while widths[-1] < table_width:
+        widths.append(2 * widths[-1])
+    return widths
+
+
+def whole_context(table_width: int, page_size: int) -> int:
+    """Return the first width of a page table from `table_width` on that `over_longest_row` reads.
+
+    In a table of this width, a row's length alone determines how many positions are summed up.
+    """
+    return _widths(table_width, page_size)[-1]
 
 
 def tiles_at_once(most: int, scores: int) -> int:

@@ -1,0 +1,203 @@
+"""A deterministic engine computes a token's logprob with the same bits, however it computes it.
+
+`score` reads a text as a prompt. Generating the same text runs other programs, by itself or beside
+others, from a cached prefix or from the first token on, with accepted and rejected drafts.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from harness import FIXTURES
+from pairwise import soak
+
+from jaxspec import LLM, SamplingParams
+from jaxspec.models.layers import turns
+from jaxspec.plan.plan import AfterForwardPass, ForwardPass
+from jaxspec.requests.sampling_features import EVERYTHING, GREEDY, LADDER
+from jaxspec.runner import step
+from jaxspec.runner.warmup import programs
+
+GREEDY_TEXT = SamplingParams(temperature=0.0, max_tokens=24, logprobs=0, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=24, logprobs=0, ignore_eos=True)
+LENGTHS = 70, 61
+# As texts repeat, the second request drafts what the first one generated.
+DRAFTS = {"method": "suffix", "num_speculative_tokens": 3}
+FAMILIES = [
+    *("llama", "qwen3_5_moe", "mamba2", "nemotron_h", "falcon_h1", "lfm2", "gpt_oss"),
+    *("kimi_linear", "deepseek_v3", "granitemoehybrid"),
+]
+
+
+OPTIMIZED = pytest.mark.usefixtures("optimized")
+
+
+@pytest.fixture
+def optimized():
+    """Let XLA fuse as it does in engines; the fusions are what could differ between programs."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def make(name="qwen3_5", dtype="bfloat16", rungs=(LADDER[-1],), **options):
+    llm = LLM(
+        FIXTURES / name,
+        **{
+            "dtype": dtype,
+            "deterministic": True,
+            "speculative_config": DRAFTS,
+            "max_num_seqs": 2,
+            "max_model_len": 128,
+            "decode_buckets": [2],
+            "prefill_buckets": [48],
+            "num_pages": 24,
+            "prefix_cache_share": 0.6,
+            "checkpoint_interval": 16,
+            "skip_tokenizer_init": True,
+            **options,
+        },
+    )
+    compile_some(llm, rungs)
+    return llm
+
+
+def compile_some(llm, rungs):
+    """Compile the programs of these features, but those for masks of the host."""
+    compiler = llm._compiler
+    every = programs(compiler._runner.shapes, compiler._limits, rungs)
+    some = [each for each in every if not isinstance(each, ForwardPass | AfterForwardPass)]
+    compiler._in_turn(lambda: compiler._compile(some))
+    compiler._served = frozenset(LADDER)
+
+
+def prompts(llm):
+    random = np.random.default_rng(0)
+    return [{"prompt_token_ids": random.integers(0, llm.vocab_size, n).tolist()} for n in LENGTHS]
+
+
+def told(outputs):
+    """The ids of each output and their logprobs."""
+    samples = [output.outputs[0] for output in outputs]
+    return [
+        (
+            sample.token_ids,
+            [at[id].logprob for at, id in zip(sample.logprobs, sample.token_ids, strict=True)],
+        )
+        for sample in samples
+    ]
+
+
+def scored(llm, texts):
+    """What `told` returns of these texts, by reading them."""
+    scores = llm.score(
+        [
+            {"prompt_token_ids": prompt["prompt_token_ids"] + list(ids)}
+            for prompt, (ids, _) in zip(prompts(llm), texts, strict=True)
+        ],
+        logprobs_mode="raw_logprobs",
+    )
+    return [
+        (ids, score.token_logprobs[-len(ids) :])
+        for score, (ids, _) in zip(scores, texts, strict=True)
+    ]
+
+
+def alone(llm, params=GREEDY_TEXT):
+    return told([llm.generate([prompt], params)[0] for prompt in prompts(llm)])
+
+
+def accepted(llm):
+    [counts] = llm.metrics()["acceptance"].values()
+    return sum(counts["accepted_per_position"])
+
+
+def check(llm, params=GREEDY_TEXT):
+    """Return the texts, which have the same bits by themselves, again, together and as prompts."""
+    texts = alone(llm, params)
+    again = [llm.generate([prompt], params)[0] for prompt in prompts(llm)]
+    assert told(again) == texts
+    assert told(llm.generate(prompts(llm), params)) == texts
+    assert scored(llm, texts) == texts
+    return texts, again
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", soak("float32")])
+def test_generated_and_scored_tokens_have_the_same_bits(dtype):
+    llm = make(dtype=dtype)
+    _, again = check(llm)
+    assert all(output.num_cached_tokens >= 48 for output in again)
+    assert accepted(llm) >= 40
+    llm.close()
+
+
+@pytest.mark.soak
+@OPTIMIZED
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("params", [GREEDY_TEXT, DRAWN], ids=["greedy", "drawn"])
+def test_neither_drafts_nor_chunks_nor_programs_change_a_bit(dtype, params):
+    llm = make(dtype=dtype)
+    texts, _ = check(llm, params)
+    llm.close()
+    plain = make(
+        dtype=dtype,
+        speculative_config=None,
+        decode_buckets=[1, 2],
+        prefill_buckets=[16, 32],
+        max_model_len=112,
+        steps_per_dispatch=2,
+        rungs=(LADDER[-1], GREEDY if params is GREEDY_TEXT else EVERYTHING),
+    )
+    assert check(plain, params)[0] == texts
+    silent = dataclasses.replace(params, logprobs=None)
+    silent_outputs = plain.generate(prompts(plain), silent)
+    assert [output.outputs[0].token_ids for output in silent_outputs] == [ids for ids, _ in texts]
+    plain.close()
+
+
+@pytest.mark.soak
+@OPTIMIZED
+def test_a_preemption_changes_no_bit():
+    llm = make(num_pages=11)
+    texts = alone(llm)
+    before = llm.metrics()["num_preemptions"]
+    assert told(llm.generate(prompts(llm), GREEDY_TEXT)) == texts
+    assert llm.metrics()["num_preemptions"] > before
+    assert scored(llm, texts) == texts
+    llm.close()
+
+
+@pytest.mark.soak
+@OPTIMIZED
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_kind_of_layer_has_the_same_bits(name):
+    llm = make(name)
+    check(llm)
+    llm.close()
+
+
+@pytest.mark.soak
+@OPTIMIZED
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "gpt_oss"])
+def test_turns_of_many_tokens_have_the_same_bits(name, monkeypatch):
+    """As on a GPU."""
+    monkeypatch.setattr(turns, "takes_turns_alone", lambda: False)
+    llm = make(name)
+    check(llm)
+    llm.close()
+
+
+def prompts_in_chunks(model, inputs, pools, taps, *, page_size):
+    return model.forward(inputs, pools, taps)
+
+
+@pytest.mark.soak
+@OPTIMIZED
+def test_prompts_in_chunks_are_seen(monkeypatch, fresh_programs):
+    monkeypatch.setattr(step, "forward_in_tiles", prompts_in_chunks)
+    llm = make(dtype="float32")
+    texts = alone(llm)
+    assert scored(llm, texts) != texts
+    llm.close()

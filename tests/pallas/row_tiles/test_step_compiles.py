@@ -1,0 +1,33 @@
+"""A deterministic step compiles for an H200 that is not there: kernels, and all state in place."""
+
+import re
+
+import jax
+import pytest
+from blueprints import ROWS, blueprint_of, operands_of
+from jax.sharding import SingleDeviceSharding
+from sm90 import nothing_kept_on_disk
+
+from jaxspec import device
+from jaxspec.plan.plan import Program
+from jaxspec.requests.sampling_features import EVERYTHING
+from jaxspec.runner.step import new_step
+
+
+@pytest.mark.mosaic
+@pytest.mark.soak
+def test_the_donated_state_is_written_in_place(h200, monkeypatch, tmp_path):
+    monkeypatch.setattr(device, "default_device", lambda: h200)
+    blueprint = blueprint_of(tmp_path, "qwen3.5-0.8b", drafts=3, deterministic=True)
+    program = Program(ROWS, 0, EVERYTHING, 1, 3)
+    operands = operands_of(blueprint, program, SingleDeviceSharding(h200))
+    lowered = new_step(blueprint.config, program).lower(*operands)
+    with nothing_kept_on_disk():
+        compiled = lowered.compile()
+    state = blueprint.state.of(program)
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    assert compiled.memory_analysis().alias_size_in_bytes == held
+    text = compiled.as_text()
+    for leaf in jax.tree.leaves(state.pools):
+        shape = ",".join(map(str, leaf.shape))
+        assert not re.search(rf"\[{shape}\]\S* copy\(", text)
