@@ -4,17 +4,14 @@ The activation and the sum over a token's experts are XLA's: gate and up are in 
 which a block's registers do not hold side by side.
 """
 
-import jax
 import jax.numpy as jnp
 
 from jaxspec.pallas.moe import experts_kernel as kernels
-from jaxspec.pallas.moe.experts import Experts
-from jaxspec.pallas.moe.route import Choices
 from jaxspec.pallas.moe.tiles_kernel import to_tiles_kernel
 from jaxspec.pallas.moe.work_list import work_list
 
 
-def biased_experts(x: jax.Array, experts: Experts, choices: Choices, rows: int, interpret=None):
+def biased_experts(x, experts, choices, rows, interpret=None):
     """Return `moe_experts` of experts with biases, summed, computed in tiles of `rows` rows."""
     (tokens, parts), none = choices.experts.shape, experts.number
     tiles = work_list(choices, none, rows)
