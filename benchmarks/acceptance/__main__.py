@@ -21,6 +21,8 @@ one of them measures the others are stopped:
   load, in bfloat16: tokens with drafts and without; log-probabilities, held in FP8 and
   dequantised, beside those in float32.
 * exact in 4 bits (with `--parts`): the same for integers in groups of 128 columns, and NVFP4.
+* deterministic (with `--parts`): log-probabilities of generated tokens in bfloat16 have the bits of
+  their scores.
 * features in float8, serving in float8 (with `--parts`): as above, with weights in FP8.
 * options: 8-bit keys and values, 8-bit weights (and activations), float16 states, "auto" drafts, no
   drafts and logits processors.

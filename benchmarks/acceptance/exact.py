@@ -74,6 +74,21 @@ def exact(rows: Rows) -> None:
                 rows.measure(name, functools.partial(compare, *requests, engine.prefers))
 
 
+def deterministic(rows: Rows) -> None:
+    """Compare log-probabilities with scores, which have the same bits in a deterministic engine."""
+    job, model = rows.job, ALL_MODELS[rows.job.model]
+    config = config_of(job.model, is_small=job.is_small, exact=True)
+    options = exact_options(
+        Path(job.cache),
+        dtype="bfloat16",
+        deterministic=True,
+        speculative_config=model.drafts,
+    )
+    with folder_of(job.model, config) as folder, Arm(folder, rows, options) as engine:
+        tokens = engine.run()
+        rows.measure("generate and score", functools.partial(engine.generate_and_score, tokens))
+
+
 def exact_on_devices(rows: Rows) -> None:
     """Compare the tokens of a tensor-parallel group with those of one device."""
     arms = {"tensor_parallel_size": EXACT_ON_DEVICES[rows.job.part]}, {"tensor_parallel_size": 1}
@@ -163,6 +178,7 @@ class Arm:
     def __init__(self, folder: Path, rows: Rows, options: dict[str, Any]):
         self._has_all = ALL_MODELS[rows.job.model].has_all
         self._tie = TIE if options["dtype"] == "float32" else TIE_IN_BFLOAT16
+        self._largest_gap = 0.0 if options.get("deterministic") else self._tie
         self._llm = LLM(folder, **options)
 
     def __enter__(self) -> "Arm":
@@ -210,7 +226,7 @@ class Arm:
             ]
         )
         row: Row = {"largest_difference": float(gaps.max()), "mean_difference": float(gaps.mean())}
-        if row["largest_difference"] > self._tie:
+        if row["largest_difference"] > self._largest_gap:
             row["error"] = f"Logprobs differ from scores by {row['largest_difference']:.2g}"
         return row
 

@@ -41,7 +41,13 @@ EXACT_ON_DEVICES = {f"exact on {word} devices": count for word, count in DEVICES
 ON_DEVICES = {f"{word} devices": count for word, count in DEVICES.items()}
 IN_FLOAT8 = "exact in float8", "features in float8", "serving in float8"
 IN_4_BITS = ("exact in 4 bits",)
-NAMED = (*EXACT_ON_DEVICES, *ON_DEVICES, *IN_FLOAT8, *IN_4_BITS)  # run only if they are named
+NAMED = (
+    *EXACT_ON_DEVICES,
+    *ON_DEVICES,
+    *IN_FLOAT8,
+    *IN_4_BITS,
+    "deterministic",
+)  # run only if they are named
 NAMED_OPTIONS: dict[str, dict[str, Any]] = {
     **{part: {"tensor_parallel_size": count} for part, count in ON_DEVICES.items()},
     "features in float8": {"quantization": "fp8"},
@@ -151,6 +157,7 @@ def main(argument: str) -> None:
         **dict.fromkeys(EXACT_ON_DEVICES, exact.exact_on_devices),
         "exact in float8": exact.exact_in_float8,
         "exact in 4 bits": exact.exact_in_4_bits,
+        "deterministic": exact.deterministic,
         **dict.fromkeys(ON_DEVICES, speed.short_features),
         "features in float8": speed.short_features,
         "serving in float8": serving.serving,

@@ -116,6 +116,13 @@ def test_quantised_folders_have_the_tokens_of_their_weights(
 
 
 @pytest.mark.soak
+def test_a_deterministic_engine_scores_what_it_generates(monkeypatch, tmp_path, capsys):
+    arguments = ["--only", "tiny", "--parts", "deterministic", "--seconds", "1500"]
+    found = accept(monkeypatch, tmp_path / "accepted.json", arguments)
+    assert found["deterministic", "generate and score"]["largest_difference"] == 0.0
+
+
+@pytest.mark.soak
 def test_weights_in_float8_have_rows_of_features(monkeypatch, tmp_path, capsys):
     arguments = ["--only", "tiny", "--parts", "features in float8", "--seconds", "1500"]
     try:
