@@ -2,13 +2,14 @@
 
     python -m benchmarks.engine.rollouts [--shape qwen3.5-9b] [--drafts 0 3] [--json FILE]
 
-A model with random weights samples several texts for each of many prompts, without logprobs and
-with the sampled token's; drafts are accepted at given rates (synthetic). Then its weights are
-replaced by random ones, from the device's memory and from the host's, and it sleeps on both levels.
-Each act is done once before it is timed, which compiles its programs; the times are medians,
-pauses the longest. A call of `update_weights` ends when the parameters are there; its pause is the
-time in which no step is dispatched. The peak of memory is that of the updates from the device, over
-what the engine and the given tensors hold.
+A part has an engine and a result of its own. In "samples", a model with random weights samples
+several texts for each of many prompts, without logprobs and with the sampled token's; drafts are
+accepted at given rates (synthetic). In "weights", its weights are replaced by random ones, from the
+device's memory and from the host's, and it sleeps on both levels. Each act is done once before it
+is timed, which compiles its programs; the times are medians, pauses the longest. A call of
+`update_weights` ends when the parameters are there; its pause is the time in which no step is
+dispatched. The peak of memory is that of the updates from the device, over what the engine and the
+given tensors hold.
 """
 
 import argparse
@@ -32,6 +33,7 @@ SCALE = 0.01  # of the random weights
 class Case(dummy_llm.Case):
     """Fields that identify a result."""
 
+    part: str
     prompts: int
     samples: int  # of each prompt
     prompt: int
@@ -89,7 +91,7 @@ def random_tree(llm: LLM) -> dict[str, jax.Array]:
     }
 
 
-def renewals(llm: LLM, repeats: int) -> Figures:
+def renewals(llm: LLM, _: Case, repeats: int) -> Figures:
     """Time updates from the device and from the host, a pause, and sleep on both levels."""
     tree = random_tree(llm)
     host = {name: np.asarray(each) for name, each in tree.items()}
@@ -139,15 +141,18 @@ def peak_bytes() -> int:
     return jax.devices()[0].memory_stats()["peak_bytes_in_use"]
 
 
+PARTS = {"samples": rollouts, "weights": renewals}
+
+
 def measure(case: Case, folder: Path, args: argparse.Namespace) -> Figures:
     llm, setting_up = dummy_llm.started(lambda: make_llm(case, folder, args), "sampled")
     with llm:
-        figures = rollouts(llm, case, args.repeats)
-        return {**setting_up, **figures, **renewals(llm, args.repeats)}
+        return {**setting_up, **PARTS[case.part](llm, case, args.repeats)}
 
 
 def main() -> None:
     parser = dummy_llm.parser(__doc__)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3], choices=range(4))
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=16, help="of each prompt (default 16)")
@@ -159,7 +164,9 @@ def main() -> None:
     fixed = dummy_llm.fields_given(Case, args)
     vocab = {drafts: args.draft_vocab if drafts else None for drafts in args.drafts}
     cases = [
-        Case(**fixed | {"drafts": drafts, "draft_vocab": each}) for drafts, each in vocab.items()
+        Case(**fixed | {"part": part, "drafts": drafts, "draft_vocab": each})
+        for part in args.parts
+        for drafts, each in vocab.items()
     ]
     dummy_llm.run(cases, measure, args)
 
