@@ -8,14 +8,14 @@ from jaxspec.pallas.matmul.float8_terms import CHUNK, ROWS
 from jaxspec.pallas.matmul.products import BLOCK_N
 
 _MAX_ROWS = 128  # rows per block; twice as many columns are the most that wgmma takes
-_MAX_PARTS = 4  # split-K parts
+MAX_PARTS = 4  # split-K parts
 _MAX_CLUSTER = 2  # 1 rules out clusters
 # Float32 sums per thread, by warpgroups that multiply: of a chunk, and of all chunks. With four
 # warpgroups, threads have too few registers.
 _MAX_SUMS = {1: 192, 2: 192, 3: 112}
-# Rates of a multiprocessor per clock
-_MEMORY = 19  # bytes from memory, its share of 4.25 TB/s
-_COPIED = 32  # bytes from the L2 cache
+# Rates of a multiprocessor per clock, of this kernel and that of many rows
+MEMORY = 19  # bytes from memory, its share of 4.25 TB/s
+COPIED = 32  # bytes from the L2 cache
 _START = 2500  # clocks until the first matmul of a tile, and to write its sums
 # Clocks of a chunk in which no tensor core runs: to wait, and to scale and add a row's sums. The
 # warpgroups share the tensor cores and so finish together; with turns (one warpgroup at a time)
@@ -42,7 +42,7 @@ class Float8GemmTiling(NamedTuple):
         64 rows, 12288 -> 4096, split: 32 x 4 blocks of 64 x 128
         2048 rows: blocks of 128 x 128, one after the other on each multiprocessor
         """
-        limit = min(_MAX_PARTS, inner // CHUNK) if is_split else 1
+        limit = min(MAX_PARTS, inner // CHUNK) if is_split else 1
         least = ceil(tokens / _MAX_ROWS)
         times = {}
         for row_blocks in (least, least + 1, 2 * least):
@@ -71,9 +71,9 @@ class Float8GemmTiling(NamedTuple):
         tensor_cores = 2 * terms * self.rows  # of a warpgroup's chunk
         copied = CHUNK * (self.width + terms * self.rows / self.cluster)
         computed = self.warpgroups * (tensor_cores + _ADDED * self.rows) + _CHUNK_START
-        chunk = max(computed, copied / _COPIED)
+        chunk = max(computed, copied / COPIED)
         waves = ceil(self.blocks(outer) / device.MULTIPROCESSORS)
         computing = waves * (_START + ceil(inner / CHUNK / self.parts) * chunk)
-        reading = inner * outer / (device.MULTIPROCESSORS * _MEMORY) + _START
+        reading = inner * outer / (device.MULTIPROCESSORS * MEMORY) + _START
         sums = 8 * self.parts * self.rows * self.row_blocks * outer if self.parts > 1 else 0
-        return max(computing, reading) + sums / (device.MULTIPROCESSORS * _MEMORY)
+        return max(computing, reading) + sums / (device.MULTIPROCESSORS * MEMORY)

@@ -4,18 +4,15 @@ from math import ceil
 from typing import NamedTuple
 
 from jaxspec.pallas.gpu import device
+from jaxspec.pallas.matmul.float8_gemm import COPIED, MAX_PARTS, MEMORY
 from jaxspec.pallas.matmul.float8_terms import CHUNK
 
 ROWS, COLUMNS = 128, 128  # of a block
-LEAST_ROWS = (
-    128  # of activations; fewer are bound by memory, and waste less in blocks of fewer rows
-)
-_MAX_PARTS = 4  # split-K parts
+# Fewer rows of activations are bound by memory, and waste less in blocks of fewer rows.
+LEAST_ROWS = 128
 # Blocks of a cluster in rows, which share the copies of the weight, and in columns, which share
 # those of the activations' rows. (1, 1) rules out clusters.
 _CLUSTER = (1, 2)
-# Rates of a multiprocessor per clock, as in `float8_gemm`
-_MEMORY, _COPIED = 19, 32
 _START = 2000  # clocks until the first matmul of a tile, and to write its sums
 _CHUNK_START = 64  # clocks of a chunk in which no tensor core runs
 
@@ -46,7 +43,7 @@ class Float8ManyRowsTiling(NamedTuple):
         in_columns = in_columns if outer // COLUMNS % in_columns == 0 else 1
         tilings = [
             Float8ManyRowsTiling(row_blocks, parts, (in_rows, in_columns))
-            for parts in range(1, 1 + (_MAX_PARTS if is_split else 1))
+            for parts in range(1, 1 + (MAX_PARTS if is_split else 1))
             if units % parts == 0
         ]
         return min(tilings, key=lambda tiling: tiling.clocks(inner, outer, terms))
@@ -59,9 +56,9 @@ class Float8ManyRowsTiling(NamedTuple):
         in_rows, in_columns = self.cluster
         computed = 2 * terms * ROWS * COLUMNS // 64 + _CHUNK_START
         copied = CHUNK * (COLUMNS / in_rows + terms * ROWS / in_columns)
-        chunk = max(computed, copied / _COPIED)
+        chunk = max(computed, copied / COPIED)
         waves = ceil(self.blocks(outer) / device.MULTIPROCESSORS)
         computing = waves * (_START + ceil(inner / CHUNK / self.parts) * chunk)
-        reading = inner * outer / (device.MULTIPROCESSORS * _MEMORY) + _START
+        reading = inner * outer / (device.MULTIPROCESSORS * MEMORY) + _START
         sums = 8 * self.parts * self.row_blocks * ROWS * outer if self.parts > 1 else 0
-        return max(computing, reading) + sums / (device.MULTIPROCESSORS * _MEMORY)
+        return max(computing, reading) + sums / (device.MULTIPROCESSORS * MEMORY)

@@ -77,11 +77,16 @@ def test_half_of_the_experts_are_the_same_kernels(h200, monkeypatch, capfd, toke
     assert_kernels(h200, monkeypatch, capfd, "qwen3.5-35b-a3b", tokens, kernels, devices=2)
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 64, 256, 512, 2048])
-def test_experts_with_biases_are_kernels(h200, monkeypatch, capfd, tokens):
-    """Of gpt-oss-20b. Between its kernels are tokens in tiles, and both products."""
+@pytest.mark.parametrize(
+    ("tokens", "features"), [*((n, 2880) for n in (1, 8, 64, 256, 512, 2048)), (8, 256)]
+)
+def test_experts_with_biases_are_kernels(h200, monkeypatch, capfd, tokens, features):
+    """Of gpt-oss-20b, and small ones. Between the kernels are tokens in tiles, and both products.
+
+    256 features are copied 128 at a time.
+    """
     monkeypatch.setattr("jaxspec.device.default_device", lambda: h200)
-    features, held, parts = 2880, 32, 4
+    held, parts = 32, 4
 
     def step(x, up, down, up_bias, down_bias, experts, weights):
         stacks = InputsFirstExperts(up), InputsFirstExperts(down)
