@@ -69,8 +69,8 @@ def test_a_fingerprint_taken_during_an_update_is_not_kept(llm, old, new, monkeyp
     """Nor one of a mixture."""
     seen = []
 
-    def update(*args):
-        digest = real(*args)
+    def update(*args, **options):
+        digest = real(*args, **options)
         seen.append(digest)
         if len(seen) == 1:
             llm.update_weights(old)

@@ -18,8 +18,8 @@ def biased_experts(x, experts, choices, rows, interpret=None):
     tiled, *_ = to_tiles_kernel(x, tiles, choices, none=none, interpret=interpret)
     work = kernels.Listed(tokens, parts, none, tiles.expert.shape[0], rows)
 
-    def product(rows, weight, bias):
-        given = rows, weight, (tiles.expert, bias)
+    def product(x, weight, bias):
+        given = x, weight, (tiles.expert, bias)
         return kernels.tiled_kernel(*given, work=work, interpret=interpret)
 
     up = product(tiled, experts.up, experts.up_bias)
@@ -27,6 +27,7 @@ def biased_experts(x, experts, choices, rows, interpret=None):
     out = product(hidden, experts.down, experts.down_bias)
     is_here = choices.experts < none
     # Places of padding are uninitialized.
-    of_parts = out.reshape(-1, out.shape[-1])[jnp.where(is_here, tiles.place, 0)]
+    by_place = out.reshape(work.tiles * rows, out.shape[-1])
+    of_parts = by_place[jnp.where(is_here, tiles.place, 0)]
     of_parts = of_parts.astype(jnp.float32) * choices.weights[:, :, None]
     return jnp.sum(jnp.where(is_here[:, :, None], of_parts, 0.0), axis=1).astype(x.dtype)
