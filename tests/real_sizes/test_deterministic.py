@@ -8,7 +8,8 @@ from jaxspec import SamplingParams
 PROMPTS = [
     {"prompt_token_ids": [*range(1000, 1000 + length), *range(1000, 1020)]} for length in (20, 45)
 ]
-SIZES = {"max_num_seqs": 2, "decode_buckets": [2], "max_model_len": 128}
+# Few pages: without XLA's optimizations, each iteration of a loop copies them.
+SIZES = {"max_num_seqs": 2, "decode_buckets": [2], "max_model_len": 128, "num_pages": 24}
 REQUESTS = [
     SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0),
     SamplingParams(seed=3, top_k=50, top_p=0.9, max_tokens=8, ignore_eos=True, logprobs=0),
@@ -23,7 +24,7 @@ def told(output):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["qwen3.5-0.8b", "nemotron-3-nano-30b-a3b", "gpt-oss-20b"])
+@pytest.mark.parametrize("name", ["qwen3.5-0.8b", "gpt-oss-20b"])
 def test_tokens_have_the_same_bits_alone_in_a_batch_and_as_read(name, tmp_path):
     folder, drafts = write_small(name, tmp_path), {"method": "ngram", "num_speculative_tokens": 3}
     options = {"speculative_config": drafts, "skip_tokenizer_init": True}
