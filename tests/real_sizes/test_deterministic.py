@@ -8,8 +8,8 @@ from jaxspec import SamplingParams
 PROMPTS = [
     {"prompt_token_ids": [*range(1000, 1000 + length), *range(1000, 1020)]} for length in (20, 45)
 ]
-# Few pages: without XLA's optimizations, each iteration of a loop copies them.
-SIZES = {"max_num_seqs": 2, "decode_buckets": [2], "max_model_len": 128, "num_pages": 24}
+OPTIMIZED = True  # otherwise each iteration of a loop copies all states
+SIZES = {"max_num_seqs": 2, "decode_buckets": [2], "max_model_len": 128}
 REQUESTS = [
     SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0),
     SamplingParams(seed=3, top_k=50, top_p=0.9, max_tokens=8, ignore_eos=True, logprobs=0),
