@@ -5,6 +5,7 @@ others, from a cached prefix or from the first token on, with accepted and rejec
 """
 
 import dataclasses
+from unittest import mock
 
 import jax
 import numpy as np
@@ -34,7 +35,7 @@ OPTIMIZED = pytest.mark.usefixtures("optimized")
 
 
 @pytest.fixture
-def optimized():
+def optimized(fresh_programs):
     """Let XLA fuse as it does in engines; the fusions are what could differ between programs."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
@@ -183,8 +184,10 @@ def test_every_kind_of_layer_has_the_same_bits(name):
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "gpt_oss"])
 def test_turns_of_many_tokens_have_the_same_bits(name, monkeypatch):
     """As on a GPU."""
-    monkeypatch.setattr(turns, "takes_turns_alone", lambda: False)
+    takes_alone = mock.Mock(return_value=False)
+    monkeypatch.setattr(turns, "takes_turns_alone", takes_alone)
     llm = make(name)
+    assert takes_alone.called  # no program of another engine is used
     check(llm)
     llm.close()
 
@@ -195,9 +198,11 @@ def prompts_in_chunks(model, inputs, pools, taps, *, page_size):
 
 @pytest.mark.soak
 @OPTIMIZED
-def test_prompts_in_chunks_are_seen(monkeypatch, fresh_programs):
-    monkeypatch.setattr(step, "forward_in_tiles", prompts_in_chunks)
+def test_prompts_in_chunks_are_seen(monkeypatch):
+    planted = mock.Mock(side_effect=prompts_in_chunks)
+    monkeypatch.setattr(step, "forward_in_tiles", planted)
     llm = make(dtype="float32")
+    assert planted.called
     texts = alone(llm)
     assert scored(llm, texts) != texts
     llm.close()
