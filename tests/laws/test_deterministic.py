@@ -14,7 +14,7 @@ from harness import FIXTURES
 from pairwise import soak
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.models.layers import turns
+from jaxspec.models.layers import token_rounds
 from jaxspec.plan.plan import AfterForwardPass, ForwardPass
 from jaxspec.requests.sampling_features import EVERYTHING, GREEDY, LADDER
 from jaxspec.runner import step
@@ -182,12 +182,12 @@ def test_every_kind_of_layer_has_the_same_bits(name):
 @pytest.mark.soak
 @OPTIMIZED
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "gpt_oss"])
-def test_turns_of_many_tokens_have_the_same_bits(name, monkeypatch):
+def test_rounds_of_many_tokens_have_the_same_bits(name, monkeypatch):
     """As on a GPU."""
-    takes_alone = mock.Mock(return_value=False)
-    monkeypatch.setattr(turns, "takes_turns_alone", takes_alone)
+    mixes_one = mock.Mock(return_value=False)
+    monkeypatch.setattr(token_rounds, "mixes_one_token", mixes_one)
     llm = make(name)
-    assert takes_alone.called  # no program of another engine is used
+    assert mixes_one.called  # no program of another engine is used
     check(llm)
     llm.close()
 

@@ -44,7 +44,7 @@ def tile_rows() -> int:
     return _ROWS.get(device.default_device().platform, _OTHER_ROWS)
 
 
-def takes_turns_alone() -> bool:
+def mixes_one_token() -> bool:
     """Return whether mixers compute one token at a time on the default device."""
     return device.default_device().platform == "cpu"
 
