@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxspec.options import SpeculativeConfig
+from jaxspec.options.deterministic import check_deterministic
 from jaxspec.options.draft_methods import ExtractHiddenStatesOptions
-from jaxspec.options.option_values import check_deterministic, read
+from jaxspec.options.option_values import read
 from jaxspec.options.vllm_options import RENAMED, UNDERSTOOD, translated
 from jaxspec.plan.step_shapes import TOKENS_PER_STEP, ModelSizes, SchedulerLimits, StepShapes
 from jaxspec.requests.logits_processors import AnyProcessor
