@@ -1,4 +1,4 @@
-"""Softmax with sinks equals a softmax with one more column; the width of page tables by platform."""
+"""Softmax with sinks equals one with one more column; the width of page tables by platform."""
 
 from types import SimpleNamespace
 
