@@ -5,6 +5,7 @@ others, from a cached prefix or from the first token on, with accepted and rejec
 """
 
 import dataclasses
+import json
 from unittest import mock
 
 import jax
@@ -14,7 +15,10 @@ from harness import FIXTURES
 from pairwise import soak
 
 from jaxspec import LLM, SamplingParams
+from jaxspec.models import parse_config
+from jaxspec.models.config import NO_FEED_FORWARD, NO_MIXER
 from jaxspec.models.layers import token_rounds
+from jaxspec.models.layers.decoder import FEED_FORWARDS, MIXERS
 from jaxspec.plan.plan import AfterForwardPass, ForwardPass
 from jaxspec.requests.sampling_features import EVERYTHING, GREEDY, LADDER
 from jaxspec.runner import step
@@ -27,7 +31,7 @@ LENGTHS = 70, 61
 DRAFTS = {"method": "suffix", "num_speculative_tokens": 3}
 FAMILIES = [
     *("llama", "qwen3_5_moe", "mamba2", "nemotron_h", "falcon_h1", "lfm2", "gpt_oss"),
-    *("kimi_linear", "deepseek_v3", "granitemoehybrid"),
+    *("kimi_linear", "deepseek_v3", "deepseek_v32", "granitemoehybrid", "nemotron_h_latent"),
 ]
 
 
@@ -74,9 +78,9 @@ def compile_some(llm, rungs):
     compiler._served = frozenset(LADDER)
 
 
-def prompts(llm):
+def prompts(llm, lengths=LENGTHS):
     random = np.random.default_rng(0)
-    return [{"prompt_token_ids": random.integers(0, llm.vocab_size, n).tolist()} for n in LENGTHS]
+    return [{"prompt_token_ids": random.integers(0, llm.vocab_size, n).tolist()} for n in lengths]
 
 
 def told(outputs):
@@ -91,12 +95,12 @@ def told(outputs):
     ]
 
 
-def scored(llm, texts):
+def scored(llm, texts, lengths=LENGTHS):
     """What `told` returns of these texts, by reading them."""
     scores = llm.score(
         [
             {"prompt_token_ids": prompt["prompt_token_ids"] + list(ids)}
-            for prompt, (ids, _) in zip(prompts(llm), texts, strict=True)
+            for prompt, (ids, _) in zip(prompts(llm, lengths), texts, strict=True)
         ],
         logprobs_mode="raw_logprobs",
     )
@@ -106,8 +110,8 @@ def scored(llm, texts):
     ]
 
 
-def alone(llm, params=GREEDY_TEXT):
-    return told([llm.generate([prompt], params)[0] for prompt in prompts(llm)])
+def alone(llm, params=GREEDY_TEXT, lengths=LENGTHS):
+    return told([llm.generate([prompt], params)[0] for prompt in prompts(llm, lengths)])
 
 
 def accepted(llm):
@@ -115,13 +119,13 @@ def accepted(llm):
     return sum(counts["accepted_per_position"])
 
 
-def check(llm, params=GREEDY_TEXT):
+def check(llm, params=GREEDY_TEXT, lengths=LENGTHS):
     """Return the texts, which have the same bits by themselves, again, together and as prompts."""
-    texts = alone(llm, params)
-    again = [llm.generate([prompt], params)[0] for prompt in prompts(llm)]
+    texts = alone(llm, params, lengths)
+    again = [llm.generate([prompt], params)[0] for prompt in prompts(llm, lengths)]
     assert told(again) == texts
-    assert told(llm.generate(prompts(llm), params)) == texts
-    assert scored(llm, texts) == texts
+    assert told(llm.generate(prompts(llm, lengths), params)) == texts
+    assert scored(llm, texts, lengths) == texts
     return texts, again
 
 
@@ -168,6 +172,28 @@ def test_a_preemption_changes_no_bit():
     assert llm.metrics()["num_preemptions"] > before
     assert scored(llm, texts) == texts
     llm.close()
+
+
+@pytest.mark.soak
+@OPTIMIZED
+def test_the_width_of_page_tables_changes_no_bit():
+    """Attention reads 128 positions, or 256 once a request is longer."""
+    lengths = 120, 150
+    llm = make(max_model_len=300, num_pages=48)
+    texts, _ = check(llm, lengths=lengths)
+    llm.close()
+    plain = make(max_model_len=500, num_pages=48, speculative_config=None)
+    assert alone(plain, lengths=lengths) == texts
+    plain.close()
+
+
+def test_the_families_have_every_type_of_layer():
+    folders = [FIXTURES / name for name in ("qwen3_5", *FAMILIES)]
+    configs = [parse_config(json.loads((each / "config.json").read_text())) for each in folders]
+    mixers = {kind for config in configs for kind in config.layer_types}
+    feed_forwards = {kind for config in configs for kind in config.feed_forward_types}
+    assert mixers - {NO_MIXER} == set(MIXERS)
+    assert feed_forwards - {NO_FEED_FORWARD} == set(FEED_FORWARDS)
 
 
 @pytest.mark.soak
