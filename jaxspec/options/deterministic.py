@@ -4,7 +4,7 @@ from jaxspec.checks import shown
 
 
 def check_deterministic(
-    *, tensor_parallel_size: int, activation_dtype: str | None, state_policy: str
+    tensor_parallel_size: int, activation_dtype: str | None, state_policy: str
 ) -> None:
     """Refuse options of a deterministic engine that would change the order of its sums.
 

@@ -357,11 +357,7 @@ class EngineConfig:
                 )
         self._check_devices()
         if self.deterministic:
-            check_deterministic(
-                tensor_parallel_size=self.tensor_parallel_size,
-                activation_dtype=self.activation_dtype,
-                state_policy=self.state_policy,
-            )
+            check_deterministic(self.tensor_parallel_size, self.activation_dtype, self.state_policy)
         if self.revision is not None and self.model is None:
             raise ValueError(
                 "revision chooses among the versions of a hub id, and the embedded model has one. "
