@@ -176,6 +176,24 @@ def test_a_preemption_changes_no_bit():
 
 @pytest.mark.soak
 @OPTIMIZED
+def test_an_imported_request_has_the_bits_of_its_score():
+    llm = make()
+    texts = alone(llm)
+    states = [llm.prefill(prompt, GREEDY_TEXT) for prompt in prompts(llm)]
+    llm.reset_prefix_cache()
+    for state, text in zip(states, texts, strict=True):
+        assert state.num_computed == len(state.prompt_token_ids) - 1
+        deltas = list(llm.import_request(state))
+        ids = [id for delta in deltas for id in delta.token_ids]
+        entries = [entry for delta in deltas for entry in delta.logprobs]
+        found = [entry[id].logprob for entry, id in zip(entries, ids, strict=True)]
+        assert (ids, found) == text
+    assert scored(llm, texts) == texts
+    llm.close()
+
+
+@pytest.mark.soak
+@OPTIMIZED
 def test_the_width_of_page_tables_changes_no_bit():
     """Attention reads 128 positions, or 256 once a request is longer."""
     lengths = 120, 150
