@@ -42,8 +42,7 @@ def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
         max_num_seqs=rows,
         max_model_len=longest,
         max_num_batched_tokens=args.prefill_tokens + rows * (1 + int(case.drafts)),
-        # A deterministic step takes as long as its live tokens do, however many rows it has.
-        decode_buckets=[rows] if case.deterministic else sorted(args.rows),
+        decode_buckets=sorted(args.rows),
         prefill_buckets=[args.prefill_tokens],
         num_pages=num_pages([longest] * rows),
         gpu_memory_utilization=1.0,

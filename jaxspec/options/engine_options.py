@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxspec.options import SpeculativeConfig
+from jaxspec.options.deterministic import check_deterministic
 from jaxspec.options.draft_methods import ExtractHiddenStatesOptions
-from jaxspec.options.option_values import check_deterministic, read
+from jaxspec.options.option_values import read
 from jaxspec.options.vllm_options import RENAMED, UNDERSTOOD, translated
 from jaxspec.plan.step_shapes import TOKENS_PER_STEP, ModelSizes, SchedulerLimits, StepShapes
 from jaxspec.requests.logits_processors import AnyProcessor
@@ -356,11 +357,7 @@ class EngineConfig:
                 )
         self._check_devices()
         if self.deterministic:
-            check_deterministic(
-                tensor_parallel_size=self.tensor_parallel_size,
-                activation_dtype=self.activation_dtype,
-                state_policy=self.state_policy,
-            )
+            check_deterministic(self.tensor_parallel_size, self.activation_dtype, self.state_policy)
         if self.revision is not None and self.model is None:
             raise ValueError(
                 "revision chooses among the versions of a hub id, and the embedded model has one. "

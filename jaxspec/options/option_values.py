@@ -36,31 +36,6 @@ def read(field: dataclasses.Field, value: Any) -> Any:
     raise TypeError(f"The type of the option {field.name} needs a line in _READERS: {kinds}.")
 
 
-def check_deterministic(
-    *, tensor_parallel_size: int, activation_dtype: str | None, state_policy: str
-) -> None:
-    """Refuse options of a deterministic engine that would change the order of its sums.
-
-    Raises:
-        ValueError: an option has another value than such an engine needs.
-    """
-    wrong = {
-        "tensor_parallel_size=1, since the order in which devices sum depends on the rows": (
-            tensor_parallel_size > 1
-        ),
-        "activation_dtype=None, since no law covers rounded activations": (
-            activation_dtype is not None
-        ),
-        "state_policy 'snapshot' or 'auto', since the sums of a replay depend on its ring": (
-            state_policy == "replay"
-        ),
-    }
-    for rule in (rule for rule, holds in wrong.items() if holds):
-        raise ValueError(
-            f"deterministic=True needs {rule}. Change that option, or leave deterministic out."
-        )
-
-
 def _alternatives(kind: Any) -> tuple[Any, ...]:
     """Return the members of a union type, or `(kind,)` for another type."""
     is_whole = not get_args(kind) or get_origin(kind) in (Literal, Sequence, Mapping, tuple)

@@ -416,7 +416,8 @@ def _after_forward(
     draft_logits, pools = state.draft_logits, state.pools
     if config.proposer is not None:
         proposer_inputs = draft_inputs(output, inputs, acceptance, active, plan, features)
-        drafts, pools = propose(config.proposer, model, proposer_inputs, pools, tables)
+        with row_tiles.deterministic(False):  # drafts decide only what is verified
+            drafts, pools = propose(config.proposer, model, proposer_inputs, pools, tables)
         drafts = allowed_drafts(drafts, proposer_inputs, sampling.automata, **changed)
         changed["drafts"] = _widened(drafts.tokens, config.shapes.num_drafts)
         changed["num_drafts"] = drafts.num_drafts

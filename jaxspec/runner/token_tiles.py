@@ -25,7 +25,7 @@ def forward_in_tiles(
 
     The output of padding is 0. The model's recurrent states must be snapshots.
     """
-    # The width of page tables depends on the drafts of an engine.
+    # Page tables have a width from max_model_len, and on a CPU no bit depends on it.
     columns = whole_context(inputs.page_tables.shape[1], page_size)
     missing = columns - inputs.page_tables.shape[1]
     page_tables = jnp.pad(inputs.page_tables, ((0, 0), (0, missing)))

@@ -5,6 +5,8 @@ others, from a cached prefix or from the first token on, with accepted and rejec
 """
 
 import dataclasses
+import json
+from unittest import mock
 
 import jax
 import numpy as np
@@ -13,7 +15,10 @@ from harness import FIXTURES
 from pairwise import soak
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.models.layers import turns
+from jaxspec.models import parse_config
+from jaxspec.models.config import NO_FEED_FORWARD, NO_MIXER
+from jaxspec.models.layers import token_rounds
+from jaxspec.models.layers.decoder import FEED_FORWARDS, MIXERS
 from jaxspec.plan.plan import AfterForwardPass, ForwardPass
 from jaxspec.requests.sampling_features import EVERYTHING, GREEDY, LADDER
 from jaxspec.runner import step
@@ -26,7 +31,7 @@ LENGTHS = 70, 61
 DRAFTS = {"method": "suffix", "num_speculative_tokens": 3}
 FAMILIES = [
     *("llama", "qwen3_5_moe", "mamba2", "nemotron_h", "falcon_h1", "lfm2", "gpt_oss"),
-    *("kimi_linear", "deepseek_v3", "granitemoehybrid"),
+    *("kimi_linear", "deepseek_v3", "deepseek_v32", "granitemoehybrid", "nemotron_h_latent"),
 ]
 
 
@@ -34,7 +39,7 @@ OPTIMIZED = pytest.mark.usefixtures("optimized")
 
 
 @pytest.fixture
-def optimized():
+def optimized(fresh_programs):
     """Let XLA fuse as it does in engines; the fusions are what could differ between programs."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
@@ -73,9 +78,9 @@ def compile_some(llm, rungs):
     compiler._served = frozenset(LADDER)
 
 
-def prompts(llm):
+def prompts(llm, lengths=LENGTHS):
     random = np.random.default_rng(0)
-    return [{"prompt_token_ids": random.integers(0, llm.vocab_size, n).tolist()} for n in LENGTHS]
+    return [{"prompt_token_ids": random.integers(0, llm.vocab_size, n).tolist()} for n in lengths]
 
 
 def told(outputs):
@@ -90,12 +95,12 @@ def told(outputs):
     ]
 
 
-def scored(llm, texts):
+def scored(llm, texts, lengths=LENGTHS):
     """What `told` returns of these texts, by reading them."""
     scores = llm.score(
         [
             {"prompt_token_ids": prompt["prompt_token_ids"] + list(ids)}
-            for prompt, (ids, _) in zip(prompts(llm), texts, strict=True)
+            for prompt, (ids, _) in zip(prompts(llm, lengths), texts, strict=True)
         ],
         logprobs_mode="raw_logprobs",
     )
@@ -105,8 +110,8 @@ def scored(llm, texts):
     ]
 
 
-def alone(llm, params=GREEDY_TEXT):
-    return told([llm.generate([prompt], params)[0] for prompt in prompts(llm)])
+def alone(llm, params=GREEDY_TEXT, lengths=LENGTHS):
+    return told([llm.generate([prompt], params)[0] for prompt in prompts(llm, lengths)])
 
 
 def accepted(llm):
@@ -114,13 +119,13 @@ def accepted(llm):
     return sum(counts["accepted_per_position"])
 
 
-def check(llm, params=GREEDY_TEXT):
+def check(llm, params=GREEDY_TEXT, lengths=LENGTHS):
     """Return the texts, which have the same bits by themselves, again, together and as prompts."""
-    texts = alone(llm, params)
-    again = [llm.generate([prompt], params)[0] for prompt in prompts(llm)]
+    texts = alone(llm, params, lengths)
+    again = [llm.generate([prompt], params)[0] for prompt in prompts(llm, lengths)]
     assert told(again) == texts
-    assert told(llm.generate(prompts(llm), params)) == texts
-    assert scored(llm, texts) == texts
+    assert told(llm.generate(prompts(llm, lengths), params)) == texts
+    assert scored(llm, texts, lengths) == texts
     return texts, again
 
 
@@ -171,6 +176,46 @@ def test_a_preemption_changes_no_bit():
 
 @pytest.mark.soak
 @OPTIMIZED
+def test_an_imported_request_has_the_bits_of_its_score():
+    llm = make()
+    texts = alone(llm)
+    states = [llm.prefill(prompt, GREEDY_TEXT) for prompt in prompts(llm)]
+    llm.reset_prefix_cache()
+    for state, text in zip(states, texts, strict=True):
+        assert state.num_computed == len(state.prompt_token_ids) - 1
+        deltas = list(llm.import_request(state))
+        ids = [id for delta in deltas for id in delta.token_ids]
+        entries = [entry for delta in deltas for entry in delta.logprobs]
+        found = [entry[id].logprob for entry, id in zip(entries, ids, strict=True)]
+        assert (ids, found) == text
+    assert scored(llm, texts) == texts
+    llm.close()
+
+
+@pytest.mark.soak
+@OPTIMIZED
+def test_the_width_of_page_tables_changes_no_bit():
+    """Attention reads 128 positions, or 256 once a request is longer."""
+    lengths = 120, 150
+    llm = make(max_model_len=300, num_pages=48)
+    texts, _ = check(llm, lengths=lengths)
+    llm.close()
+    plain = make(max_model_len=500, num_pages=48, speculative_config=None)
+    assert alone(plain, lengths=lengths) == texts
+    plain.close()
+
+
+def test_the_families_have_every_type_of_layer():
+    folders = [FIXTURES / name for name in ("qwen3_5", *FAMILIES)]
+    configs = [parse_config(json.loads((each / "config.json").read_text())) for each in folders]
+    mixers = {kind for config in configs for kind in config.layer_types}
+    feed_forwards = {kind for config in configs for kind in config.feed_forward_types}
+    assert mixers - {NO_MIXER} == set(MIXERS)
+    assert feed_forwards - {NO_FEED_FORWARD} == set(FEED_FORWARDS)
+
+
+@pytest.mark.soak
+@OPTIMIZED
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_kind_of_layer_has_the_same_bits(name):
     llm = make(name)
@@ -181,10 +226,12 @@ def test_every_kind_of_layer_has_the_same_bits(name):
 @pytest.mark.soak
 @OPTIMIZED
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "gpt_oss"])
-def test_turns_of_many_tokens_have_the_same_bits(name, monkeypatch):
+def test_rounds_of_many_tokens_have_the_same_bits(name, monkeypatch):
     """As on a GPU."""
-    monkeypatch.setattr(turns, "takes_turns_alone", lambda: False)
+    mixes_one = mock.Mock(return_value=False)
+    monkeypatch.setattr(token_rounds, "mixes_one_token", mixes_one)
     llm = make(name)
+    assert mixes_one.called  # no program of another engine is used
     check(llm)
     llm.close()
 
@@ -195,9 +242,11 @@ def prompts_in_chunks(model, inputs, pools, taps, *, page_size):
 
 @pytest.mark.soak
 @OPTIMIZED
-def test_prompts_in_chunks_are_seen(monkeypatch, fresh_programs):
-    monkeypatch.setattr(step, "forward_in_tiles", prompts_in_chunks)
+def test_prompts_in_chunks_are_seen(monkeypatch):
+    planted = mock.Mock(side_effect=prompts_in_chunks)
+    monkeypatch.setattr(step, "forward_in_tiles", planted)
     llm = make(dtype="float32")
+    assert planted.called
     texts = alone(llm)
     assert scored(llm, texts) != texts
     llm.close()

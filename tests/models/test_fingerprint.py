@@ -44,9 +44,9 @@ class Made(nnx.Module):
             yield Placement(f"{number}", param.shape, param)
 
 
-def made(name, leaves, layer=nnx.Module):
+def made(name, leaves, layer=nnx.Module, **options):
     config = Config(name, tuple((leaf.shape, leaf.dtype) for leaf in leaves), layer)
-    return fingerprint(ModelSpec(Made, config, FLOAT32, (), ()), leaves)
+    return fingerprint(ModelSpec(Made, config, FLOAT32, (), ()), leaves, **options)
 
 
 def test_equal_models_have_equal_fingerprints():
@@ -71,6 +71,10 @@ def test_equal_models_have_equal_fingerprints():
 )
 def test_any_other_model_has_another(other):
     assert made(*other) != made("config", LEAVES)
+
+
+def test_a_deterministic_engine_has_another():
+    assert made("config", LEAVES, is_deterministic=True) != made("config", LEAVES)
 
 
 def test_every_value_counts_and_its_place():

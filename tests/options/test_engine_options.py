@@ -95,15 +95,16 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(make):
         ({"deterministic": 1}, "deterministic must be True or False, got 1."),
         (
             {"deterministic": True, "state_policy": "replay"},
-            "deterministic=True needs state_policy 'snapshot' or 'auto', since",
+            "deterministic=True needs state_policy='snapshot' or 'auto', got 'replay': the sums of "
+            "a replay depend on its ring. Change state_policy, or leave deterministic out.",
         ),
         (
             {"deterministic": True, "tensor_parallel_size": 2},
-            "deterministic=True needs tensor_parallel_size=1, since",
+            "deterministic=True needs tensor_parallel_size=1, got 2: the order in which devices",
         ),
         (
             {"deterministic": True, "activation_dtype": "float8_e4m3fn"},
-            "deterministic=True needs activation_dtype=None, since",
+            "deterministic=True needs activation_dtype=None, got 'float8_e4m3fn': no law covers",
         ),
         ({"show_progress": "yes"}, "show_progress must be True or False, got 'yes'."),
     ],

@@ -63,7 +63,7 @@ class Mixer(Protocol[Tokens]):
         ...
 
     @property
-    def is_recurrent(self) -> bool:
+    def decodes_in_order(self) -> bool:
         """True if `decode` writes what the next token of the slot reads, beside `prepare`."""
         ...
 

@@ -35,7 +35,7 @@ class Parallel(nnx.Module):
     """
 
     pool = Mamba2.pool
-    is_recurrent = True
+    decodes_in_order = True
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         self.mamba, self.attention = Mamba2(config, dtype), Attention(config, dtype)

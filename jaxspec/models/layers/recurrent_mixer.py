@@ -29,7 +29,7 @@ class RecurrentMixer(nnx.Module):
     """
 
     pool = "recurrent"
-    is_recurrent = True
+    decodes_in_order = True
     in_proj: Linear
     conv: Any  # an `nnx.Param`
 

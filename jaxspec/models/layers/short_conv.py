@@ -60,7 +60,7 @@ class ShortConv(nnx.Module):
     """
 
     pool = "short_conv"
-    is_recurrent = True
+    decodes_in_order = True
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         hidden_size, sizes = config.hidden_size, config.part(ShortConvConfig)

@@ -31,7 +31,7 @@ class WindowAttention(GroupedAttention):
     """
 
     pool = "window_kv"
-    is_recurrent = True
+    decodes_in_order = True
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         """Declare the layer.

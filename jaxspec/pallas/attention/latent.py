@@ -48,8 +48,6 @@ def latent_attention(
     def attend(tables):
         return latent_attention_reference(queries, latents, layer, tables, rows, index, **sizes)
 
-    if device.default_device().platform != "cpu":
-        return attend(page_tables)
     return over_longest_row(attend, page_tables, rows, latents.shape[2])
 
 

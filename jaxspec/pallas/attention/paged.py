@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec import device
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.attention.output_gate import OutputGate
 from jaxspec.pallas.attention.paged_tiling import max_query_rows
@@ -63,10 +62,7 @@ def paged_attention(
     def attend(tables):
         return paged_attention_reference(queries, kv, layer, tables, rows, scales, sinks)
 
-    if device.default_device().platform == "cpu":
-        out = over_longest_row(attend, page_tables, rows, kv.shape[3])
-    else:
-        out = attend(page_tables)
+    out = over_longest_row(attend, page_tables, rows, kv.shape[3])
     if gate is None:
         return out
     return gate(out.reshape(num_rows * width, heads, head_dim)).reshape(out.shape)

@@ -31,9 +31,12 @@ def over_longest_row(
 ) -> Float[Array, "..."]:
     """Return `attend` of the first pages of each row, as many as the longest row needs.
 
-    For a CPU, where every page that is read costs time, masked or not. The number is rounded up to
-    one of a few that double. On a GPU, choosing the branch would need a round trip to the host.
+    On a CPU, where every page that is read costs time, masked or not, the number is rounded up to
+    one of a few that double. Elsewhere it is all: on a GPU, choosing the branch would need a round
+    trip to the host.
     """
+    if not _chooses_width():
+        return attend(page_tables)
     num_slots, table_width = page_tables.shape
     widths = _widths(table_width, page_size)
     widths[-1] = table_width
@@ -44,6 +47,10 @@ def over_longest_row(
     return jax.lax.switch(branch, branches)
 
 
+def _chooses_width() -> bool:
+    return device.default_device().platform == "cpu"
+
+
 def _widths(table_width: int, page_size: int) -> list[int]:
     widths = [-(-_MIN_CONTEXT // page_size)]
     while widths[-1] < table_width:
@@ -52,10 +59,14 @@ def _widths(table_width: int, page_size: int) -> list[int]:
 
 
 def whole_context(table_width: int, page_size: int) -> int:
-    """Return the first width of a page table from `table_width` on that `over_longest_row` reads.
+    """Return the width of page tables with which a row's length determines how many are read.
 
-    In a table of this width, a row's length alone determines how many positions are summed up.
+    `over_longest_row` reads no more than `table_width` pages, so it sums up fewer positions than
+    with a wider table. The result is the first of its widths that is not below `table_width`; where
+    it has one width, `table_width`.
     """
+    if not _chooses_width():
+        return table_width
     return _widths(table_width, page_size)[-1]
 
 

@@ -5,7 +5,7 @@ from jaxspec.pallas.row_tiles.tiles import (
     carry_over_tiles,
     deterministic,
     is_deterministic,
-    takes_turns_alone,
+    mixes_one_token,
     tile_rows,
 )
 
@@ -14,6 +14,6 @@ __all__ = [
     "carry_over_tiles",
     "deterministic",
     "is_deterministic",
-    "takes_turns_alone",
+    "mixes_one_token",
     "tile_rows",
 ]

@@ -25,9 +25,13 @@ _in_tiles = contextvars.ContextVar[bool]("in_tiles", default=False)
 
 
 @contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Compute `by_rows` in tiles in functions that are traced inside the context."""
-    token = _in_tiles.set(True)
+def deterministic(is_on: bool = True) -> Iterator[None]:
+    """Compute `by_rows` in tiles in functions that are traced inside the context.
+
+    Args:
+        is_on: False for a part inside of another context that needs no fixed bits.
+    """
+    token = _in_tiles.set(is_on)
     try:
         yield
     finally:
@@ -44,7 +48,7 @@ def tile_rows() -> int:
     return _ROWS.get(device.default_device().platform, _OTHER_ROWS)
 
 
-def takes_turns_alone() -> bool:
+def mixes_one_token() -> bool:
     """Return whether mixers compute one token at a time on the default device."""
     return device.default_device().platform == "cpu"
 

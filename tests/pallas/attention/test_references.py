@@ -1,11 +1,14 @@
-"""Softmax with sinks equals a softmax with one more column, whose value is zero."""
+"""Softmax with sinks equals one with one more column; the width of page tables by platform."""
+
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from attention import normal
 
-from jaxspec.pallas.attention.references import masked_softmax
+from jaxspec.pallas.attention.references import masked_softmax, whole_context
 
 
 def test_a_sink_is_one_more_score():
@@ -31,3 +34,12 @@ def test_large_scores_do_not_overflow():
     found = masked_softmax(scores, jnp.array([-300.0, 300.0]))
     np.testing.assert_allclose(found[0, 0, 0], jax.nn.softmax(jnp.array([300.0, 299.0])))
     np.testing.assert_array_equal(found[0, 1, 0], [0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("platform", "widths"), [("cpu", [8, 8, 16, 16, 32]), ("gpu", [1, 8, 9, 16, 17])]
+)
+def test_whole_contexts_double_where_the_longest_row_counts(platform, widths, monkeypatch):
+    here = SimpleNamespace(platform=platform)
+    monkeypatch.setattr("jaxspec.device.default_device", lambda: here)
+    assert [whole_context(width, 16) for width in (1, 8, 9, 16, 17)] == widths

@@ -66,3 +66,15 @@ def test_other_engines_have_the_function_itself(rows):
     assert any(
         equation.primitive.name == "while" for equation in jax.make_jaxpr(in_tiles)(rows).eqns
     )
+
+
+def test_a_part_may_need_no_fixed_bits(rows):
+    def inner(rows):
+        with row_tiles.deterministic():
+            with row_tiles.deterministic(False):
+                rows = by_rows(jnp.sin, rows)
+            return by_rows(jnp.cos, rows)
+
+    found = [equation.primitive.name for equation in jax.make_jaxpr(inner)(rows).eqns]
+    assert found.count("sin") == 1  # outside of the one loop
+    assert found.count("while") == 1

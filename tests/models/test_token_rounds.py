@@ -1,10 +1,10 @@
-"""Turns of a tile's tokens: the tokens of a slot in order, others at once."""
+"""Rounds of a tile's tokens: the tokens of a slot in order, others at once."""
 
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.models.layers import turns
-from jaxspec.models.layers.turns import Turns
+from jaxspec.models.layers import token_rounds
+from jaxspec.models.layers.token_rounds import TokenRounds
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.regions import TokenRegion
 
@@ -28,29 +28,29 @@ def step(slots):
 
 
 def members(found):
-    return [found.members(jnp.int32(turn)).tolist() for turn in range(int(found.count))]
+    return [found.members(jnp.int32(number)).tolist() for number in range(int(found.count))]
 
 
 @pytest.fixture
 def at_once(monkeypatch):
-    monkeypatch.setattr(turns, "takes_turns_alone", lambda: False)
+    monkeypatch.setattr(token_rounds, "mixes_one_token", lambda: False)
 
 
-def test_on_a_cpu_each_live_token_has_its_turn():
-    assert members(Turns.of(step(SLOTS), in_order=True)) == [[0], [1], [2], [3], [4], [5]]
+def test_on_a_cpu_each_live_token_has_its_round():
+    assert members(TokenRounds.of(step(SLOTS), in_order=True)) == [[0], [1], [2], [3], [4], [5]]
 
 
 def test_elsewhere_tokens_of_a_slot_follow_each_other(at_once):
-    assert members(Turns.of(step(SLOTS), in_order=True)) == [
+    assert members(TokenRounds.of(step(SLOTS), in_order=True)) == [
         [0, 7, 7, 3, 4, 7, 7],
         [7, 1, 7, 7, 7, 5, 7],
         [7, 7, 2, 7, 7, 7, 7],
     ]
 
 
-def test_elsewhere_mixers_without_a_recurrence_have_one_turn(at_once):
-    assert members(Turns.of(step(SLOTS), in_order=False)) == [[0, 1, 2, 3, 4, 5, 7]]
-    assert members(Turns.of(step([0, 0]), in_order=True)) == []
+def test_elsewhere_mixers_without_a_recurrence_have_one_round(at_once):
+    assert members(TokenRounds.of(step(SLOTS), in_order=False)) == [[0, 1, 2, 3, 4, 5, 7]]
+    assert members(TokenRounds.of(step([0, 0]), in_order=True)) == []
 
 
 def test_rows_past_the_tokens_are_padding():
