@@ -73,7 +73,8 @@ def moe_experts(
     if experts.up_bias is not None:
         from jaxspec.pallas.moe.biased_experts import biased_experts
 
-        rows = tile_rows(*choices.experts.shape, experts.number * choices.devices)
+        tokens, parts = choices.experts.shape
+        rows = tile_rows(tokens, parts, experts.number * choices.devices)
         return biased_experts(x, experts, choices, rows)
     if x.shape[0] <= MAX_DIRECT:
         return _few_tokens(x, experts, choices)
