@@ -4,14 +4,11 @@ import re
 
 import jax
 import pytest
-from blueprints import ROWS, blueprint_of, operands_of
-from jax.sharding import SingleDeviceSharding
-from sm90 import nothing_kept_on_disk
+from blueprints import ROWS, blueprint_of, compiled_in_place
 
 from jaxspec import device
 from jaxspec.plan.plan import AUTOMATON, MASKS, ForwardPass, Program
 from jaxspec.requests.sampling_features import EVERYTHING
-from jaxspec.runner.step import new_step
 
 DRAFTS = 3
 HALF = ForwardPass(ROWS, DRAFTS)
@@ -24,13 +21,7 @@ def test_the_donated_state_is_written_in_place(h200, program, monkeypatch, tmp_p
     """With 248,320 ids."""
     monkeypatch.setattr(device, "default_device", lambda: h200)
     blueprint = blueprint_of(tmp_path, "qwen3.5-9b", drafts=DRAFTS)
-    operands = operands_of(blueprint, program, SingleDeviceSharding(h200))
-    lowered = new_step(blueprint.config, program).lower(*operands)
-    with nothing_kept_on_disk():
-        compiled = lowered.compile()
-    state = blueprint.state.of(program)
-    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    assert compiled.memory_analysis().alias_size_in_bytes == held
+    text, state = compiled_in_place(h200, blueprint, program)
     held = jax.tree.leaves(state.tables) or jax.tree.leaves(state.forward)
     largest = ",".join(map(str, max(held, key=lambda leaf: leaf.size).shape))
-    assert not re.search(rf"\[{largest}\]\S* copy\(", compiled.as_text())
+    assert not re.search(rf"\[{largest}\]\S* copy\(", text)

@@ -4,6 +4,8 @@ import json
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from sm90 import nothing_kept_on_disk
 
 from benchmarks.measure.model_shapes import SHAPES
 from jaxspec.api.settling import settle
@@ -12,6 +14,7 @@ from jaxspec.options.engine_options import EngineConfig
 from jaxspec.parallel import ALONE
 from jaxspec.plan.plan import plan_layout
 from jaxspec.runner.blueprint import Blueprint
+from jaxspec.runner.step import new_step
 from jaxspec.sampling import make_verifier
 
 BFLOAT16 = jnp.dtype("bfloat16")
@@ -61,3 +64,15 @@ def operands_of(blueprint, program, sharding):
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), operands
     )
+
+
+def compiled_in_place(h200, blueprint, program):
+    """A step's HLO and its state, all of which it writes where it is."""
+    operands = operands_of(blueprint, program, SingleDeviceSharding(h200))
+    lowered = new_step(blueprint.config, program).lower(*operands)
+    with nothing_kept_on_disk():
+        compiled = lowered.compile()
+    state = blueprint.state.of(program)
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    assert compiled.memory_analysis().alias_size_in_bytes == held
+    return compiled.as_text(), state

@@ -102,3 +102,19 @@ def matmuls_of_layer(model):
     yield values, hidden, True
     yield hidden, 2 * inner, False
     yield inner, hidden, True
+
+
+def inverted_scale(weight):
+    return Float8Blocks(weight.array, 1 / weight.scale)
+
+
+def scale_of_the_next_columns(weight):
+    return Float8Blocks(weight.array, jnp.roll(weight.scale, 1, axis=0))
+
+
+def scale_of_the_next_features(weight):
+    return Float8Blocks(weight.array, jnp.roll(weight.scale, 1, axis=1))
+
+
+SCALE_BUGS = inverted_scale, scale_of_the_next_columns, scale_of_the_next_features
+"""They make another matrix of one in blocks, as a kernel would that read other scales."""

@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, tensor_cores
 from jaxspec.pallas.matmul.float8_gemm import Float8GemmTiling
+from jaxspec.pallas.matmul.float8_ring_block import Buffers, Operands, fill, freed_barriers
 from jaxspec.pallas.matmul.float8_terms import CHUNK, LOW
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.weight import SCALED_COLUMNS, Float8Blocks
@@ -45,7 +46,7 @@ def gemm_kernel(terms, weight, *, tokens, dtype, tiling, interpret=None):
     block = _Block.of(terms, weight, tiling, dtype)
 
     def body(*refs, **scratch):
-        block.run(_Operands(refs[:-4], *refs[-4:]), _Buffers(**scratch))
+        block.run(Operands(refs[:-4], *refs[-4:]), Buffers(**scratch))
 
     kernel = plgpu.kernel(
         body,
@@ -64,25 +65,6 @@ def gemm_kernel(terms, weight, *, tokens, dtype, tiling, interpret=None):
     y = kernel(*terms.numbers, terms.factors, weight.array, weight.scale)
     y = y if tokens == rows else y[:, :tokens]
     return y[0] if tiling.parts == 1 else y
-
-
-class _Operands(NamedTuple):
-    numbers: Any
-    factors: Any
-    weight: Any
-    scale: Any
-    y: Any
-
-
-class _Buffers(NamedTuple):
-    """Shared memory of a block; `filled` and `freed` have a barrier for each stage of the ring."""
-
-    weight: Any
-    tokens: Any  # the terms of the rows, one after the other
-    factors: Any
-    filled: Any
-    freed: Any
-    out: Any
 
 
 class _Tile(NamedTuple):
@@ -122,26 +104,15 @@ class _Block:
     def scratch(self):
         tiling, stages, f8 = self.tiling, self.stages, jnp.float8_e4m3fn
         out = tiling.warpgroups, min(tiling.rows, _PIECE), BLOCK_N
+        axes = ("member",) if tiling.cluster > 1 else ()
         return {
             "weight": tensor_cores.tile(stages, tiling.width, CHUNK, dtype=f8),
             "tokens": tensor_cores.tile(stages, self.terms * tiling.rows, CHUNK, dtype=f8),
             "factors": plgpu.SMEM((stages, _aligned(tiling)), jnp.float32),
             "filled": plgpu.Barrier(num_arrivals=self.terms + 2, num_barriers=stages),
-            "freed": self._freed(),
+            "freed": freed_barriers(tiling.warpgroups, stages, axes),
             "out": tensor_cores.tile(*out, dtype=self.dtype),
         }
-
-    def _freed(self):
-        """Return barriers of stages that all readers have freed.
-
-        In a cluster a chunk's rows are copied to all blocks, so all must have freed the stage.
-        """
-        arrivals, stages = self.tiling.warpgroups, self.stages
-        if self.tiling.cluster == 1:
-            return plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
-        return plgpu.ClusterBarrier(
-            collective_axes=("member",), num_arrivals=arrivals, num_barriers=stages
-        )
 
     def run(self, operands, buffers):
         """Run the block: the last warpgroup copies, the others multiply."""
@@ -174,11 +145,7 @@ class _Block:
         return _Tile(part, first, end - first, row * tiling.rows, column * tiling.width)
 
     def _copy(self, count, operands, buffers):
-        """Fill the ring, each stage once all warpgroups that multiply have freed it.
-
-        In a cluster these are the warpgroups of both blocks, because half of the rows is copied to
-        both. At the end all stages are free.
-        """
+        """Fill the ring; in a cluster half of the rows is copied to both blocks."""
         tiling, outer = self.tiling, operands.weight.shape[0]
         axes = ("member",) if tiling.cluster > 1 else None
 
@@ -194,33 +161,11 @@ class _Block:
             part = operands.factors.at[chunk, pl.ds(at.row, _aligned(tiling))]
             plgpu.copy_gmem_to_smem(part, buffers.factors.at[stage], filled)
 
-        def await_freed(stage):
-            plgpu.barrier_wait(buffers.freed.at[stage])
-
-        def fetch_tile(i, carry):
+        def tile(i):
             at = self._tile(i, outer)
+            return at.chunks, lambda j, stage: fetch(j, at, stage)
 
-            def step(j, carry):
-                n, stage = carry
-                pl.when(n >= self.stages)(lambda: await_freed(stage))
-                fetch(j, at, stage)
-                return n + 1, access.next_stage(stage, self.stages)
-
-            return lax.fori_loop(0, at.chunks, step, carry)
-
-        def drain(_, stage):
-            await_freed(stage)
-            return access.next_stage(stage, self.stages)
-
-        @plgpu.warp_map  # a single warp: more would repeat the copies and their barrier arrivals
-        def _(warp):
-            @pl.when(warp == 0)
-            def _():
-                n, stage = lax.fori_loop(0, count, fetch_tile, (jnp.int32(0), jnp.int32(0)))
-                # No block exits while its copies to the other, or the other's arrivals, are on
-                # their way. Stages in use begin at `stage`, or at 0 if the ring was never full.
-                oldest = jnp.where(n < self.stages, 0, stage)
-                lax.fori_loop(0, jnp.minimum(n, self.stages), drain, oldest)
+        fill(count, self.stages, buffers.freed, tile)
 
     def _multiply(self, warpgroup, count, operands, buffers):
         """Compute the columns of a warpgroup in each tile, and write them."""

@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, tensor_cores
 from jaxspec.pallas.matmul.float8_many_rows import COLUMNS, ROWS, Float8ManyRowsTiling
+from jaxspec.pallas.matmul.float8_ring_block import Buffers, Operands, fill, freed_barriers
 from jaxspec.pallas.matmul.float8_terms import CHUNK, LOW
 from jaxspec.weight import SCALED_COLUMNS, Float8Blocks
 
@@ -52,7 +53,7 @@ def many_rows_kernel(terms, weight, *, tokens, dtype, tiling, interpret=None):
     block = _Block.of(terms, weight, tiling, dtype)
 
     def body(*refs, **scratch):
-        block.run(_Operands(refs[:-4], *refs[-4:]), _Buffers(**scratch))
+        block.run(Operands(refs[:-4], *refs[-4:]), Buffers(**scratch))
 
     kernel = plgpu.kernel(
         body,
@@ -71,25 +72,6 @@ def many_rows_kernel(terms, weight, *, tokens, dtype, tiling, interpret=None):
     y = kernel(*terms.numbers, terms.factors, weight.array, weight.scale)
     y = y if tokens == rows else y[:, :tokens]
     return y[0] if tiling.parts == 1 else y
-
-
-class _Operands(NamedTuple):
-    numbers: Any
-    factors: Any
-    weight: Any
-    scale: Any
-    y: Any
-
-
-class _Buffers(NamedTuple):
-    """Shared memory of a block; `filled` and `freed` have a barrier for each stage of the ring."""
-
-    weight: Any
-    tokens: Any  # the terms of the rows, one after the other
-    factors: Any
-    filled: Any
-    freed: Any
-    out: Any  # a tile for each warpgroup
 
 
 class _Tile(NamedTuple):
@@ -162,25 +144,15 @@ class _Block:
 
     def scratch(self):
         stages, f8, width = self.stages, jnp.float8_e4m3fn, _ROW_OF_OUT // self.dtype.itemsize
+        axes = () if self.tiling.cluster == (1, 1) else _AXES
         return {
             "weight": tensor_cores.tile(stages, COLUMNS, CHUNK, dtype=f8),
             "tokens": tensor_cores.tile(stages, self.terms * ROWS, CHUNK, dtype=f8),
             "factors": plgpu.SMEM((stages, ROWS), jnp.float32),
             "filled": plgpu.Barrier(num_arrivals=self.terms + 2, num_barriers=stages),
-            "freed": self._freed(),
+            "freed": freed_barriers(_WARPGROUPS, stages, axes),
             "out": tensor_cores.tile(_WARPGROUPS, _PER_WARPGROUP, width, dtype=self.dtype),
         }
-
-    def _freed(self):
-        """Return barriers of stages that all readers have freed.
-
-        Parts of a chunk are copied to other blocks, so these must have freed the stage, too.
-        """
-        if self.tiling.cluster == (1, 1):
-            return plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=self.stages)
-        return plgpu.ClusterBarrier(
-            collective_axes=_AXES, num_arrivals=_WARPGROUPS, num_barriers=self.stages
-        )
 
     def run(self, operands, buffers):
         """Run the block: the last warpgroup copies, the others multiply."""
@@ -213,39 +185,15 @@ class _Block:
         return _Tile(part, part * self.chunks, row * ROWS, column * COLUMNS)
 
     def _copy(self, count, operands, buffers):
-        """Fill the ring, each stage once all warpgroups that multiply have freed it.
+        """Fill the ring."""
 
-        In a cluster these are those of all blocks that share copies. At the end all stages are
-        free.
-        """
-
-        def await_freed(stage):
-            plgpu.barrier_wait(buffers.freed.at[stage])
-
-        def fetch_tile(i, carry):
+        def tile(i):
             at = self._tile(i)
+            return self.chunks, lambda j, stage: self._fetch(
+                at, at.chunk + j, stage, operands, buffers
+            )
 
-            def step(j, carry):
-                n, stage = carry
-                pl.when(n >= self.stages)(lambda: await_freed(stage))
-                self._fetch(at, at.chunk + j, stage, operands, buffers)
-                return n + 1, access.next_stage(stage, self.stages)
-
-            return lax.fori_loop(0, self.chunks, step, carry)
-
-        def drain(_, stage):
-            await_freed(stage)
-            return access.next_stage(stage, self.stages)
-
-        @plgpu.warp_map  # a single warp: more would repeat the copies and their barrier arrivals
-        def _(warp):
-            @pl.when(warp == 0)
-            def _():
-                n, stage = lax.fori_loop(0, count, fetch_tile, (jnp.int32(0), jnp.int32(0)))
-                # No block exits while its copies to others, or their arrivals, are on their way.
-                # Stages in use begin at `stage`, or at 0 if the ring was never full.
-                oldest = jnp.where(n < self.stages, 0, stage)
-                lax.fori_loop(0, jnp.minimum(n, self.stages), drain, oldest)
+        fill(count, self.stages, buffers.freed, tile)
 
     def _fetch(self, at, chunk, stage, operands, buffers):
         filled, features = buffers.filled.at[stage], pl.ds(chunk * CHUNK, CHUNK)

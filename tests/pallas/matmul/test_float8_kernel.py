@@ -9,6 +9,7 @@ import pytest
 from gated_delta import gated_norm
 from products import check
 from published_8bit import (
+    SCALE_BUGS,
     assert_is_product,
     blocks_of,
     dequantised,
@@ -22,7 +23,6 @@ from races import assert_no_races
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.float8 import Float8Tiling
 from jaxspec.pallas.matmul.float8_terms import as_multiplied
-from jaxspec.weight import Float8Blocks
 
 
 @pytest.mark.parametrize(
@@ -103,21 +103,7 @@ def test_heads_are_normed_and_gated_first(interpreter):
     assert_no_races()
 
 
-def inverted_scale(weight):
-    return Float8Blocks(weight.array, 1 / weight.scale)
-
-
-def scale_of_the_next_columns(weight):
-    return Float8Blocks(weight.array, jnp.roll(weight.scale, 1, axis=0))
-
-
-def scale_of_the_next_features(weight):
-    return Float8Blocks(weight.array, jnp.roll(weight.scale, 1, axis=1))
-
-
-@pytest.mark.parametrize(
-    "bug", [inverted_scale, scale_of_the_next_columns, scale_of_the_next_features]
-)
+@pytest.mark.parametrize("bug", SCALE_BUGS)
 def test_a_planted_bug_of_scales_is_seen(interpreter, bug):
     from jaxspec.pallas.matmul.float8_kernel import matmul_kernel
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from products import NAN_ROW
 from published_8bit import (
+    SCALE_BUGS,
     assert_is_product,
     blocks_of,
     dequantised,
@@ -24,7 +25,6 @@ from races import assert_no_races
 from jaxspec.pallas.gpu import device
 from jaxspec.pallas.matmul.float8_many_rows import Float8ManyRowsTiling
 from jaxspec.pallas.matmul.float8_terms import CHUNK, as_multiplied, of_whole_rows
-from jaxspec.weight import Float8Blocks
 
 
 def run(x, weight, tiling, interpreter, kernel=None, terms=None):
@@ -99,21 +99,7 @@ def test_a_nan_stays_in_its_row(interpreter):
     assert not np.isnan(np.delete(y, NAN_ROW, axis=0)).any()
 
 
-def inverted_scale(weight):
-    return Float8Blocks(weight.array, 1 / weight.scale)
-
-
-def scale_of_the_next_columns(weight):
-    return Float8Blocks(weight.array, jnp.roll(weight.scale, 1, axis=0))
-
-
-def scale_of_the_next_features(weight):
-    return Float8Blocks(weight.array, jnp.roll(weight.scale, 1, axis=1))
-
-
-@pytest.mark.parametrize(
-    "bug", [inverted_scale, scale_of_the_next_columns, scale_of_the_next_features]
-)
+@pytest.mark.parametrize("bug", SCALE_BUGS)
 def test_a_planted_bug_of_scales_is_seen(interpreter, bug):
     x, (weight, parts) = rows_with_nan(128, 256), blocks_of(256, 64, 192)
     with pytest.raises(AssertionError):

@@ -4,14 +4,11 @@ import re
 
 import jax
 import pytest
-from blueprints import ROWS, blueprint_of, operands_of
-from jax.sharding import SingleDeviceSharding
-from sm90 import nothing_kept_on_disk
+from blueprints import ROWS, blueprint_of, compiled_in_place
 
 from jaxspec import device
 from jaxspec.plan.plan import Program
 from jaxspec.requests.sampling_features import EVERYTHING
-from jaxspec.runner.step import new_step
 
 
 @pytest.mark.mosaic
@@ -20,14 +17,7 @@ def test_the_donated_state_is_written_in_place(h200, monkeypatch, tmp_path):
     monkeypatch.setattr(device, "default_device", lambda: h200)
     blueprint = blueprint_of(tmp_path, "qwen3.5-0.8b", drafts=3, deterministic=True)
     program = Program(ROWS, 0, EVERYTHING, 1, 3)
-    operands = operands_of(blueprint, program, SingleDeviceSharding(h200))
-    lowered = new_step(blueprint.config, program).lower(*operands)
-    with nothing_kept_on_disk():
-        compiled = lowered.compile()
-    state = blueprint.state.of(program)
-    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    assert compiled.memory_analysis().alias_size_in_bytes == held
-    text = compiled.as_text()
+    text, state = compiled_in_place(h200, blueprint, program)
     for leaf in jax.tree.leaves(state.pools):
         shape = ",".join(map(str, leaf.shape))
         assert not re.search(rf"\[{shape}\]\S* copy\(", text)
