@@ -3,6 +3,8 @@
 Index arrays are int32. Padding entries are arbitrary; ops compute them without side effects.
 """
 
+import dataclasses
+
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -32,10 +34,21 @@ class DecodeRegion:
 class TokenRegion(DecodeRegion):
     """Tokens of decode rows and of prompt chunks alike, each as a row of width 1.
 
-    Several may be of one slot, in the order of their positions; mixers compute one after the other.
+    Tokens of a slot are adjacent, in the order of their positions.
     """
 
     candidate: Int[Array, " rows"]  # where the state after the token is stored in its slot
+    first: Int[Array, " rows"]  # index of the first token of the same slot
+    end: Int[Array, " rows"]  # index after the last token of the same slot
+
+    @classmethod
+    def of(cls, rows: DecodeRegion, candidate: Int[Array, " rows"]) -> "TokenRegion":
+        """Return the region of tokens that are already in rows of their own."""
+        is_same = rows.slots[:, None] == rows.slots[None, :]
+        first = jnp.argmax(is_same, axis=1).astype(jnp.int32)
+        end = first + jnp.sum(is_same, axis=1, dtype=jnp.int32)
+        own = {field.name: getattr(rows, field.name) for field in dataclasses.fields(DecodeRegion)}
+        return cls(**own, candidate=candidate, first=first, end=end)
 
 
 @flax.struct.dataclass

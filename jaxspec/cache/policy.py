@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.pallas.recurrent.replay import default_window, next_ring_length
 from jaxspec.pallas.recurrent.state_select import state_select_reference
 from jaxspec.plan.step_shapes import StateConfig
-from jaxspec.regions import DecodeRegion, TokenRegion
+from jaxspec.regions import DecodeRegion
 
 _Projected = Float[Array, "tokens outputs"]
 
@@ -113,54 +113,12 @@ class Snapshot:
     def decode(
         self, mixer: Recurrence, projected: _Projected, pool: Any, rows: DecodeRegion, layer: int
     ) -> tuple[Any, Any]:
-        if isinstance(rows, TokenRegion):
-            return _step_of_tokens(mixer, projected, pool, rows, layer)
         return mixer.step(projected, pool, rows, layer)
 
     def states(
         self, mixer: Recurrence, pool: Any, rows: DecodeRegion, layer: int
     ) -> Float[Array, "rows ..."]:
         return state_select_reference(pool.states, layer, rows)
-
-
-def _step_of_tokens(
-    mixer: Recurrence, projected: _Projected, pool: Any, rows: TokenRegion, layer: int
-) -> tuple[Any, Any]:
-    """Compute tokens of different slots from candidate `state_offset`; a prompt's first from zeros.
-
-    The step runs in a pool of these tokens alone, because it stores the state of a row's first
-    token as candidate 0, and drafts have other candidates.
-    """
-    states, (_, num_slots, candidates) = pool.states, pool.states.shape[:3]
-    live, first = rows.is_live(num_slots), rows.num_computed <= 0
-    # One extra row for the null slot, which also keeps the gather from becoming a slice
-    # (`state_select_reference`).
-    slot = jnp.pad(jnp.where(live, rows.slots, 0), (1, 0))
-    candidate = jnp.pad(jnp.clip(rows.state_offset, 0, candidates - 1), (1, 0))
-    is_empty = jnp.pad(first, (1, 0), constant_values=True)
-
-    def unless_empty(x):
-        return jnp.where(is_empty.reshape(len(is_empty), *(1,) * (x.ndim - 1)), 0, x)[None]
-
-    own = dataclasses.replace(
-        pool,
-        conv=unless_empty(pool.conv[layer, slot]),
-        states=unless_empty(states[layer, slot, candidate][:, None]),
-    )
-    alone = DecodeRegion(
-        slots=jnp.where(live, jnp.arange(1, len(live) + 1, dtype=jnp.int32), 0),
-        num_computed=rows.num_computed,
-        query_len=rows.query_len,
-        state_offset=jnp.zeros_like(rows.state_offset),
-        ring_length=rows.ring_length,
-    )
-    heads, own = mixer.step(projected, own, alone, 0)
-    target = jnp.where(live, rows.slots, num_slots)
-    return heads, dataclasses.replace(
-        pool,
-        conv=pool.conv.at[layer, target].set(own.conv[0, 1:], mode="drop"),
-        states=states.at[layer, target, rows.candidate].set(own.states[0, 1:, 0], mode="drop"),
-    )
 
 
 @dataclasses.dataclass(frozen=True)

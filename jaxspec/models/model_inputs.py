@@ -1,13 +1,9 @@
 """Inputs and outputs of a model's forward pass: ModelInputs, Selection, ForwardOutput."""
 
-import dataclasses
-
 import flax.struct
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.regions import NO_SLOT, DecodeRegion, PrefillRegion
+from jaxspec.regions import DecodeRegion, PrefillRegion
 
 
 @flax.struct.dataclass
@@ -28,26 +24,6 @@ class ModelInputs:
     def num_decode_tokens(self) -> int:
         """Tokens of the decode rectangle, padding included."""
         return self.decode.slots.shape[0] * self.width
-
-    def of_tokens(self, index: Int[Array, " some"]) -> "ModelInputs":
-        """Return the step of some tokens of a `TokenRegion`; indices past its end are padding."""
-        by_token = self.tokens, self.positions, self.live, self.decode
-        tokens, positions, live, decode = jax.tree.map(
-            lambda x: x.at[index].get(mode="clip"), by_token
-        )
-        live = live & (index < len(self.tokens))
-        return dataclasses.replace(
-            self,
-            tokens=tokens,
-            positions=positions,
-            kv_slots=jnp.where(live, self.kv_slots.at[index].get(mode="clip"), NO_SLOT),
-            live=live,
-            decode=dataclasses.replace(
-                decode,
-                slots=jnp.where(live, decode.slots, 0),
-                query_len=live.astype(jnp.int32),
-            ),
-        )
 
 
 @flax.struct.dataclass

@@ -11,11 +11,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxspec import device
 from jaxspec.cache import Pools
 from jaxspec.models.base import ForwardOutput, Model, ModelInputs
 from jaxspec.pallas.attention.references import whole_context
-from jaxspec.pallas.row_tiles import carry_over_tiles, tile_rows
-from jaxspec.regions import NO_SLOT, TokenRegion
+from jaxspec.pallas.row_tiles import carry_over_tiles
+from jaxspec.regions import NO_SLOT, DecodeRegion, TokenRegion
+
+# Tokens per tile. A GPU reads all weights for each tile, which takes about as long as multiplying
+# them with 256 tokens.
+_TOKENS = {"cpu": 8, "gpu": 256}
 
 
 def forward_in_tiles(
@@ -32,32 +37,35 @@ def forward_in_tiles(
     order = jnp.argsort(~inputs.live, stable=True)
     tokens = jax.tree.map(
         lambda x: x[order],
-        (inputs.tokens, inputs.positions, inputs.kv_slots, inputs.live, _region(inputs)),
+        (inputs.tokens, inputs.positions, inputs.kv_slots, inputs.live, *_rows(inputs)),
     )
     count = jnp.sum(inputs.live, dtype=jnp.int32)
 
     def forward(tile, pools):
-        tokens, positions, kv_slots, live, region = tile
+        tokens, positions, kv_slots, live, rows, candidate = tile
         step = ModelInputs(
             tokens=tokens,
             positions=positions,
             kv_slots=jnp.where(live, kv_slots, NO_SLOT),
             live=live,
             page_tables=page_tables,
-            decode=region,
+            decode=TokenRegion.of(rows, candidate),
             prefill=None,
             width=1,
         )
         return model.forward(step, pools, taps)
 
-    count = (count + tile_rows() - 1) // tile_rows()
-    output, pools = carry_over_tiles(count, forward, tokens, pools)
+    size = _TOKENS[device.default_device().platform]
+    output, pools = carry_over_tiles(forward, tokens, pools, size=size, live=count)
     restored = functools.partial(_restored, order=order)
     return jax.tree.map(restored, output), pools
 
 
-def _region(inputs: ModelInputs) -> TokenRegion:
-    """Return each token as a row of width 1, which starts at the state of the token before it."""
+def _rows(inputs: ModelInputs) -> tuple[DecodeRegion, Int[Array, " tokens"]]:
+    """Return each token as a row of width 1, and the candidate that its state becomes.
+
+    A row starts at the state of the token before it.
+    """
     rows, width = inputs.decode, inputs.width
     place = jnp.arange(width, dtype=jnp.int32)[None, :]
     shape = rows.slots.shape[0], width
@@ -73,14 +81,14 @@ def _region(inputs: ModelInputs) -> TokenRegion:
         slots = jnp.concatenate([slots, chunks.slots[seq]])
         starts = jnp.concatenate([starts, jnp.where(is_first, chunks.state_offset[seq], 0)])
         candidates = jnp.concatenate([candidates, jnp.zeros_like(token)])
-    return TokenRegion(
+    rows = DecodeRegion(
         slots=jnp.where(inputs.live, slots, 0),
         num_computed=inputs.positions,
         query_len=inputs.live.astype(jnp.int32),
         state_offset=starts,
         ring_length=jnp.zeros_like(slots),
-        candidate=candidates,
     )
+    return rows, candidates
 
 
 def _restored(x: Array, order: Int[Array, " tokens"]) -> Array:

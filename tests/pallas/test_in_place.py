@@ -11,21 +11,28 @@ from regions import decode_region, prefill_region
 
 from jaxspec.pallas.attention.paged import paged_attention
 from jaxspec.pallas.attention.prefill import prefill_attention
-from jaxspec.pallas.attention.window import window_attention, window_prefill
+from jaxspec.pallas.attention.window import window_attention, window_prefill, window_scan
 from jaxspec.pallas.gated_delta.heads import GdnTokens
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill
-from jaxspec.pallas.gated_delta.step import gdn_step
+from jaxspec.pallas.gated_delta.step import gdn_scan, gdn_step
 from jaxspec.pallas.mamba2.heads import Mamba2Ring, Mamba2Tokens
 from jaxspec.pallas.mamba2.prefill import mamba2_prefill
 from jaxspec.pallas.mamba2.replay import mamba2_replay
-from jaxspec.pallas.mamba2.step import mamba2_step
+from jaxspec.pallas.mamba2.step import mamba2_scan, mamba2_step
 from jaxspec.pallas.paging.kv_write import kv_write
 from jaxspec.pallas.recurrent.conv_update import conv_prefill, conv_update
-from jaxspec.regions import DecodeRegion, PrefillRegion
+from jaxspec.pallas.recurrent.token_scan import conv_scan
+from jaxspec.regions import DecodeRegion, PrefillRegion, TokenRegion
 
 LAYERS, ROWS, WIDTH, TOKENS = 3, 2, 2, 8
 ONE = jnp.ones(ROWS, jnp.int32)
 SLOTS = jnp.arange(1, 1 + ROWS, dtype=jnp.int32)
+SCANNED = jnp.array([1, 1, 2, 2], jnp.int32)
+
+
+def scanned(start):
+    rows = decode_region(SCANNED, 1, num_computed=start[0])
+    return TokenRegion.of(rows, jnp.zeros_like(SCANNED))
 
 
 def attention(pool, layer, x, start):
@@ -48,7 +55,10 @@ def windows(pool, layer, x, start):
     y, pool = window_attention(jnp.ones((ROWS, WIDTH, 2, 4)), new, new, pool, layer, rows, window=7)
     chunks, new = prefill_region(SLOTS, start, num_computed=1), jnp.ones((TOKENS, 1, 4)) + y.sum()
     z, pool = window_prefill(jnp.ones((TOKENS, 2, 4)), new, new, pool, layer, chunks, window=7)
-    return z.sum(), pool
+    new = jnp.ones((len(SCANNED), 1, 4)) + z.sum()
+    queries = jnp.ones((len(SCANNED), 2, 4))
+    out, pool = window_scan(queries, new, new, pool, layer, scanned(start), window=7)
+    return out.sum(), pool
 
 
 def convolution(pool, layer, x, start):
@@ -57,7 +67,10 @@ def convolution(pool, layer, x, start):
     y, pool = conv_update(jnp.ones((ROWS, WIDTH, 4)) + x, weight, pool, layer, rows)
     chunks = prefill_region(SLOTS, start, num_computed=1)
     z, pool = conv_prefill(jnp.ones((TOKENS, 4)), weight, pool, layer, chunks)
-    return y.sum() + z.sum(), pool
+    scans, pool = conv_scan(
+        jnp.ones((len(SCANNED), 4)) + z.sum(), weight, pool, layer, scanned(start)
+    )
+    return y.sum() + scans.sum(), pool
 
 
 def recurrence(pool, layer, x, start):
@@ -75,7 +88,9 @@ def _recurrence(pool, layer, x, rows, start):
     y, pool = gdn_step(tokens(rows, WIDTH), pool, layer, region)
     chunks = prefill_region(SLOTS, start, num_computed=1, state_offset=1)
     z, pool = gdn_prefill(tokens(TOKENS), pool, layer, chunks)
-    return y.sum() + z.sum(), pool
+    x = y.sum() + z.sum()
+    scans, pool = gdn_scan(tokens(len(SCANNED)), pool, layer, scanned(start))
+    return x + scans.sum(), pool
 
 
 def mamba2(pool, layer, x, start):
@@ -85,6 +100,8 @@ def mamba2(pool, layer, x, start):
         x = y.sum()
     chunks = prefill_region(SLOTS, start, num_computed=1, state_offset=1)
     y, pool = mamba2_prefill(_mamba2_tokens(x, TOKENS), pool, layer, chunks)
+    tokens = _mamba2_tokens(y.sum(), len(SCANNED))
+    y, pool = mamba2_scan(tokens, pool, layer, scanned(start))
     return y.sum(), pool
 
 

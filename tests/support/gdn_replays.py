@@ -131,7 +131,7 @@ def compare(got, want, before, rows, width, loose, norm=None):
     (out, states, ring), (wanted, *expected) = got, want
     dtype = states.dtype
     eps = float(jnp.finfo(dtype).eps)
-    pool_error = loose
+    pool_error = 2 * loose  # a fold adds several tokens, each of which may round the other way
     if norm:
         wanted = norm(wanted.reshape(-1, *wanted.shape[2:])).reshape(*wanted.shape[:2], -1)
         assert out.shape == wanted.shape and out.dtype == norm.gates.dtype

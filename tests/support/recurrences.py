@@ -19,8 +19,13 @@ from jaxspec.pallas.gated_delta.prefill import gdn_prefill, gdn_prefill_referenc
 from jaxspec.pallas.gated_delta.prefill_kernel import gdn_prefill_kernel
 from jaxspec.pallas.gated_delta.replay import gdn_replay, gdn_replay_reference
 from jaxspec.pallas.gated_delta.replay_kernel import gdn_replay_kernel
-from jaxspec.pallas.gated_delta.step import gdn_step, gdn_step_reference
-from jaxspec.pallas.gated_delta.step_kernel import gdn_step_kernel
+from jaxspec.pallas.gated_delta.step import (
+    gdn_scan,
+    gdn_scan_reference,
+    gdn_step,
+    gdn_step_reference,
+)
+from jaxspec.pallas.gated_delta.step_kernel import gdn_scan_kernel, gdn_step_kernel
 from jaxspec.pallas.mamba2.heads import Mamba2Ring, Mamba2Tokens
 from jaxspec.pallas.mamba2.inputs import mamba2_inputs, mamba2_inputs_reference
 from jaxspec.pallas.mamba2.inputs_kernel import mamba2_inputs_kernel
@@ -28,8 +33,13 @@ from jaxspec.pallas.mamba2.prefill import mamba2_prefill, mamba2_prefill_referen
 from jaxspec.pallas.mamba2.prefill_kernel import mamba2_prefill_kernel
 from jaxspec.pallas.mamba2.replay import mamba2_replay, mamba2_replay_reference
 from jaxspec.pallas.mamba2.replay_kernel import mamba2_replay_kernel
-from jaxspec.pallas.mamba2.step import mamba2_step, mamba2_step_reference
-from jaxspec.pallas.mamba2.step_kernel import mamba2_step_kernel
+from jaxspec.pallas.mamba2.step import (
+    mamba2_scan,
+    mamba2_scan_reference,
+    mamba2_step,
+    mamba2_step_reference,
+)
+from jaxspec.pallas.mamba2.step_kernel import mamba2_scan_kernel, mamba2_step_kernel
 
 
 class Op(NamedTuple):
@@ -72,6 +82,7 @@ class Family(NamedTuple):
     convolved: str  # operands that come from the convolution
     inputs: Op
     step: Op  # operands: tokens, states, layer, region
+    scan: Op  # the same operands
     prefill: Op
     slowed: Callable  # (tokens, factor): the tokens, forgotten this much more slowly
     ring: Callable
@@ -164,6 +175,7 @@ GDN = Family(
     convolved="qkv",
     inputs=Op(gdn_inputs, gdn_inputs_reference, _gdn_inputs_kernel, gdn_inputs),
     step=Op.jitted(gdn_step, gdn_step_reference, gdn_step_kernel),
+    scan=Op.jitted(gdn_scan, gdn_scan_reference, gdn_scan_kernel),
     prefill=Op.jitted(gdn_prefill, gdn_prefill_reference, gdn_prefill_kernel),
     slowed=lambda tokens, factor: tokens._replace(g=tokens.g * np.float32(factor)),
     ring=GdnRing,
@@ -204,6 +216,7 @@ MAMBA2 = Family(
     convolved="xbc",
     inputs=Op(mamba2_inputs, mamba2_inputs_reference, mamba2_inputs_kernel, mamba2_inputs),
     step=Op.jitted(mamba2_step, mamba2_step_reference, mamba2_step_kernel),
+    scan=Op.jitted(mamba2_scan, mamba2_scan_reference, mamba2_scan_kernel),
     prefill=Op.jitted(mamba2_prefill, mamba2_prefill_reference, mamba2_prefill_kernel),
     slowed=lambda tokens, factor: tokens._replace(a=tokens.a * np.float32(factor)),
     ring=Mamba2Ring,

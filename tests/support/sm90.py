@@ -99,11 +99,22 @@ def assert_lean(compiled, report, pool=None, between=65536, spills=0):
         set(re.findall(rf"(\d+) bytes spill {x}", report)) for x in ("stores", "loads")
     )
     assert max(map(int, stores | loads)) <= spills
-    assert not re.findall(r"copy(-start)?\(", compiled.as_text())
-    memory = compiled.memory_analysis()
-    if pool is None:
-        assert memory.temp_size_in_bytes < between, (memory.temp_size_in_bytes, between)
+    if pool is not None:
+        assert_in_place(compiled, pool)
         return
+    assert not _copies(compiled)
+    needed = compiled.memory_analysis().temp_size_in_bytes
+    assert needed < between, (needed, between)
+
+
+def assert_in_place(compiled, pool):
+    """The donated pool or pools are written in place."""
+    assert not _copies(compiled)
+    memory = compiled.memory_analysis()
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
     assert memory.alias_size_in_bytes == size
     assert memory.temp_size_in_bytes < size / 8
+
+
+def _copies(compiled):
+    return re.findall(r"copy(-start)?\(", compiled.as_text())

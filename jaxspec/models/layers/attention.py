@@ -112,7 +112,6 @@ class Attention(GroupedAttention):
     """
 
     pool = "kv"
-    decodes_in_order = False
 
     def cache_specs(self, options: CacheOptions) -> tuple[PagedKV]:
         heads, head_dim = self.config.num_kv_heads, self.config.head_dim

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jaxspec.cache import CacheOptions, CacheSpec, Pools
 from jaxspec.models.config import (
@@ -39,12 +38,10 @@ from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parallel import Parallel
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.short_conv import ShortConv
-from jaxspec.models.layers.token_rounds import TokenRounds
 from jaxspec.models.layers.window_attention import WindowAttention
 from jaxspec.models.model_inputs import ModelInputs, Selection
 from jaxspec.pallas.norm import residual
 from jaxspec.pallas.norm.residual import Pending
-from jaxspec.regions import TokenRegion
 
 # Entry of `ModelConfig.layer_types` -> mixer.
 MIXERS: dict[str, Callable[[ModelConfig, jnp.dtype], Mixer[Any]]] = {
@@ -146,9 +143,6 @@ class DecoderLayer(nnx.Module):
         With a `selection` as `select`, otherwise as `__call__`.
         """
         assert self.mixer is not None
-        if isinstance(inputs.step.decode, TokenRegion):
-            pending, pools = self._mix_in_rounds(projected, inputs, pools)
-            return *self._feed(stream, pending, inputs.step), pools
         tokens, pools = self.mixer.prepare(projected, inputs, pools, self.cache_layer)
         if selection is None:
             return self._finish(stream, tokens, inputs.step, pools)
@@ -171,38 +165,6 @@ class DecoderLayer(nnx.Module):
             flat = jax.tree.map(lambda x: x[split:], tokens)
             chunks, pools = mixer.prefill(flat, inputs, pools, self.cache_layer)
             heads = jnp.concatenate([mixer.finish(heads, rectangle), chunks])
-        return residual.of_devices(mixer.output(heads, tokens)), pools
-
-    def _mix_in_rounds(
-        self, projected: Projected, inputs: LayerInputs, pools: Pools
-    ) -> tuple[Pending, Pools]:
-        """Run the mixer on tokens of prompts, drafts and newest tokens alike, round by round.
-
-        In a loop, so that XLA compiles a round by itself, and the same in all programs.
-        """
-        mixer = self.mixer
-        assert mixer is not None
-        rounds = TokenRounds.of(inputs.step, in_order=mixer.decodes_in_order)
-
-        def mixed(number, pools):
-            index = rounds.members(number)
-            own = lax.optimization_barrier(projected.at[index].get(mode="clip"))
-            some = inputs.of_tokens(index)
-            tokens, pools = mixer.prepare(own, some, pools, self.cache_layer)
-            heads, pools = mixer.decode(tokens, some.step, pools, self.cache_layer)
-            return (mixer.finish(heads, tokens), tokens), pools
-
-        def body(number, carried):
-            results, pools = carried
-            new, pools = mixed(number, pools)
-            index = rounds.members(number)
-            new = lax.optimization_barrier(new)
-            put = jax.tree.map(lambda x, y: x.at[index].set(y, mode="drop"), results, new)
-            return put, pools
-
-        kinds, _ = jax.eval_shape(mixed, jnp.int32(0), pools)
-        results = jax.tree.map(lambda x: jnp.zeros((len(projected), *x.shape[1:]), x.dtype), kinds)
-        (heads, tokens), pools = lax.fori_loop(0, rounds.count, body, (results, pools))
         return residual.of_devices(mixer.output(heads, tokens)), pools
 
     def _feed(

@@ -22,12 +22,13 @@ from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnRing, GdnTo
 from jaxspec.pallas.gated_delta.inputs import gdn_inputs, split_qkv
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill
 from jaxspec.pallas.gated_delta.replay import replayed_states
-from jaxspec.pallas.gated_delta.step import gdn_step
+from jaxspec.pallas.gated_delta.step import gdn_scan, gdn_step
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
 from jaxspec.pallas.norm.residual import Pending
 from jaxspec.pallas.recurrent.conv_update import conv_prefill
-from jaxspec.regions import DecodeRegion, PrefillRegion
+from jaxspec.pallas.recurrent.token_scan import conv_scan
+from jaxspec.regions import DecodeRegion, PrefillRegion, TokenRegion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +136,15 @@ class GatedDeltaNet(RecurrentMixer):
         tokens, norm = rectangle(projected, rows), self.output_norm(projected)
         held = pool.conv, pool.states, pool.ring
         return gdn_conv_replay(tokens, self._params, *held, layer, rows, norm)
+
+    def scan_heads(
+        self, projected: Projected, pool: RecurrentPool, rows: TokenRegion, layer: int
+    ) -> tuple[Array, Array, Array]:
+        mixed, _, b, a = self.in_proj.split(projected)
+        y, conv = conv_scan(mixed, self.conv[...], pool.conv, layer, rows)
+        tokens = GdnTokens(*split_qkv(y, self._heads), *gates(b, a, self.decay[...]))
+        heads, states = gdn_scan(tokens, pool.states, layer, rows)
+        return heads, conv, states
 
     def prefill_heads(
         self, projected: Projected, pool: RecurrentPool, chunks: PrefillRegion, layer: int

@@ -21,12 +21,13 @@ from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnRing, GdnTokens, chann
 from jaxspec.pallas.gated_delta.inputs import split_qkv
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill
 from jaxspec.pallas.gated_delta.replay import gdn_replay, replayed_states
-from jaxspec.pallas.gated_delta.step import gdn_step
+from jaxspec.pallas.gated_delta.step import gdn_scan, gdn_step
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
 from jaxspec.pallas.norm.residual import Pending
 from jaxspec.pallas.recurrent.conv_update import conv_prefill, conv_update
-from jaxspec.regions import DecodeRegion, PrefillRegion
+from jaxspec.pallas.recurrent.token_scan import conv_scan
+from jaxspec.regions import DecodeRegion, PrefillRegion, TokenRegion
 
 _TAPS = whole(2, 64)
 
@@ -127,6 +128,14 @@ class KimiDelta(RecurrentMixer):
         norm = self.output_norm(projected)
         heads, states, ring = gdn_replay(tokens, pool.states, pool.ring, layer, rows, norm)
         return heads, conv, states, ring
+
+    def scan_heads(
+        self, projected: KimiDeltaTokens, pool: RecurrentPool, rows: TokenRegion, layer: int
+    ) -> tuple[Array, Array, Array]:
+        channels = projected.projected[:, : self.conv.shape[1]]
+        y, conv = conv_scan(channels, self.conv[...], pool.conv, layer, rows)
+        heads, states = gdn_scan(self._inputs(y, projected), pool.states, layer, rows)
+        return heads, conv, states
 
     def prefill_heads(
         self, projected: KimiDeltaTokens, pool: RecurrentPool, chunks: PrefillRegion, layer: int

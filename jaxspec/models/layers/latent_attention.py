@@ -89,7 +89,6 @@ class LatentAttention(nnx.Module):
     """
 
     pool = "latent"
-    decodes_in_order = False
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         self.sizes, self.heads = sizes, heads = config.part(LatentAttentionConfig), config.num_heads

@@ -26,12 +26,13 @@ from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params, Mamba2Ring
 from jaxspec.pallas.mamba2.inputs import mamba2_inputs, split_tokens
 from jaxspec.pallas.mamba2.prefill import mamba2_prefill
 from jaxspec.pallas.mamba2.replay import replayed_states
-from jaxspec.pallas.mamba2.step import mamba2_step
+from jaxspec.pallas.mamba2.step import mamba2_scan, mamba2_step
 from jaxspec.pallas.norm.gated_group_norm import GatedGroupNorm
 from jaxspec.pallas.norm.gated_norm import Heads
 from jaxspec.pallas.norm.residual import Pending
 from jaxspec.pallas.recurrent.conv_update import conv_prefill
-from jaxspec.regions import DecodeRegion, PrefillRegion
+from jaxspec.pallas.recurrent.token_scan import conv_scan
+from jaxspec.regions import DecodeRegion, PrefillRegion, TokenRegion
 
 _TAPS = whole(2, 64)
 # Limits without effect; some configurations write infinity as 1e30.
@@ -155,6 +156,15 @@ class Mamba2(RecurrentMixer):
     ) -> tuple[Array, Array, Array, Mamba2Ring]:
         tokens, held = rectangle(projected, rows), (pool.conv, pool.states, pool.ring)
         return mamba2_conv_replay(tokens, self._params, *held, layer, rows)
+
+    def scan_heads(
+        self, projected: Projected, pool: RecurrentPool, rows: TokenRegion, layer: int
+    ) -> tuple[Array, Array, Array]:
+        params = self._params
+        channels, _, steps = self.in_proj.split(projected)
+        y, conv = conv_scan(channels, params.conv, pool.conv, layer, rows, bias=params.bias)
+        heads, states = mamba2_scan(split_tokens(y, steps, params), pool.states, layer, rows)
+        return heads, conv, states
 
     def prefill_heads(
         self, projected: Projected, pool: RecurrentPool, chunks: PrefillRegion, layer: int

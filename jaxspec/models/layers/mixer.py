@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import Protocol, TypeVar
 
 import flax.struct
-import jax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxspec.cache import CacheOptions, CacheSpec, Pools
 from jaxspec.models.config import RopeConfig
@@ -40,11 +39,6 @@ class LayerInputs:
         turns = None if rope is None else rotation(inputs.positions, rope)
         return cls(inputs, turns)
 
-    def of_tokens(self, index: Int[Array, " some"]) -> "LayerInputs":
-        """Return the inputs of some tokens (`ModelInputs.of_tokens`)."""
-        turns = jax.tree.map(lambda x: x.at[index].get(mode="clip"), self.rotation)
-        return LayerInputs(self.step.of_tokens(index), turns)
-
 
 class Mixer(Protocol[Tokens]):
     """A token mixer: the part of a layer in which tokens see earlier tokens.
@@ -60,11 +54,6 @@ class Mixer(Protocol[Tokens]):
 
         A mixer with several pools names any of them; all must have equally many layers.
         """
-        ...
-
-    @property
-    def decodes_in_order(self) -> bool:
-        """True if `decode` writes what the next token of the slot reads, beside `prepare`."""
         ...
 
     @property

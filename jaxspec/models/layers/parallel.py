@@ -35,7 +35,6 @@ class Parallel(nnx.Module):
     """
 
     pool = Mamba2.pool
-    decodes_in_order = True
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         self.mamba, self.attention = Mamba2(config, dtype), Attention(config, dtype)

@@ -14,7 +14,7 @@ from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.mixer import LayerInputs, Projected, flat
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.norm.gated_norm import Heads
-from jaxspec.regions import DecodeRegion, PrefillRegion
+from jaxspec.regions import DecodeRegion, PrefillRegion, TokenRegion
 
 Finished = Float[Array, "tokens features"]
 MixerTokens = Any  # the projection of each token, or what `prepare` returns in its place
@@ -29,7 +29,6 @@ class RecurrentMixer(nnx.Module):
     """
 
     pool = "recurrent"
-    decodes_in_order = True
     in_proj: Linear
     conv: Any  # an `nnx.Param`
 
@@ -58,9 +57,16 @@ class RecurrentMixer(nnx.Module):
     def decode(
         self, projected: MixerTokens, inputs: ModelInputs, pools: Pools, layer: int
     ) -> tuple[Heads, Pools]:
-        """Compute the rectangle's heads with `step` or `replay`, as the state policy selects."""
-        pool = pools[self.pool]
-        heads, pool = pool.policy.decode(self, projected, pool, inputs.decode, layer)
+        """Compute the rectangle's heads with `step` or `replay`, as the state policy selects.
+
+        Those of a `TokenRegion` are computed one token of a slot after the other.
+        """
+        pool, rows = pools[self.pool], inputs.decode
+        if isinstance(rows, TokenRegion):
+            heads, conv, states = self.scan_heads(projected, pool, rows, layer)
+            pool = dataclasses.replace(pool, conv=conv, states=states)
+        else:
+            heads, pool = pool.policy.decode(self, projected, pool, rows, layer)
         return heads, pools | {self.pool: pool}
 
     def step(
@@ -110,6 +116,12 @@ class RecurrentMixer(nnx.Module):
         self, projected: MixerTokens, pool: RecurrentPool, rows: DecodeRegion, layer: int
     ) -> tuple[Array, Array, Array, Any]:
         """Return heads `[rows, width, ...]`, convolution inputs, states and ring."""
+
+    @abc.abstractmethod
+    def scan_heads(
+        self, projected: MixerTokens, pool: RecurrentPool, rows: TokenRegion, layer: int
+    ) -> tuple[Array, Array, Array]:
+        """Return heads `[tokens, ...]`, convolution inputs and states."""
 
     @abc.abstractmethod
     def prefill_heads(

@@ -19,6 +19,7 @@ from jaxspec.models.layers.parameters import Placement, declare
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.norm.residual import Pending
 from jaxspec.pallas.recurrent.conv_update import conv_prefill, conv_update
+from jaxspec.pallas.recurrent.token_scan import conv_scan
 from jaxspec.regions import DecodeRegion, TokenRegion
 
 _Channels = Float[Array, "tokens channels"]
@@ -60,7 +61,6 @@ class ShortConv(nnx.Module):
     """
 
     pool = "short_conv"
-    decodes_in_order = True
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         hidden_size, sizes = config.hidden_size, config.part(ShortConvConfig)
@@ -88,10 +88,9 @@ class ShortConv(nnx.Module):
     ) -> tuple[_Channels, Pools]:
         """Return the rectangle's gated outputs; the ring stores the inputs of all its tokens."""
         rows, x, pool = inputs.decode, tokens.inputs, pools[self.pool]
-        if isinstance(rows, TokenRegion):  # nothing precedes a prompt's first token
-            is_first = rows.is_live(pool.shape[1]) & (rows.num_computed <= 0)
-            target = jnp.where(is_first, rows.slots, pool.shape[1])
-            pool = pool.at[layer, target].set(0, mode="drop")
+        if isinstance(rows, TokenRegion):
+            y, conv = conv_scan(x, self.conv[...], pool, layer, rows, activation=None)
+            return tokens.output_gate * y, pools | {self.pool: conv}
         rectangle = x.reshape(rows.slots.shape[0], inputs.width, x.shape[1])
         y, conv = conv_update(rectangle, self.conv[...], pool, layer, rows, activation=None)
         return tokens.output_gate * y.reshape(x.shape), pools | {self.pool: conv}

@@ -10,7 +10,8 @@ from jaxspec.models.layers.attention import GroupedAttention, Heads
 from jaxspec.models.layers.mixer import LayerInputs, Projected
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.attention.inputs import queries_keys_values
-from jaxspec.pallas.attention.window import window_attention, window_prefill
+from jaxspec.pallas.attention.window import window_attention, window_prefill, window_scan
+from jaxspec.regions import TokenRegion
 
 _KVHeads = Float[Array, "tokens kv_heads head_dim"]
 
@@ -31,7 +32,6 @@ class WindowAttention(GroupedAttention):
     """
 
     pool = "window_kv"
-    decodes_in_order = True
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         """Declare the layer.
@@ -70,6 +70,19 @@ class WindowAttention(GroupedAttention):
         count = rows.slots.shape[0]
         if not count:
             return tokens.queries, pools
+        if isinstance(rows, TokenRegion):
+            heads, pool = window_scan(
+                tokens.queries,
+                tokens.keys,
+                tokens.values,
+                pools[self.pool],
+                layer,
+                rows,
+                window=self.window,
+                scales=self._scales,
+                sinks=self._sinks,
+            )
+            return heads, pools | {self.pool: pool}
         queries, keys, values = (
             x.reshape(count, inputs.width, *x.shape[1:])
             for x in (tokens.queries, tokens.keys, tokens.values)

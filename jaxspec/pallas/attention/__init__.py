@@ -4,7 +4,7 @@ from jaxspec.pallas.attention.inputs import attention_inputs
 from jaxspec.pallas.attention.latent import latent_attention, latent_prefill_attention
 from jaxspec.pallas.attention.paged import paged_attention
 from jaxspec.pallas.attention.prefill import prefill_attention
-from jaxspec.pallas.attention.window import window_attention, window_prefill
+from jaxspec.pallas.attention.window import window_attention, window_prefill, window_scan
 
 __all__ = [
     "attention_inputs",
@@ -14,4 +14,5 @@ __all__ = [
     "prefill_attention",
     "window_attention",
     "window_prefill",
+    "window_scan",
 ]

@@ -1,18 +1,22 @@
 """Attention over a sliding window: the newest keys and values, in a ring of each slot."""
 
+import math
+
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.attention.paged import softmax_factor
 from jaxspec.pallas.attention.references import Sinks, in_tiles, masked_softmax
 from jaxspec.pallas.paging.kv_write import KVScales, as_stored
 from jaxspec.pallas.recurrent.conv_ring import past_rows, ring_place
-from jaxspec.regions import DecodeRegion, PrefillRegion, real_tokens
+from jaxspec.regions import DecodeRegion, PrefillRegion, TokenRegion, real_tokens
 
 WindowPool = Float[Array, "layers slots ring 2 kv_heads head_dim"]  # axis 3: keys, values
 
 _UNIT = 64  # queries per tile of a prefill are a multiple
 _MOST_TILE = 512
+_MOST_READ = 2**15  # positions that a scan reads at once
 
 _Decoded = Float[Array, "rows width heads head_dim"]
 _Prefilled = Float[Array, "tokens heads head_dim"]
@@ -72,6 +76,55 @@ def window_attention(
     values = seen[:, :, 1].astype(jnp.float32)
     values = jnp.where(written[:, :, None, None] & (~is_draft | jnp.isfinite(values)), values, 0.0)
     return _attend(queries, seen[:, :, 0], values, sees, scales, sinks), pool
+
+
+def window_scan(
+    queries: _Prefilled,
+    keys: Float[Array, "tokens kv_heads head_dim"],
+    values: Float[Array, "tokens kv_heads head_dim"],
+    pool: WindowPool,
+    layer: int,
+    rows: TokenRegion,
+    *,
+    window: int,
+    scales: KVScales | None = None,
+    sinks: Sinks | None = None,
+) -> tuple[_Prefilled, WindowPool]:
+    """`window_attention` of each token by itself, however many tokens a slot has.
+
+    A token reads earlier ones of its slot in the region, or else in the ring, which gets the last
+    keys and values of each slot, as many as it holds.
+    """
+    num_tokens = queries.shape[0]
+    _, num_slots, ring, *_ = pool.shape
+    is_live = rows.is_live(num_slots)
+    slot = jnp.clip(rows.slots, 0, num_slots - 1)
+    new = jnp.stack(as_stored(keys, values, scales, pool.dtype), axis=1)
+    ago = jnp.arange(window - 1, -1, -1, dtype=jnp.int32)[None, :]
+
+    def attend(tokens):
+        position = rows.num_computed[tokens][:, None] - ago
+        source = tokens[:, None] - ago
+        held = pool[layer, slot[tokens][:, None], position % ring]
+        is_new = source >= rows.first[tokens][:, None]
+        seen = jnp.where(is_new[..., None, None, None], new[jnp.maximum(source, 0)], held)
+        written = (position >= 0) & is_live[tokens][:, None]
+        values = jnp.where(written[..., None, None], seen[:, :, 1].astype(jnp.float32), 0.0)
+        sees = written[:, None, :]
+        out = _attend(queries[tokens][:, None], seen[:, :, 0], values, sees, scales, sinks)
+        return out[:, 0], held[:, -1]
+
+    # At once as many tokens as fit into little memory.
+    size = math.gcd(num_tokens, 2 ** max(0, (_MOST_READ // window).bit_length() - 1))
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32).reshape(num_tokens // size, size)
+    out, old = lax.map(attend, tokens)
+    left = rows.end - jnp.arange(num_tokens, dtype=jnp.int32)
+    is_stored = is_live & (left <= ring)
+    target = jnp.where(is_stored, rows.slots, num_slots)
+    place = ring_place(rows.num_computed, ring)
+    # That what is written depends on what was read orders the two; otherwise XLA copies the pool.
+    stored = jnp.where(is_stored[:, None, None, None], new, old.reshape(new.shape))
+    return out.reshape(queries.shape), pool.at[layer, target, place].set(stored, mode="drop")
 
 
 def window_prefill(

@@ -4,12 +4,13 @@ from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay
 from jaxspec.pallas.gated_delta.inputs import gdn_inputs
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill
 from jaxspec.pallas.gated_delta.replay import gdn_replay
-from jaxspec.pallas.gated_delta.step import gdn_step
+from jaxspec.pallas.gated_delta.step import gdn_scan, gdn_step
 
 __all__ = [
     "gdn_conv_replay",
     "gdn_inputs",
     "gdn_prefill",
     "gdn_replay",
+    "gdn_scan",
     "gdn_step",
 ]

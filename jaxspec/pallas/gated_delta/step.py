@@ -1,8 +1,10 @@
-"""Verify step of Gated DeltaNet: a few tokens per row, with the state stored after each."""
+"""Steps of Gated DeltaNet: of rows of a few tokens, and of a region's tokens in order."""
 
 import functools
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
@@ -13,7 +15,8 @@ from jaxspec.pallas.recurrent.state_select import (
     state_write_reference,
     why_not_states,
 )
-from jaxspec.regions import DecodeRegion
+from jaxspec.pallas.recurrent.token_scan import scan_reference
+from jaxspec.regions import DecodeRegion, TokenRegion
 
 
 def gdn_step(
@@ -55,22 +58,28 @@ def gdn_step(
 
 def gdn_step_reference(tokens, states, layer, rows):
     """Reference for `gdn_step`: one token after the other."""
-    width, group = tokens.q.shape[1], states.shape[3] // tokens.q.shape[2]
     state = state_select_reference(states, layer, rows).astype(jnp.float32)
-
     outputs, after = [], []
-    for t in range(width):
-        q, k, v, g, beta = (x[:, t] for x in tokens)
-        q, k = (jnp.repeat(x, group, axis=1) for x in (q, k))
-        state = state * over_state(jnp.exp(g), state)
-        recalled = jnp.einsum("rhvk,rhk->rhv", state, k, precision="highest")
-        delta = beta[..., None] * (v - recalled)
-        state = state + delta[..., None] * k[..., None, :]
-        outputs.append(jnp.einsum("rhvk,rhk->rhv", state, q, precision="highest"))
+    for t in range(tokens.q.shape[1]):
+        state, y = advance(state, GdnTokens(*(x[:, t] for x in tokens)))
+        outputs.append(y)
         after.append(state)
 
     states = state_write_reference(states, layer, rows, jnp.stack(after, axis=1))
     return jnp.stack(outputs, axis=1), states
+
+
+def advance(
+    state: Float[Array, "rows heads value_dim key_dim"], token: GdnTokens
+) -> tuple[Array, Array]:
+    """Return the state after one token per row, and what its query reads, in float32."""
+    q, k, v, g, beta = token
+    q, k = (jnp.repeat(x, state.shape[1] // x.shape[1], axis=1) for x in (q, k))
+    state = state * over_state(jnp.exp(g), state)
+    recalled = jnp.einsum("rhvk,rhk->rhv", state, k, precision="highest")
+    delta = beta[..., None] * (v - recalled)
+    state = state + delta[..., None] * k[..., None, :]
+    return state, jnp.einsum("rhvk,rhk->rhv", state, q, precision="highest")
 
 
 def _gdn_step_together(tokens, states, layer, rows):
@@ -144,3 +153,27 @@ def _inverse(strictly_lower: Float[Array, "... n n"]) -> Float[Array, "... n n"]
         inverse = times(inverse, one + power)
         terms *= 2
     return inverse
+
+
+def gdn_scan(
+    tokens: GdnTokens, states: States, layer: int, rows: TokenRegion
+) -> tuple[Values, States]:
+    """Return float32 outputs and the new pool, as `gdn_step` of each token by itself would.
+
+    `tokens` are `[tokens, ...]`. A token starts from its slot's candidate `state_offset`, a
+    prompt's first one from zeros, and stores its state as `candidate`. Where the next token of the
+    slot stores the same candidate, the kernel stores only the later state.
+    """
+    why, num_tokens = why_not_states(states), tokens.q.shape[0]
+    if dispatch.runs_kernel("gdn_scan", why, rows=num_tokens):
+        from jaxspec.pallas.gated_delta.step_kernel import gdn_scan_kernel
+
+        return gdn_scan_kernel(tokens, states, dispatch.layer_index(states, layer), rows)
+    return gdn_scan_reference(tokens, states, layer, rows)
+
+
+def gdn_scan_reference(tokens, states, layer, rows):
+    def one(state, index):
+        return advance(state, jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, index, 1), tokens))
+
+    return scan_reference(one, states, layer, rows)

@@ -1,4 +1,4 @@
-"""Pallas (Mosaic GPU) kernel of `gdn_step` for Hopper GPUs."""
+"""Pallas (Mosaic GPU) kernels of `gdn_step` and `gdn_scan` for Hopper GPUs."""
 
 import functools
 
@@ -7,14 +7,27 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.pallas.gpu import access
+from jaxspec.pallas.recurrent.scan_block import launch_scan
 from jaxspec.pallas.recurrent.step_block import Recurrence, launch
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def gdn_step_kernel(tokens, states, layer, rows, *, interpret=None):
     """Run `gdn_step`; `step_block` describes the work of a block."""
-    rule = _BY_CHANNEL if tokens.g.ndim == tokens.v.ndim else _BY_HEAD
-    return launch("gdn_step", rule, tokens, states, layer, rows, interpret)
+    return launch("gdn_step", _rule_of(tokens), tokens, states, layer, rows, interpret)
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def gdn_scan_kernel(tokens, states, layer, rows, *, interpret=None):
+    """Run `gdn_scan`; `scan_block` describes the work of a block."""
+    rule = _rule_of(tokens)
+    by_width = jax.tree.map(lambda x: x[:, None], tokens)
+    return launch_scan("gdn_scan", rule, by_width, states, layer, rows, interpret)
+
+
+def _rule_of(tokens) -> Recurrence:
+    """Return the recurrence for the kind of the tokens' decay."""
+    return _BY_CHANNEL if tokens.g.ndim == tokens.v.ndim else _BY_HEAD
 
 
 def _load(tokens, block):

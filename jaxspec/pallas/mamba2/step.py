@@ -1,6 +1,7 @@
-"""Mamba2 verify step: a few tokens per row, with the state after each one kept."""
+"""Steps of Mamba2: of rows of a few tokens, and of a region's tokens in order."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
@@ -11,7 +12,8 @@ from jaxspec.pallas.recurrent.state_select import (
     state_write_reference,
     why_not_states,
 )
-from jaxspec.regions import DecodeRegion
+from jaxspec.pallas.recurrent.token_scan import scan_reference
+from jaxspec.regions import DecodeRegion, TokenRegion
 
 
 def mamba2_step(
@@ -75,6 +77,44 @@ def advance(
 def why_not_kernel(x: Float[Array, "rows width ..."], states: States) -> str | None:
     if x.shape[1] > 8:
         return f"{x.shape[1]} tokens a row, more than 8"
+    return why_not_tokens(x, states)
+
+
+def why_not_tokens(x: Float[Array, "*tokens heads head_dim"], states: States) -> str | None:
+    """Return why the kernels of steps do not support these operands, or None."""
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"tokens in {x.dtype}"
     return why_not_states(states)
+
+
+def mamba2_scan(
+    tokens: Mamba2Tokens, states: States, layer: int, rows: TokenRegion
+) -> tuple[Outputs, States]:
+    """Return float32 outputs and the new pool, as `mamba2_step` of each token by itself would.
+
+    `tokens` are `[tokens, ...]`. A token starts from its slot's candidate `state_offset`, a
+    prompt's first one from zeros, and stores its state as `candidate`. Where the next token of the
+    slot stores the same candidate, the kernel stores only the later state.
+    """
+    why = why_not_tokens(tokens.x, states)
+    if dispatch.runs_kernel("mamba2_scan", why, rows=tokens.x.shape[0]):
+        from jaxspec.pallas.mamba2.step_kernel import mamba2_scan_kernel
+
+        padded, on_device = tokens.padded_to(states.shape[4]), dispatch.layer_index(states, layer)
+        out, states = mamba2_scan_kernel(padded, states, on_device, rows)
+        return out[..., : tokens.x.shape[-1]], states
+    return mamba2_scan_reference(tokens, states, layer, rows)
+
+
+def mamba2_scan_reference(tokens, states, layer, rows):
+    head_dim = tokens.x.shape[-1]
+    x, dt, a, b, c, d = tokens.padded_to(states.shape[4])
+
+    def one(state, index):
+        own = (lax.dynamic_slice_in_dim(y, index, 1) for y in (x, dt, b, c))
+        x_1, dt_1, b_1, c_1 = own
+        state, y = advance(state, x_1, dt_1, a, b_1, c_1)
+        return state, y + d[None, :, None] * x_1.astype(jnp.float32)
+
+    outputs, states = scan_reference(one, states, layer, rows)
+    return outputs[..., :head_dim], states

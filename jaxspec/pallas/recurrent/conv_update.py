@@ -17,18 +17,18 @@ from jaxspec.pallas.recurrent.conv_ring import (
 )
 from jaxspec.regions import DecodeRegion, PrefillRegion
 
-_Taps = Float[Array, "kernel channels"]
-_Bias = Float[Array, " channels"] | None
+Taps = Float[Array, "kernel channels"]
+Bias = Float[Array, " channels"] | None
 
 
 def conv_update(
     x: Float[Array, "rows width channels"],
-    weight: _Taps,
+    weight: Taps,
     conv: ConvPool,
     layer: int,
     rows: DecodeRegion,
     *,
-    bias: _Bias = None,
+    bias: Bias = None,
     activation: Activation = "silu",
 ) -> tuple[Float[Array, "rows width channels"], ConvPool]:
     """Convolve each row's tokens causally; return outputs in the dtype of `x`, and the new pool.
@@ -59,7 +59,7 @@ def conv_update(
     return conv_update_reference(x, weight, conv, layer, rows, bias=bias, activation=activation)
 
 
-def check_window(x: Float[Array, "rows width columns"], weight: _Taps, conv: ConvPool) -> None:
+def check_window(x: Float[Array, "rows width columns"], weight: Taps, conv: ConvPool) -> None:
     width, needed = x.shape[1], weight.shape[0] - 1 + x.shape[1]
     if conv.shape[2] < needed:
         raise ValueError(
@@ -99,17 +99,17 @@ def conv_update_reference(
         inputs[:, tap : tap + width].astype(jnp.float32) * taps[None, None, tap]
         for tap in range(history + 1)
     )
-    return _activated(y, bias, activation).astype(x.dtype), conv
+    return activated(y, bias, activation).astype(x.dtype), conv
 
 
-def _activated(y: Any, bias: _Bias, activation: Activation) -> Any:
+def activated(y: Any, bias: Bias, activation: Activation) -> Any:
     if bias is not None:
         y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
     return jax.nn.silu(y) if activation == "silu" else y
 
 
 def why_not_convolve(
-    x: Float[Array, "rows width columns"], weight: _Taps, conv: ConvPool
+    x: Float[Array, "rows width columns"], weight: Taps, conv: ConvPool
 ) -> str | None:
     """Return why no convolving kernel supports these operands, or None.
 
@@ -126,12 +126,12 @@ def why_not_convolve(
 
 def conv_prefill(
     x: Float[Array, "tokens channels"],
-    weight: _Taps,
+    weight: Taps,
     conv: ConvPool,
     layer: int,
     chunks: PrefillRegion,
     *,
-    bias: _Bias = None,
+    bias: Bias = None,
     activation: Activation = "silu",
 ) -> tuple[Float[Array, "tokens channels"], ConvPool]:
     """`conv_update` for flat prompt chunks; runs in XLA on every device.
@@ -168,7 +168,7 @@ def conv_prefill(
         input_at(owner, offset - history + tap).astype(jnp.float32) * taps[None, tap]
         for tap in range(history + 1)
     )
-    y = jnp.where(is_real[:, None], _activated(y, bias, activation), 0.0).astype(x.dtype)
+    y = jnp.where(is_real[:, None], activated(y, bias, activation), 0.0).astype(x.dtype)
 
     length = chunks.query_len
     every = jnp.broadcast_to(jnp.arange(seqs, dtype=jnp.int32)[:, None], (seqs, history))

@@ -5,8 +5,6 @@ from jaxspec.pallas.row_tiles.tiles import (
     carry_over_tiles,
     deterministic,
     is_deterministic,
-    mixes_one_token,
-    tile_rows,
 )
 
 __all__ = [
@@ -14,6 +12,4 @@ __all__ = [
     "carry_over_tiles",
     "deterministic",
     "is_deterministic",
-    "mixes_one_token",
-    "tile_rows",
 ]

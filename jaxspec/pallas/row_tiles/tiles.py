@@ -18,8 +18,7 @@ from jaxtyping import Array, Int
 from jaxspec import device
 
 _T = TypeVar("_T")
-_ROWS = {"cpu": 8}  # by platform
-_OTHER_ROWS = 64  # GPUs read weights in the time that they multiply as many rows
+_ROWS = {"cpu": 8, "gpu": 64}  # GPUs read weights in the time that they multiply as many rows
 
 _in_tiles = contextvars.ContextVar[bool]("in_tiles", default=False)
 
@@ -43,16 +42,6 @@ def is_deterministic() -> bool:
     return _in_tiles.get()
 
 
-def tile_rows() -> int:
-    """Return the number of rows per tile on the default device."""
-    return _ROWS.get(device.default_device().platform, _OTHER_ROWS)
-
-
-def mixes_one_token() -> bool:
-    """Return whether mixers compute one token at a time on the default device."""
-    return device.default_device().platform == "cpu"
-
-
 def by_rows(function: Callable[..., _T], *rows: Any) -> _T:
     """Return `function(*rows)`; inside `deterministic()`, computed tile by tile.
 
@@ -62,22 +51,34 @@ def by_rows(function: Callable[..., _T], *rows: Any) -> _T:
     num_rows = len(jax.tree.leaves(rows)[0])
     if not is_deterministic() or not num_rows:
         return function(*rows)
-    count = -(-num_rows // tile_rows())
     # XLA would inline a loop that runs once, and fuse its body with what surrounds it.
-    count = lax.optimization_barrier(jnp.int32(count))
-    results, _ = carry_over_tiles(count, lambda tile, _: (function(*tile), ()), rows, ())
+    live = lax.optimization_barrier(jnp.int32(num_rows))
+    results, _ = carry_over_tiles(
+        lambda tile, _: (function(*tile), ()),
+        rows,
+        (),
+        size=_ROWS[device.default_device().platform],
+        live=live,
+    )
     return results
 
 
 def carry_over_tiles(
-    count: Int[Array, ""], function: Callable[[Any, Any], tuple[_T, Any]], rows: Any, carried: Any
+    function: Callable[[Any, Any], tuple[_T, Any]],
+    rows: Any,
+    carried: Any,
+    *,
+    size: int,
+    live: Int[Array, ""],
 ) -> tuple[_T, Any]:
-    """Return the results of `function(tile, carried)` for the first `count` tiles of `rows`.
+    """Return the results of `function(tile, carried)` for tiles of `size` rows.
 
     The function returns its results, which have a row for each row of the tile, and the new
-    `carried`; the last one is returned, too. Results of further rows are zeros.
+    `carried`; the last one is returned, too. Tiles without any of the first `live` rows are not
+    computed; their results are zeros.
     """
-    size, num_rows = tile_rows(), len(jax.tree.leaves(rows)[0])
+    num_rows = len(jax.tree.leaves(rows)[0])
+    count = (live + size - 1) // size
     # One tile too many: if there were only one, XLA would move its work out of the loop.
     wanted = (-(-num_rows // size) + 1) * size
     padded = jax.tree.map(functools.partial(_padded, wanted=wanted), rows)

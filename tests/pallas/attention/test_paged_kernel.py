@@ -1,6 +1,7 @@
 """The kernel of paged_attention equals its reference: in Mosaic's interpreter, and on a GPU."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -232,7 +233,8 @@ def test_scaled_values_beyond_float16_are_no_infinity(splits):
 @pytest.mark.parametrize(("model", "table_width"), [("qwen3-8b", 40), ("qwen3.5-27b", 15)])
 def test_on_a_gpu_scaled_pools_are_read_by_the_kernel(model, table_width, scales):
     dispatch._chosen.pop("paged_attention", None)
-    run = jax.jit(paged_attention, static_argnums=2)
+    # A function of its own, so that it is traced again.
+    run = jax.jit(functools.partial(paged_attention), static_argnums=2)
     case = scaled_case(ATTENTION[model], FP8, 4, 16, table_width, values=3.0)
     scales = jnp.asarray(scales, jnp.float32)
     check(run, *case, scales=scales)

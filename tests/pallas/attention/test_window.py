@@ -1,6 +1,7 @@
 """Attention over a sliding window against float64 attention, in prompts and between rejections."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,9 @@ import pytest
 from attention import attention_oracle, decode_rows, normal, prompt_chunks
 
 from jaxspec.pallas.attention import references
-from jaxspec.pallas.attention.window import window_attention, window_prefill
+from jaxspec.pallas.attention import window as window_op
+from jaxspec.pallas.attention.window import window_attention, window_prefill, window_scan
+from jaxspec.regions import TokenRegion
 
 KV_HEADS, HEADS, DIM, SLOTS, WIDTH = 2, 4, 8, 4, 3
 LENGTH = 200  # of each sequence
@@ -118,3 +121,38 @@ def test_a_ring_that_is_too_short_is_refused():
     rows.pool = rows.pool[:, :, 1:]
     with pytest.raises(ValueError, match="window - 1 . width = 7"):
         rows.decode(np.array([1]), np.array([1]), np.array([1]))
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("most_read", [16, 2**15])
+def test_a_scan_attends_from_each_token_as_by_itself(monkeypatch, has_sinks, most_read):
+    """A verify, a prompt longer than the ring, one token and padding; in any tiles."""
+    monkeypatch.setattr(window_op, "_MOST_READ", most_read)
+    window, rng = 5, np.random.default_rng(2)
+    slots = [2, 2, 2, *[1] * 11, 3, 0, 9]
+    positions = [7, 8, 9, *range(11), 40, 0, 3]
+    live = np.array([1] * 15 + [0, 1])
+    count = 15
+    queries = normal(rng, len(slots), HEADS, DIM)
+    keys, values = normal(rng, 2, len(slots), KV_HEADS, DIM)
+    keys[count:] = values[count:] = np.nan
+    pool = jnp.asarray(normal(rng, 2, SLOTS, window - 1 + WIDTH, 2, KV_HEADS, DIM))
+    options = {"window": window, "sinks": normal(rng, HEADS) if has_sinks else None}
+    expected, wanted = pool, []
+    for token in range(count):
+        own = slice(token, token + 1)
+        rows = decode_rows(slots[own], positions[own], [1])
+        operands = (x[own][:, None] for x in (queries, keys, values))
+        out, expected = decode(*operands, expected, 1, rows, **options)
+        wanted.append(out[0, 0])
+    for bounds in [(0, 17), (0, 2, 9, 13, 14, 17)]:
+        after, found = pool, []
+        for begin, end in itertools.pairwise(bounds):
+            own = slice(begin, end)
+            rows = decode_rows(slots[own], positions[own], live[own])
+            region = TokenRegion.of(rows, jnp.zeros(end - begin, jnp.int32))
+            operands = (jnp.asarray(x[own]) for x in (queries, keys, values))
+            out, after = window_scan(*operands, after, 1, region, **options)
+            found.append(out)
+        np.testing.assert_allclose(jnp.concatenate(found)[:count], jnp.stack(wanted), atol=1e-6)
+        np.testing.assert_array_equal(after, expected)

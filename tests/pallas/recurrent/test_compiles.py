@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from recurrences import GDN, KDA, MAMBA2, both
-from sm90 import array, assert_lean, compile_for
+from sm90 import array, assert_in_place, assert_lean, compile_for
 
 from benchmarks.measure.shapes import GdnShape, Mamba2Shape
 from jaxspec.pallas import dispatch
-from jaxspec.regions import DecodeRegion, PrefillRegion
+from jaxspec.pallas.attention.window import window_scan
+from jaxspec.pallas.recurrent.token_scan import conv_scan
+from jaxspec.regions import DecodeRegion, PrefillRegion, TokenRegion
 
 OPTIMIZED = True  # as for a user
 FLOAT32, BFLOAT16, FLOAT16 = jnp.float32, jnp.bfloat16, jnp.float16
@@ -68,6 +70,47 @@ def test_a_step_compiles(h200, monkeypatch, capfd, family, shape, dtype, x_dtype
     operands = tokens, pool, abstract_rows(4)
     compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
     assert_lean(compiled, capfd.readouterr().out, pool)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "x_dtype"),
+    [
+        (GDN, FLOAT32, FLOAT32),
+        (GDN, BFLOAT16, FLOAT32),
+        (KDA, FLOAT32, FLOAT32),
+        (MAMBA2, FLOAT32, BFLOAT16),
+        (MAMBA2, FLOAT16, FLOAT32),
+    ],
+    ids=str,
+)
+def test_a_scan_compiles(h200, monkeypatch, capfd, family, dtype, x_dtype):
+    def scan(tokens, states, rows):
+        for layer in range(2):
+            out, states = family.scan.kernel(tokens, states, jnp.int32(layer), rows)
+            tokens = tokens._replace(**{family.value: out.astype(x_dtype)})
+        return out, states
+
+    tokens = abstract_tokens(family, family.typical, 64, dtype=x_dtype)
+    pool = array(2, 9, 4, *family.state(family.typical), dtype=dtype)
+    operands = tokens, pool, TokenRegion(*[array(64, dtype=jnp.int32)] * 8)
+    compiled = compile_for(h200, monkeypatch, scan, operands, donated=1)
+    assert_lean(compiled, capfd.readouterr().out, pool)
+
+
+@pytest.mark.parametrize("scan", [conv_scan, window_scan])
+def test_a_scan_in_xla_writes_its_pool_in_place(h200, monkeypatch, scan):
+    def run(operands, pool, rows):
+        return scan(*operands, pool, 1, rows, **options)
+
+    if scan is conv_scan:
+        operands, options = (array(64, 8192), array(4, 8192)), {}
+        pool = array(2, 499, 7, 8192)
+    else:
+        operands, options = (array(64, 16, 64), *2 * (array(64, 8, 64),)), {"window": 128}
+        pool = array(2, 999, 131, 2, 8, 64)
+    operands = operands, pool, TokenRegion(*[array(64, dtype=jnp.int32)] * 8)
+    compiled = compile_for(h200, monkeypatch, run, operands, donated=1)
+    assert_in_place(compiled, pool)
 
 
 @both
