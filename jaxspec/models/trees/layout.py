@@ -26,7 +26,7 @@ from jaxspec.models.shards import of_devices
 from jaxspec.models.source import dequantised, naming
 from jaxspec.models.trees.checkpoint import Tensor, TreeCheckpoint, own_names
 from jaxspec.models.trees.filling import Copied, Filling, FromTensors, LeafOfRank
-from jaxspec.models.trees.leaves import Leaf, Part, await_copies
+from jaxspec.models.trees.leaves import Leaf, Part, await_copies, near
 from jaxspec.models.weights import (
     as_published,
     check_tensors,
@@ -282,7 +282,7 @@ class WeightLayout:
             part = of_ranks[0]
             is_integer = jnp.issubdtype(part.leaf.dtype, jnp.integer)
             if part.placements and is_integer and not part.is_read:
-                tensors = [tree.arrays[name] for name in part.names]
+                tensors = [near(tree.arrays[name], device) for name in part.names]
                 leaves = list(ModelSpec.weights_of(self.local))
                 leaves[number] = part.leaf.of(tensors, device)
                 with naming(Path(tree.path)):

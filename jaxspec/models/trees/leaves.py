@@ -64,15 +64,12 @@ class Leaf(NamedTuple):
     ) -> jax.Array:
         """Return the parameter's value on a device; it shares no memory with its arguments.
 
-        Waits for the device if a tensor is on the host, where it may be written to afterwards.
-
         Args:
-            tensors: The tensor of each part, on any devices.
+            tensors: The tensor of each part, on the device.
             device: The device.
             base: Value where no part is; None means zeros.
         """
-        program = self.compiled(tensors, device, has_base=base is not None)
-        return after(tensors, program(base, *(_near(each, device) for each in tensors)))
+        return self.compiled(tensors, device, has_base=base is not None)(base, *tensors)
 
     def compiled(
         self, tensors: Sequence[Tensor], device: Any, *, has_base: bool
@@ -94,8 +91,9 @@ def await_copies(leaves: Iterable[jax.Array]) -> None:
     jax.block_until_ready(list(leaves))
 
 
-def _near(tensor: Tensor, device: Any) -> Tensor:
-    if isinstance(tensor, np.ndarray) or tensor.devices() == {device}:
+def near(tensor: Tensor, device: Any) -> jax.Array:
+    """Return the tensor on a device; it may share its memory, and its copy may be in flight."""
+    if not isinstance(tensor, np.ndarray) and tensor.devices() == {device}:
         return tensor
     return jax.device_put(tensor, device)
 
