@@ -78,6 +78,49 @@ def quantised_prompts(figures: Figures) -> Rows:
             yield _prefill_units(_named(case)) | {"format": _format(case)}
 
 
+def quantised_traffic(figures: Figures) -> Rows:
+    for case in results(figures):
+        options, name = case["options"], f"{case['size']}, {case['requests']} of {case['lengths']}"
+        options = {"activation_dtype": None} | options
+        yield (
+            case
+            | {"name": name.replace(" of trace", " of unequal lengths")}
+            | {"format": _format(options)}
+        )
+
+
+ACTS = {
+    "update_device": "`update_weights` from device arrays",
+    "update_host": "`update_weights` from NumPy arrays",
+    "sleep_1": "`sleep(1)`, weights to the host",
+    "after_sleep_1": "`wake_up()` after it",
+    "after_sleep_2": "`wake_up()` after `sleep(2)`, without weights",
+}
+
+
+def weight_updates(figures: Figures) -> Rows:
+    """Yield a row per act on the weights of a running engine."""
+    for case in results(figures):
+        if case["part"] == "weights":
+            for key, act in ACTS.items():
+                yield case | {
+                    "act": f"{case['size']}, {case['weight_gb']:.1f} GB: {act}",
+                    "ms": case[f"{key}_ms"],
+                    "pause_ms": case.get(f"{key}_pause_ms"),
+                }
+
+
+def rollout_samples(figures: Figures) -> Rows:
+    """Yield a row without logprobs, and one with them."""
+    for case in results(figures):
+        if case["part"] == "samples":
+            sizes = f"{case['prompts']} x {case['samples']} x {case['tokens']}"
+            name = f"{case['size']}, {sizes}, {case['drafts']}"
+            for key, logprobs in (("", "none"), ("logprobs_", "of the sampled token")):
+                rate = case[f"{key}tokens_per_second"]
+                yield case | {"name": name, "logprobs": logprobs, "rate": rate}
+
+
 def _format(case: Figures) -> str:
     return case["quantization"] + ", rounded activations" * bool(case["activation_dtype"])
 
@@ -341,6 +384,33 @@ TABLES = {
         ("model, prompts x tokens", "{name}, {prompts} x {prompt}"),
         ("weights", "{format}"),
         ("thousand tokens a second", "{rate:.1f}"),
+        COMMIT,
+    ),
+    "quantised traffic": Table(
+        "quantised_traffic_h200.json",
+        quantised_traffic,
+        ("model, requests", "{name}"),
+        ("weights", "{format}"),
+        ("output tokens a second", "{output_tokens_per_second:,.0f}"),
+        ("tokens a second", "{total_tokens_per_second:,.0f}"),
+        ("ms per token of a request", "{tpot_ms:.1f}"),
+        ("floor's share of the time", "{of_floor:.0%}"),
+        COMMIT,
+    ),
+    "weight updates": Table(
+        "rollouts_h200.json",
+        weight_updates,
+        ("act", "{act}"),
+        ("ms", "{ms:,.0f}"),
+        ("ms without a step", "{pause_ms:,.0f}"),
+        COMMIT,
+    ),
+    "rollout samples": Table(
+        "rollouts_h200.json",
+        rollout_samples,
+        ("prompts x samples x tokens, drafts", "{name}"),
+        ("logprobs", "{logprobs}"),
+        ("tokens a second", "{rate:,.0f}"),
         COMMIT,
     ),
     "draft counts": Table(

@@ -22,6 +22,7 @@ _DOCS = (
     "measurements",
     "prefix-caching",
     "quantised",
+    "rollouts",
     "sampling",
     "serving",
     "speculation",
