@@ -33,17 +33,24 @@ class LayerInputs:
 
     step: ModelInputs
     rotation: Rotation | None  # None for a model without position encoding
+    full_rotation: Rotation | None = None  # of full attention, if it differs
 
     @classmethod
-    def of(cls, inputs: ModelInputs, rope: RopeConfig | None) -> "LayerInputs":
-        """Compute the rotation, once for all layers."""
-        turns = None if rope is None else rotation(inputs.positions, rope)
-        return cls(inputs, turns)
+    def of(
+        cls, inputs: ModelInputs, rope: RopeConfig | None, full_rope: RopeConfig | None = None
+    ) -> "LayerInputs":
+        """Compute the rotations, once for all layers."""
+        turns = (
+            None if each is None else rotation(inputs.positions, each) for each in (rope, full_rope)
+        )
+        return cls(inputs, *turns)
 
     def of_tokens(self, index: Int[Array, " some"]) -> "LayerInputs":
         """Return the inputs of some tokens (`ModelInputs.of_tokens`)."""
-        turns = jax.tree.map(lambda x: x.at[index].get(mode="clip"), self.rotation)
-        return LayerInputs(self.step.of_tokens(index), turns)
+        turns = jax.tree.map(
+            lambda x: x.at[index].get(mode="clip"), (self.rotation, self.full_rotation)
+        )
+        return LayerInputs(self.step.of_tokens(index), *turns)
 
 
 class Mixer(Protocol[Tokens]):
