@@ -37,14 +37,13 @@ _OPTIONS = {
 }
 # Fields of E2B and E4B, which change the structure of the layers.
 _SMALL = {"hidden_size_per_layer_input": (0,), "num_kv_shared_layers": (0,)}
-_INTERVAL = 6  # every sixth layer has full attention
+_INTERVAL = 6  # every sixth layer has full attention, and the last one
 _CAP = number(1e-3, 1e6)
+_KV_HEADS = "num_key_value_heads"
 _TEXT = ("model.language_model.", "model.")
 _TOWERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
 _LAYER = re.compile(r"(model\.layers\.\d{1,4}\.)(.+)")
 _NAMES = {  # of a layer's tensors
-    "post_attention_layernorm.weight": "post_mixer_layernorm.weight",
-    "pre_feedforward_layernorm.weight": "post_attention_layernorm.weight",
     "pre_feedforward_layernorm_2.weight": "mlp.input_norm.weight",
     "post_feedforward_layernorm_1.weight": "mlp.dense_norm.weight",
     "post_feedforward_layernorm_2.weight": "mlp.experts_norm.weight",
@@ -134,16 +133,11 @@ class Gemma4(Model):
 
 def _kinds(fields: Fields) -> tuple[str, ...]:
     kinds = listed_kinds(fields)
-    if kinds is None:
-        count = fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
-        pair = SLIDING_ATTENTION, FULL_ATTENTION
-        kinds = tuple(pair[(index + 1) % _INTERVAL == 0] for index in range(count))
-    if kinds[-1] != FULL_ATTENTION:
-        raise ValueError(
-            f"config.json: the last of `layer_types` must be {FULL_ATTENTION!r}, got "
-            f"{kinds[-1]!r}. Take the config.json that was published with the weights."
-        )
-    return kinds
+    if kinds is not None:
+        return kinds
+    count = fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
+    pair = SLIDING_ATTENTION, FULL_ATTENTION
+    return tuple(pair[i % _INTERVAL == 0 or i == count] for i in range(1, count + 1))
 
 
 def _rope_block(fields: Fields, kind: str) -> Block:
@@ -176,11 +170,10 @@ def _full_sizes(fields: Fields, config: ModelConfig) -> tuple[int, int]:
     They are two fields, or, as transformers saves them, one object per layer.
     """
     if fields.find("per_layer_config", OBJECT) is None:
-        heads = fields.find("num_global_key_value_heads", SIZE)
-        counts = fields.find("attention_k_eq_v", FLAG) and heads is not None
-        return heads if counts and heads else config.num_kv_heads, fields.need(
-            "global_head_dim", SIZE
-        )
+        head_dim = fields.need("global_head_dim", SIZE)
+        own = fields.find("num_global_key_value_heads", SIZE)
+        is_read = fields.find("attention_k_eq_v", FLAG)  # as in transformers
+        return (own if own and is_read else config.num_kv_heads), head_dim
     layers = fields.block("per_layer_config")
     full = {str(i) for i, kind in enumerate(config.layer_types) if kind == FULL_ATTENTION}
     sizes = set()
@@ -196,9 +189,6 @@ def _full_sizes(fields: Fields, config: ModelConfig) -> tuple[int, int]:
             "published with the weights."
         )
     return sizes.pop()
-
-
-_KV_HEADS = "num_key_value_heads"
 
 
 def _experts(fields: Fields) -> MoEConfig:

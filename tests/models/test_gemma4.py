@@ -44,6 +44,8 @@ def test_published_configurations_are_read():
     assert (experts.routing.num_experts, experts.routing.num_chosen) == (128, 8)
     unlisted = with_text(MOE_MODEL, {"layer_types": None})
     assert parse_config(unlisted) == moe
+    shorter = with_text(MOE_MODEL, {"layer_types": None, "num_hidden_layers": 8})
+    assert parse_config(shorter).layer_types == (*KINDS, SLIDING_ATTENTION, FULL_ATTENTION)
 
 
 def test_only_the_first_pairs_of_a_proportional_rotation_turn():
@@ -60,7 +62,7 @@ def test_only_the_first_pairs_of_a_proportional_rotation_turn():
         ({"num_kv_shared_layers": 20}, "`num_kv_shared_layers` must be 0, got 20"),
         ({"use_bidirectional_attention": "all"}, "`use_bidirectional_attention` must be 'vision'"),
         ({"hidden_activation": "silu"}, "`hidden_activation` must be 'gelu_pytorch_tanh'"),
-        ({"layer_types": [SLIDING_ATTENTION] * 60}, "the last of `layer_types` must be"),
+        ({"layer_types": [SLIDING_ATTENTION] * 59}, "for each of 60 layers; it has 59 entries"),
         ({"num_global_key_value_heads": 5}, "32 is not a multiple of 5"),
         ({"global_head_dim": None}, "must give `global_head_dim`"),
         ({"rope_parameters": {"full_attention": {}}}, "`rope_parameters.sliding_attention`"),
@@ -91,11 +93,11 @@ def test_sizes_by_layer_are_those_of_all_layers_with_full_attention():
         ("model.embed_vision.embedding_projection.weight", None),
         (
             "model.language_model.layers.3.post_attention_layernorm.weight",
-            "model.layers.3.post_mixer_layernorm.weight",
+            "model.layers.3.post_attention_layernorm.weight",
         ),
         (
-            "model.layers.3.pre_feedforward_layernorm.weight",
-            "model.layers.3.post_attention_layernorm.weight",
+            "model.layers.3.pre_feedforward_layernorm_2.weight",
+            "model.layers.3.mlp.input_norm.weight",
         ),
         ("model.layers.3.router.proj.weight", "model.layers.3.mlp.gate.weight"),
         ("model.layers.3.experts.down_proj", "model.layers.3.mlp.experts.down_proj"),

@@ -625,7 +625,7 @@ GEMMA_FIELDS = {
     "num_experts": [],
     "top_k_experts": [],
     "moe_intermediate_size": [],
-    "layer_types": [],
+    "layer_types": NONE,  # every sixth and the last, as it is
     "sliding_window": [],
     "attention_k_eq_v": [True],
     "num_global_key_value_heads": [1],

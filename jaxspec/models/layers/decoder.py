@@ -232,7 +232,9 @@ class DecoderLayer(nnx.Module):
             yield from self.input_norm.checkpoint(prefix + "input_layernorm")
             yield from self.mixer.checkpoint(prefix)
         if self.feed_forward is not None:
-            yield from self.feed_forward_norm.checkpoint(prefix + "post_attention_layernorm")
+            # Gemma's names differ from Qwen's: there the norm after attention is of its output.
+            name = "post_attention" if self.output_norms is None else "pre_feedforward"
+            yield from self.feed_forward_norm.checkpoint(f"{prefix}{name}_layernorm")
             yield from self.feed_forward.checkpoint(prefix + "mlp.")
         if self.output_norms is not None:
             yield from self.output_norms.checkpoint(prefix)

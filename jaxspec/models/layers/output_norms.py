@@ -31,7 +31,7 @@ class OutputNorms(nnx.Module):
         return stream * factor, normed(pending, self.of_feed_forward) * factor
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
-        yield from self.of_mixer.checkpoint(prefix + "post_mixer_layernorm")
+        yield from self.of_mixer.checkpoint(prefix + "post_attention_layernorm")
         yield from self.of_feed_forward.checkpoint(prefix + "post_feedforward_layernorm")
         yield Placement(prefix + "layer_scalar", (1,), self.scalar)
 
