@@ -35,13 +35,20 @@ _OPTIONS = {
     "hidden_activation": ("gelu_pytorch_tanh",),
     "use_bidirectional_attention": ("vision",),  # between the tokens of an image
 }
-# Fields of E2B and E4B, which change the structure of the layers.
-_SMALL = {"hidden_size_per_layer_input": (0,), "num_kv_shared_layers": (0,)}
+# Fields of E2B and E4B, and how they change the layers.
+_SMALL = {
+    "hidden_size_per_layer_input": "embeddings for each layer",
+    "num_kv_shared_layers": "layers that read keys and values of earlier ones",
+}
+_COUNT = whole(0, 2**20)
 _INTERVAL = 6  # every sixth layer has full attention, and the last one
 _CAP = number(1e-3, 1e6)
 _KV_HEADS = "num_key_value_heads"
 _TEXT = ("model.language_model.", "model.")
-_TOWERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
+_TOWERS = (
+    *("model.vision_tower.", "model.vision_embedder.", "model.embed_vision."),
+    *("model.audio_tower.", "model.embed_audio."),
+)
 _LAYER = re.compile(r"(model\.layers\.\d{1,4}\.)(.+)")
 _NAMES = {  # of a layer's tensors
     "pre_feedforward_layernorm_2.weight": "mlp.input_norm.weight",
@@ -69,7 +76,8 @@ class Gemma4(Model):
 
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        fields.refuse_all_but(_OPTIONS | _SMALL)
+        fields.refuse_all_but(_OPTIONS)
+        _refuse_small(fields)
         kinds = _kinds(fields)
         has_experts = fields.find("enable_moe_block", FLAG) or False
         feeds = (DENSE_AND_SPARSE if has_experts else DENSE,) * len(kinds)
@@ -129,6 +137,15 @@ class Gemma4(Model):
         """See `Model`. The bound keeps the order of logits, so `greedy_tokens` needs none."""
         logits, bound = super().logits(hidden, columns), self.config.find_part(LogitCap)
         return logits if bound is None else bound.cap * jnp.tanh(logits / bound.cap)
+
+
+def _refuse_small(fields: Fields) -> None:
+    for name, change in _SMALL.items():
+        if count := fields.find(name, _COUNT):
+            raise ValueError(
+                f"config.json: `{name}` must be 0, got {count}: {change}, as in Gemma 4 E2B and "
+                "E4B, which jaxspec does not implement. Use Gemma 4 12B, 26B-A4B or 31B."
+            )
 
 
 def _kinds(fields: Fields) -> tuple[str, ...]:

@@ -3,7 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pairwise import soak
 
+import jaxspec
 from benchmarks.published import MODELS
 from jaxspec.models import load_model, parse_config
 from jaxspec.models.config import (
@@ -48,6 +50,17 @@ def test_published_configurations_are_read():
     assert parse_config(shorter).layer_types == (*KINDS, SLIDING_ATTENTION, FULL_ATTENTION)
 
 
+@pytest.mark.parametrize(
+    ("name", "total", "active"), [soak("31b", 30.7e9, 30.7e9), ("26b-a4b", 25.2e9, 3.8e9)]
+)
+def test_published_models_have_the_published_numbers_of_parameters(name, total, active, tmp_path):
+    published = MODELS[f"gemma-4-{name}"]
+    found = jaxspec.inspect(published.write(tmp_path, published.config), load_format="dummy")
+    assert found.refused == () and found.parameters is not None
+    assert found.parameters.total == pytest.approx(total, rel=5e-3)
+    assert found.parameters.active == pytest.approx(active, rel=1e-2)
+
+
 def test_only_the_first_pairs_of_a_proportional_rotation_turn():
     rope = parse_config(DENSE_MODEL).full_rope
     turns = frequencies(rope)
@@ -58,8 +71,11 @@ def test_only_the_first_pairs_of_a_proportional_rotation_turn():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size_per_layer_input": 256}, "`hidden_size_per_layer_input` must be 0, got 256"),
-        ({"num_kv_shared_layers": 20}, "`num_kv_shared_layers` must be 0, got 20"),
+        (
+            {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 20},
+            "`hidden_size_per_layer_input` must be 0, got 256: .* Gemma 4 E2B and E4B",
+        ),
+        ({"num_kv_shared_layers": 20}, "`num_kv_shared_layers` must be 0, got 20: .* Use Gemma 4"),
         ({"use_bidirectional_attention": "all"}, "`use_bidirectional_attention` must be 'vision'"),
         ({"hidden_activation": "silu"}, "`hidden_activation` must be 'gelu_pytorch_tanh'"),
         ({"layer_types": [SLIDING_ATTENTION] * 59}, "for each of 60 layers; it has 59 entries"),
@@ -91,6 +107,7 @@ def test_sizes_by_layer_are_those_of_all_layers_with_full_attention():
         ("model.vision_tower.patch_embedder.input_proj.weight", None),
         ("model.audio_tower.layers.0.norm.weight", None),
         ("model.embed_vision.embedding_projection.weight", None),
+        ("model.vision_embedder.patch_dense.weight", None),
         (
             "model.language_model.layers.3.post_attention_layernorm.weight",
             "model.layers.3.post_attention_layernorm.weight",
