@@ -54,6 +54,8 @@ OTHERS = {  # run only if they are named
     "granite-3.3-8b": Model(NGRAM),
     "qwen2.5-14b": Model(NGRAM),
     "mistral-7b-v0.3": Model(NGRAM),
+    "gemma-4-31b": Model(NGRAM),
+    "gemma-4-26b-a4b": Model(NGRAM),
     "glm-4.7-flash": Model(MTP),
     "glm-4.5-air": Model(MTP),
     # Some 30 GB a layer of experts in float32: alone on a GPU.

@@ -1,6 +1,7 @@
 """Published models: config.json and generation_config.json at full size, thin or small."""
 
 from benchmarks.published.attention import ATTENTION_MODELS
+from benchmarks.published.gemma import GEMMA_MODELS
 from benchmarks.published.glm import GLM_MODELS
 from benchmarks.published.kimi import KIMI_MODELS
 from benchmarks.published.latent import LATENT_MODELS
@@ -15,6 +16,7 @@ MODELS: dict[str, PublishedModel] = {
     **QWEN_HYBRIDS,
     **ATTENTION_MODELS,
     **MAMBA_MODELS,
+    **GEMMA_MODELS,
     **GLM_MODELS,
     **KIMI_MODELS,
     **SHORT_CONV_MODELS,

@@ -19,6 +19,7 @@ _HEADS = {
     "mamba_n_heads": "mamba_n_groups",
     "num_heads": "n_groups",
 }
+_GLOBAL_GROUPS = "num_global_key_value_heads"  # of the same query heads, in full attention
 _GROUPS = 2  # of a small model, where the published one has more
 _HEADS_OF_ONE_GROUP = 16  # of a small model with Mamba2, where all heads share one group
 _WIDTHS = (
@@ -73,6 +74,8 @@ class PublishedModel:
         for heads in _HEADS:
             if heads in fields:
                 _cut_heads(fields, heads)
+        if _GLOBAL_GROUPS in fields:
+            fields[_GLOBAL_GROUPS] = 1
         for width in _WIDTHS:
             if width in fields:
                 share = -(-fields[width] * HIDDEN // (fields["hidden_size"] * _ALIGNED))

@@ -5,6 +5,8 @@ import math
 from collections.abc import Collection
 from typing import Any, TypeVar
 
+from jaxspec.pallas.matmul.activation import Activation
+
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 LINEAR_ATTENTION = "linear_attention"
@@ -17,8 +19,9 @@ NO_MIXER = "no_mixer"  # a layer with only a feed-forward part
 DENSE = "dense"
 SQUARED_RELU = "squared_relu"  # dense, without a gate
 SPARSE = "sparse"  # a mixture of experts
+DENSE_AND_SPARSE = "dense_and_sparse"  # both on the same stream, each with its norms
 LATENT_SPARSE = "latent_sparse"  # a mixture whose experts read a latent projection
-ROUTED = (SPARSE, LATENT_SPARSE)
+ROUTED = (SPARSE, DENSE_AND_SPARSE, LATENT_SPARSE)
 NO_FEED_FORWARD = "no_feed_forward"  # a layer with only a token mixer
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -71,10 +74,20 @@ class YarnScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProportionalScaling:
+    """Only the first pairs of channels turn, with the frequencies that they have in a whole head.
+
+    Gemma 4's full attention, `rope_type` "proportional" in Hugging Face's transformers.
+    """
+
+    turning_pairs: int
+
+
+@dataclasses.dataclass(frozen=True)
 class RopeConfig:
     theta: float
     rotary_dim: int  # number of rotated channels, the first of `head_dim`
-    scaling: Llama3Scaling | YarnScaling | None = None
+    scaling: Llama3Scaling | YarnScaling | ProportionalScaling | None = None
 
     @property
     def magnitude(self) -> float:
@@ -87,6 +100,23 @@ class RopeConfig:
         if not isinstance(self.scaling, YarnScaling):
             return 0
         return int(self.scaling.original_max_position_embeddings * self.scaling.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class FullAttention:
+    """Sizes of full attention in a model whose layers with a window have other ones (Gemma 4)."""
+
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    keys_are_values: bool  # see `ModelConfig`
+
+    def local(self, devices: int) -> "FullAttention":
+        """Return the sizes that each of `devices` devices holds."""
+        name = "num_global_key_value_heads"
+        return dataclasses.replace(
+            self, num_kv_heads=share_or_copy(self.num_kv_heads, devices, name)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +145,13 @@ class ModelConfig:
     gated_attention: bool = False  # each query head has a gate for its output
     zero_centred_norms: bool = False  # RMS norms multiply by `1 + weight`
     normed_heads: bool = True  # RMS norms per head of queries and keys
+    normed_values: bool = False  # values are normed per head, too, without a weight
+    keys_are_values: bool = False  # values are the projected keys, before norm and rotation
+    full_attention: FullAttention | None = None  # None means the sizes of all attention layers
+    # The outputs of both halves of a layer are normed before they are added to the stream, and the
+    # layer's sum is multiplied by a learned number.
+    normed_outputs: bool = False
+    activation: Activation = Activation.SWIGLU  # of dense feed-forward layers with a gate
     attention_biases: tuple[str, ...] = ()  # projections of attention with a bias
     window: int | None = None  # positions that sliding attention sees, a token's own included
     attention_sinks: bool = False  # each query head has a score for attending to nothing
@@ -152,9 +189,28 @@ class ModelConfig:
             intermediate_size=share(self.intermediate_size, devices, "intermediate_size"),
             num_heads=share(self.num_heads, devices, "num_attention_heads"),
             num_kv_heads=share_or_copy(self.num_kv_heads, devices, "num_key_value_heads"),
+            full_attention=self.full_attention and self.full_attention.local(devices),
             parts=tuple(parts),
             devices=devices,
             of_all=self,
+        )
+
+    @property
+    def full_rope(self) -> RopeConfig | None:
+        """Rotation of full attention, if it differs from that of other layers."""
+        return None if self.full_attention is None else self.full_attention.rope
+
+    def of_mixer(self, mixer: str) -> "ModelConfig":
+        """Return the config with the sizes of a mixer, which is an entry of `layer_types`."""
+        full = self.full_attention
+        if mixer != FULL_ATTENTION or full is None:
+            return self
+        return dataclasses.replace(
+            self,
+            num_kv_heads=full.num_kv_heads,
+            head_dim=full.head_dim,
+            rope=full.rope,
+            keys_are_values=full.keys_are_values,
         )
 
     def find_part(self, kind: type[_Part]) -> _Part | None:

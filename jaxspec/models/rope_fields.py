@@ -47,13 +47,28 @@ def read_rope(
         theta = fields.need("rope_theta", _THETA)
     partial = _agreed("partial_rotary_factor", _SHARE, [*nested, fields])
     partial = default_partial if partial is None else partial
+    return RopeConfig(float(theta), _rotary_dim(head_dim, partial), scaling)
+
+
+def read_plain_rope(block: Block, head_dim: int) -> RopeConfig:
+    """Read the rotation of a head of `head_dim` channels from one object, which has no scaling.
+
+    Raises:
+        ValueError: A field is missing or malformed.
+    """
+    theta = block.need("rope_theta", _THETA)
+    partial = block.find("partial_rotary_factor", _SHARE)
+    return RopeConfig(float(theta), _rotary_dim(head_dim, 1.0 if partial is None else partial))
+
+
+def _rotary_dim(head_dim: int, partial: float) -> int:
     rotary_dim = int(head_dim * partial)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(
             f"config.json: partial_rotary_factor {partial} of head_dim {head_dim} rotates "
             f"{rotary_dim} channels; it must be an even number in 2..{head_dim}."
         )
-    return RopeConfig(float(theta), rotary_dim, scaling)
+    return rotary_dim
 
 
 def _scaling(nested: Sequence[Block]) -> Llama3Scaling | YarnScaling | None:

@@ -192,7 +192,7 @@ def _trunk(model: Model, texts: _FlatTexts, routes: _Routes | None = None) -> _H
     """Return the trunk's output after the final norm, and zeros for padding."""
     trunk, inputs = model.trunk, texts.inputs()
     given = iter(() if routes is None else jnp.unstack(texts.routes(routes), axis=1))
-    layer_inputs = LayerInputs.of(inputs, trunk.config.rope)
+    layer_inputs = LayerInputs.of(inputs, trunk.config.rope, trunk.config.full_rope)
     stream, pending = trunk.embed(inputs.tokens), None
     for layer, kind in zip(trunk.layers, trunk.config.feed_forward_types, strict=True):
         experts = next(given, None) if kind in ROUTED else None

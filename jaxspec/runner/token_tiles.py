@@ -18,9 +18,9 @@ from jaxspec.pallas.attention.references import whole_context
 from jaxspec.pallas.row_tiles import carry_over_tiles
 from jaxspec.regions import NO_SLOT, DecodeRegion, TokenRegion
 
-# Tokens per tile. On a CPU, LLVM may compile the rows at the end of a tile otherwise than the first,
-# so each token has its own. A GPU reads all weights for each tile, which takes about as long as
-# multiplying them with 256 tokens.
+# Tokens per tile. On a CPU, LLVM may compile the rows at the end of a tile otherwise than the first
+# ones, so each token has its own. A GPU reads all weights for each tile, which takes about as long
+# as multiplying them with 256 tokens.
 _TOKENS = {"cpu": 1, "gpu": 256}
 
 

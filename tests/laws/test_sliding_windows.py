@@ -1,4 +1,7 @@
-"""Laws of attention over sliding windows: qwen2, and gpt-oss with sinks and experts."""
+"""Laws of attention over sliding windows: qwen2, gpt-oss with sinks and experts, and Gemma 4.
+
+Gemma 4 has two sizes of attention, in pages and in windows.
+"""
 
 import json
 import shutil
@@ -13,8 +16,8 @@ from safetensors import safe_open
 import jaxspec
 from jaxspec import LLM, SamplingParams
 
-WINDOW = 8  # of both fixtures
-FAMILIES = ["gpt_oss", "qwen2"]
+WINDOW = 8  # of all fixtures
+FAMILIES = ["gpt_oss", "qwen2", "gemma4", "gemma4_moe"]
 EACH = pytest.mark.parametrize("fixture", FAMILIES)
 PROMPTS = prompts(5, seed=7)
 MIXED = (0.8, 0.5, 0.5)
@@ -62,7 +65,7 @@ def test_speculation_never_changes_output(fixture, params):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("fixture", ["gpt_oss", soak("qwen2")])
+@pytest.mark.parametrize("fixture", ["gpt_oss", soak("qwen2"), soak("gemma4")])
 def test_a_hit_before_at_and_behind_the_border_of_a_window_changes_no_token(fixture):
     """A cached prefix of every length from 1 to two windows and more, then one that goes on."""
     prompt = tuple(np.random.default_rng(5).integers(0, 256, 2 * WINDOW + 4).tolist())
@@ -122,6 +125,8 @@ def test_the_oracle_masks_the_window(fixture):
     [
         ("qwen2", {"Attention + GatedMLP": 2, "WindowAttention + GatedMLP": 2}),
         ("gpt_oss", {"Attention + MoE": 2, "WindowAttention + MoE": 2}),
+        ("gemma4", {"Attention + GatedMLP": 2, "WindowAttention + GatedMLP": 2}),
+        ("gemma4_moe", {"Attention + DenseAndSparse": 1, "WindowAttention + DenseAndSparse": 2}),
         ("gpt_oss_mxfp4", {"Attention + MoE": 2, "WindowAttention + MoE": 2}),
     ],
 )

@@ -86,6 +86,8 @@ def assert_equal_on_all_devices(engine: Harness) -> None:
                 ("granitemoehybrid", FOUR, SNAPSHOT, 0, GREEDY),
                 ("granite", FOUR, SNAPSHOT, 3, GREEDY),
                 ("gpt_oss", FOUR, SNAPSHOT, 3, GREEDY),
+                ("gemma4", FOUR, SNAPSHOT, 3, GREEDY),
+                ("gemma4_moe", PAIR, SNAPSHOT, 0, GREEDY),
                 ("mamba2", FOUR, REPLAY, 3, SAMPLED),
                 ("lfm2", FOUR, SNAPSHOT, 3, GREEDY),
                 ("deepseek_v3", FOUR, SNAPSHOT, 3, SAMPLED),
@@ -114,6 +116,7 @@ def test_tokens_are_those_of_one_device(fixture, group, states, drafts, params):
                 ("nemotron_h_latent", PAIR, 3, SAMPLED),
                 ("granitemoehybrid", FOUR, 0, GREEDY),
                 ("gpt_oss", PAIR, 3, GREEDY),
+                ("gemma4_moe", PAIR, 3, GREEDY),
                 ("deepseek_v3", FOUR, 3, GREEDY),
                 ("qwen3_moe", FOUR, 3, NUCLEUS),
             ]

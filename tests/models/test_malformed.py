@@ -615,6 +615,33 @@ GPT_OSS_FIELDS = {
     "rope_parameters.beta_fast": NONE,
     "rope_parameters.beta_slow": NONE,
 }
+# The same of Gemma 4 with experts.
+GEMMA_FIELDS = {
+    "hidden_activation": NONE,
+    "use_bidirectional_attention": NONE,
+    "hidden_size_per_layer_input": [*NONE, 0],
+    "num_kv_shared_layers": [*NONE, 0],
+    "enable_moe_block": [True],
+    "num_experts": [],
+    "top_k_experts": [],
+    "moe_intermediate_size": [],
+    "layer_types": NONE,  # every sixth and the last, as it is
+    "sliding_window": [],
+    "attention_k_eq_v": [True],
+    "num_global_key_value_heads": [1],
+    "global_head_dim": [],
+    "per_layer_config": NONE,  # the same by layer
+    "final_logit_softcapping": [],
+    "rope_parameters.full_attention": [],
+    "rope_parameters.full_attention.rope_type": NONE,
+    "rope_parameters.full_attention.rope_theta": [],
+    "rope_parameters.full_attention.partial_rotary_factor": [],
+    "rope_parameters.full_attention.factor": [*NONE, 1],
+    "rope_parameters.sliding_attention": [],
+    "rope_parameters.sliding_attention.rope_type": NONE,
+    "rope_parameters.sliding_attention.rope_theta": [],
+    "rope_parameters.sliding_attention.partial_rotary_factor": [*NONE, 1],
+}
 DEEPSEEK_FIELDS = {
     "q_lora_rank": [],
     "kv_lora_rank": [],
@@ -684,6 +711,11 @@ NOT_WRONG_OF_GPT_OSS = {
     "rope_parameters.beta_fast": [1.5],
     "rope_parameters.beta_slow": [1.5],
 }
+NOT_WRONG_OF_GEMMA = {
+    "top_k_experts": [1],
+    "final_logit_softcapping": [*NONE, 1.5, 1],
+    "rope_parameters.full_attention.partial_rotary_factor": [*NONE, 1],
+}
 # The same of Kimi-Linear, in transformers' spelling and in the published one.
 LATENT_FIELDS = {
     "model_max_length": [],
@@ -723,7 +755,7 @@ KIMI_RAW_FIELDS = LATENT_FIELDS | {
 TABLES = FIELDS | EXPERT_FIELDS | LLAMA_FIELDS | FALCON_FIELDS | LFM2_FIELDS
 TABLES |= LFM2_RAW_FIELDS | NEMOTRON_FIELDS | MAMBA2_FIELDS | GRANITE_FIELDS
 TABLES |= KIMI_FIELDS | KIMI_RAW_FIELDS | QWEN2_FIELDS | GPT_OSS_FIELDS | DEEPSEEK_FIELDS
-TABLES |= GLM_FIELDS
+TABLES |= GLM_FIELDS | GEMMA_FIELDS
 # An id that stands for the end of a text is right or wrong by its value alone.
 NOT_WRONG = {"eos_token_id": [0, [1]]}
 # Here they mean another model of the same tensors.
@@ -750,6 +782,9 @@ NOT_WRONG_OF_FALCON |= {"mamba_norm_before_gate": [*NONE, True]}  # transformers
 CULPRITS = {
     "n_shared_experts": "mlp.shared_experts",  # without it there are none
     "mamba_conv_bias": "mamba.conv1d.bias",
+    "enable_moe_block": "experts",
+    "attention_k_eq_v": "self_attn",  # values of their own, and other heads
+    "num_global_key_value_heads": "k_proj",
     "use_conv_bias": "mixer.conv1d.bias",
     "attention_head_dim": "head_dim",  # its other name
     "num_shared_experts": ".shared_experts.",  # without it there is none
@@ -780,7 +815,7 @@ def is_among(value, values):
 def with_field(config, path, value):
     """`config` with the field at `path` set to `value` or taken away."""
     name, _, rest = path.partition(".")
-    if rest and name.startswith(("rope", "linear_attn")):
+    if rest and name.startswith(("rope", "linear_attn", "full_att", "sliding_att")):
         return {**config, name: with_field(config.get(name) or {}, rest, value)}
     return {key: v for key, v in config.items() if key != name} | (
         {} if value is ABSENT else {name: value}
@@ -805,6 +840,7 @@ def with_field(config, path, value):
         ("gpt_oss", GPT_OSS_FIELDS, NOT_WRONG_OF_GPT_OSS),
         ("deepseek_v32", DEEPSEEK_FIELDS, NOT_WRONG_OF_DEEPSEEK),
         soak("glm4_moe", GLM_FIELDS, NOT_WRONG),
+        soak("gemma4_moe", GEMMA_FIELDS, NOT_WRONG_OF_GEMMA),
         ("kimi_linear", KIMI_FIELDS, NOT_WRONG),
         ("kimi_linear_raw", KIMI_RAW_FIELDS, NOT_WRONG),
     ],
@@ -812,7 +848,7 @@ def with_field(config, path, value):
     ids=[
         *("dense", "experts", "llama", "Falcon-H1", "LFM2", "LFM2 raw"),
         *("Nemotron", "Mamba2", "Granite hybrid", "Granite", "Qwen2", "gpt-oss"),
-        *("DeepSeek", "GLM", "Kimi-Linear", "Kimi-Linear raw"),
+        *("DeepSeek", "GLM", "Gemma", "Kimi-Linear", "Kimi-Linear raw"),
     ],
 )
 def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
@@ -843,6 +879,7 @@ def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
             "deepseek_v32",
             "glm4_moe",
             "glm4_moe_lite",
+            "gemma4_moe",
             "kimi_linear",
             "kimi_linear_raw",
             *EXPERTS,

@@ -16,14 +16,14 @@ WITH_HEADS = [
     *("glm4_moe", "glm4_moe_lite"),
 ]
 OTHERS = [
-    *("qwen3", "qwen3_moe", "llama", "llama_draft", "granite", "qwen2", "gpt_oss"),
-    *("mamba2", "granitemoehybrid", "falcon_h1", "lfm2", "kimi_linear"),
+    *("qwen3", "qwen3_moe", "llama", "llama_draft", "granite", "qwen2", "gpt_oss", "gemma4"),
+    *("mamba2", "granitemoehybrid", "falcon_h1", "lfm2", "kimi_linear", "gemma4_moe"),
 ]
 # Not nemotron_h_latent: which half of its experts competes is often a near tie.
 IN_BFLOAT16 = [
     *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_vl", "qwen3_next", "nemotron_h", "nemotron_h_wide"),
     *("qwen3_moe", "llama", "llama_draft", "mamba2", "granitemoehybrid", "falcon_h1", "lfm2"),
-    *("granite", "qwen2", "gpt_oss"),
+    *("granite", "qwen2", "gpt_oss", "gemma4"),
     *("deepseek_v3", "glm4_moe", "glm4_moe_lite"),
 ]
 # Ops whose kernels a fixture's sizes allow.

@@ -36,6 +36,8 @@ SHARED = {
     "granite": 4,
     "qwen2": 4,
     "gpt_oss": 4,
+    "gemma4": 4,
+    "gemma4_moe": 2,
     "mamba2": 4,
     "lfm2": 4,
     "deepseek_v3": 4,

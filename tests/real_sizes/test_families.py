@@ -31,6 +31,7 @@ OTHER_NAMES = [
     "qwen2.5-14b",
     "mistral-7b-v0.3",
     "gpt-oss-20b",
+    "gemma-4-26b-a4b",
     "mamba2-2.7b",
     "lfm2-1.2b",
     "deepseek-v3",

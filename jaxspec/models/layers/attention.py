@@ -44,14 +44,18 @@ class GroupedAttention(nnx.Module):
     With `config.normed_heads` queries and keys are normalised before the rotation (Qwen3). With
     `config.gated_attention` the output is multiplied by the sigmoid of a gate (Qwen3.5): per head,
     `q_proj` outputs `head_dim` channels of query, then as many of gate. With
-    `config.attention_sinks` each head has one more score in its softmax (gpt-oss).
+    `config.attention_sinks` each head has one more score in its softmax (gpt-oss). With
+    `config.normed_values` values are normalised, too, and with `config.keys_are_values` they are
+    the projected keys before norm and rotation, which are then projected once (Gemma 4).
     """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         self.config = config
         width, kv_width = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
         q_width = 2 * width if config.gated_attention else width
-        outputs = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
+        outputs = {"q_proj": q_width, "k_proj": kv_width}
+        if not config.keys_are_values:
+            outputs["v_proj"] = kv_width
         features, biased = config.attention_inputs or config.hidden_size, config.attention_biases
         self.qkv = Linear(features, outputs, dtype, biased=biased)
         initializers = jax.nn.initializers
@@ -74,7 +78,16 @@ class GroupedAttention(nnx.Module):
         if self.norms is None:
             return None
         config = self.config
-        return QKNorm(self.norms[...], config.rms_norm_eps, config.zero_centred_norms)
+        return QKNorm(
+            self.norms[...], config.rms_norm_eps, config.zero_centred_norms, config.normed_values
+        )
+
+    def _with_values(self, projected: Projected) -> Projected:
+        """Return the projection with columns of values, which may be those of the keys."""
+        if not self.config.keys_are_values:
+            return projected
+        _, keys = self.qkv.split(projected)
+        return jnp.concatenate([projected, keys], axis=1)
 
     @property
     def _scales(self) -> KVScales | None:
@@ -122,10 +135,11 @@ class Attention(GroupedAttention):
     ) -> tuple[AttentionTokens, Pools]:
         """Compute queries and gates, and write the keys and values of all tokens to their pages."""
         config = self.config
+        turns = inputs.rotation if inputs.full_rotation is None else inputs.full_rotation
         queries, kv = attention_inputs(
-            projected,
+            self._with_values(projected),
             self._norm,
-            inputs.rotation,
+            turns,
             pools[self.pool],
             layer,
             inputs.step.kv_slots,

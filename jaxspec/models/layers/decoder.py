@@ -10,6 +10,7 @@ from flax import nnx
 from jaxspec.cache import CacheOptions, CacheSpec, Pools
 from jaxspec.models.config import (
     DENSE,
+    DENSE_AND_SPARSE,
     FULL_ATTENTION,
     KIMI_DELTA,
     LATENT_ATTENTION,
@@ -26,6 +27,7 @@ from jaxspec.models.config import (
     ModelConfig,
 )
 from jaxspec.models.layers.attention import Attention
+from jaxspec.models.layers.dense_and_sparse import DenseAndSparse
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNet
 from jaxspec.models.layers.kimi_delta import KimiDelta
 from jaxspec.models.layers.latent_attention import LatentAttention
@@ -35,6 +37,7 @@ from jaxspec.models.layers.mixer import FeedForward, LayerInputs, Mixer, Project
 from jaxspec.models.layers.mlp import GatedMLP, SquaredReluMLP
 from jaxspec.models.layers.moe import MoE
 from jaxspec.models.layers.norm import RMSNorm
+from jaxspec.models.layers.output_norms import OutputNorms
 from jaxspec.models.layers.parallel import Parallel
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.short_conv import ShortConv
@@ -60,6 +63,7 @@ FEED_FORWARDS: dict[str, Callable[[ModelConfig, jnp.dtype], FeedForward]] = {
     DENSE: GatedMLP,
     SQUARED_RELU: SquaredReluMLP,
     SPARSE: MoE,
+    DENSE_AND_SPARSE: DenseAndSparse,
     LATENT_SPARSE: LatentMoE,
 }
 
@@ -90,7 +94,8 @@ class DecoderLayer(nnx.Module):
             dtype: Dtype of the weights.
         """
         mixes, feeds = mixer != NO_MIXER, feed_forward != NO_FEED_FORWARD
-        self.mixer: Mixer[Any] | None = MIXERS[mixer](config, dtype) if mixes else None
+        own = config.of_mixer(mixer)
+        self.mixer: Mixer[Any] | None = MIXERS[mixer](own, dtype) if mixes else None
         if self.mixer is not None:
             self.input_norm = residual_norm(config, dtype)
             pools = [layer.mixer.pool for layer in earlier if layer.mixer is not None]
@@ -99,6 +104,7 @@ class DecoderLayer(nnx.Module):
         self.feed_forward: FeedForward | None = None if make is None else make(config, dtype)
         if feeds:
             self.feed_forward_norm = residual_norm(config, dtype)
+        self.output_norms = OutputNorms(config, dtype) if config.normed_outputs else None
 
     def __call__(
         self, stream: Stream, pending: Pending, inputs: LayerInputs, pools: Pools
@@ -165,7 +171,12 @@ class DecoderLayer(nnx.Module):
             flat = jax.tree.map(lambda x: x[split:], tokens)
             chunks, pools = mixer.prefill(flat, inputs, pools, self.cache_layer)
             heads = jnp.concatenate([mixer.finish(heads, rectangle), chunks])
-        return residual.of_devices(mixer.output(heads, tokens)), pools
+        return self._mixed(heads, tokens), pools
+
+    def _mixed(self, heads: jax.Array, tokens: Any) -> Pending:
+        assert self.mixer is not None
+        pending = residual.of_devices(self.mixer.output(heads, tokens))
+        return pending if self.output_norms is None else self.output_norms.after_mixer(pending)
 
     def _feed(
         self, stream: Stream, pending: Pending, inputs: ModelInputs
@@ -174,15 +185,21 @@ class DecoderLayer(nnx.Module):
             return stream, pending
         norm = self.feed_forward_norm
         stream, pending = self.feed_forward(stream, pending, norm, inputs.live)
-        return stream, residual.of_devices(pending)
+        pending = residual.of_devices(pending)
+        norms = self.output_norms
+        return (stream, pending) if norms is None else norms.after_feed_forward(stream, pending)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         if self.mixer is not None:
             yield from self.input_norm.checkpoint(prefix + "input_layernorm")
             yield from self.mixer.checkpoint(prefix)
         if self.feed_forward is not None:
-            yield from self.feed_forward_norm.checkpoint(prefix + "post_attention_layernorm")
+            # Gemma's names differ from Qwen's: there the norm after attention is of its output.
+            name = "post_attention" if self.output_norms is None else "pre_feedforward"
+            yield from self.feed_forward_norm.checkpoint(f"{prefix}{name}_layernorm")
             yield from self.feed_forward.checkpoint(prefix + "mlp.")
+        if self.output_norms is not None:
+            yield from self.output_norms.checkpoint(prefix)
 
     def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
         """Return one layer of each of the mixer's pools."""

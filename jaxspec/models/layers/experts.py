@@ -14,6 +14,7 @@ from jaxspec.pallas.moe.experts import Experts, why_not_sizes
 
 _INITS = {  # for the down matrices
     Activation.SWIGLU: NORMAL,
+    Activation.GEGLU: NORMAL,
     Activation.SQUARED_RELU: CENTRED_ROWS,
     Activation.CLAMPED_SWIGLU: NORMAL,
 }

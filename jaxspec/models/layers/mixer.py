@@ -32,12 +32,17 @@ class LayerInputs:
 
     step: ModelInputs
     rotation: Rotation | None  # None for a model without position encoding
+    full_rotation: Rotation | None = None  # of full attention, if it differs
 
     @classmethod
-    def of(cls, inputs: ModelInputs, rope: RopeConfig | None) -> "LayerInputs":
-        """Compute the rotation, once for all layers."""
-        turns = None if rope is None else rotation(inputs.positions, rope)
-        return cls(inputs, turns)
+    def of(
+        cls, inputs: ModelInputs, rope: RopeConfig | None, full_rope: RopeConfig | None = None
+    ) -> "LayerInputs":
+        """Compute the rotations, once for all layers."""
+        turns = (
+            None if each is None else rotation(inputs.positions, each) for each in (rope, full_rope)
+        )
+        return cls(inputs, *turns)
 
 
 class Mixer(Protocol[Tokens]):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.config import Llama3Scaling, RopeConfig, YarnScaling
+from jaxspec.models.config import Llama3Scaling, ProportionalScaling, RopeConfig, YarnScaling
 from jaxspec.pallas.attention.inputs import Rotation
 
 _Channels = Float[Array, "tokens heads channels"]
@@ -27,6 +27,8 @@ def frequencies(rope: RopeConfig) -> np.ndarray:
     turns = rope.theta**-exponent
     if isinstance(rope.scaling, Llama3Scaling):
         turns = _scaled(turns, rope.scaling)
+    elif isinstance(rope.scaling, ProportionalScaling):
+        turns[rope.scaling.turning_pairs :] = 0.0
     elif rope.scaling is not None:
         turns = _extended(turns, rope, rope.scaling)
     turns = turns.astype(np.float32)

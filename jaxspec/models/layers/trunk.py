@@ -48,7 +48,7 @@ class Trunk(nnx.Module):
                 f"A tap must be the index of a layer, 0 to {count - 1} in this model, or {count} "
                 f"behind the last one, got {wrong}. Tap the residual stream at one of those."
             )
-        layer_inputs = LayerInputs.of(inputs, self.config.rope)
+        layer_inputs = LayerInputs.of(inputs, self.config.rope, self.config.full_rope)
         stream, pending, tapped = self.embed(inputs.tokens), None, {}
         for index, layer in enumerate(self.layers):
             if index in taps:

@@ -58,7 +58,12 @@ class WindowAttention(GroupedAttention):
         config = self.config
         heads = config.num_kv_heads, config.head_dim
         tokens = queries_keys_values(
-            projected, self._norm, inputs.rotation, heads, config.num_heads, gated=False
+            self._with_values(projected),
+            self._norm,
+            inputs.rotation,
+            heads,
+            config.num_heads,
+            gated=False,
         )
         return WindowTokens(*tokens), pools
 

@@ -14,11 +14,12 @@ Rotation = tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]  # co
 
 @flax.struct.dataclass
 class QKNorm:
-    """Norms of query heads and key heads: `rms_norm` over each head."""
+    """Norms of query heads and key heads, and perhaps value heads: `rms_norm` over each head."""
 
     weights: Float[Array, "2 head_dim"]  # row 0 for queries, row 1 for keys
     eps: float = flax.struct.field(pytree_node=False)  # added to the mean square
     zero_centred: bool = flax.struct.field(pytree_node=False)  # scale by `1 + weights`
+    of_values: bool = flax.struct.field(pytree_node=False, default=False)  # values, with weight 1
 
 
 def attention_inputs(
@@ -42,8 +43,8 @@ def attention_inputs(
     defines `kv_slots`, `scales` and the casts. The queries have the dtype of `qkv`.
 
     One kernel computes all of this if projection, norm (if any) and pool are all bfloat16 or all
-    float32, heads have 64, 128 or 256 channels, and the number of rotated channels is at least 16
-    and divides that.
+    float32, values are not normalised, heads have 64, 128 or 256 channels, and the number of
+    rotated channels is at least 16 and divides that.
 
     Raises:
         ValueError: The projection has the wrong number of columns.
@@ -101,6 +102,8 @@ def queries_keys_values(
             rms_norm(x, weight, norm.eps, zero_centred=norm.zero_centred)
             for x, weight in ((q, norm.weights[0]), (k, norm.weights[1]))
         )
+        if norm.of_values:
+            v = rms_norm(v, jnp.ones(head_dim, jnp.float32), norm.eps)
     if angles is not None:
         q, k = rotate(q, angles), rotate(k, angles)
     return q, k, v
@@ -130,6 +133,8 @@ def _why_not_kernel(qkv, norm, angles, kv, scales):
         return f"a projection in {qkv.dtype}{norms} for a {kv.dtype} pool"
     if scales is not None:
         return f"scaled keys and values in {kv.dtype}"
+    if norm is not None and norm.of_values:
+        return "normalised values"
     if head_dim not in (64, 128, 256):
         return f"heads of {head_dim}, not 64, 128 or 256"
     if half < 8 or head_dim % (2 * half):

@@ -1,12 +1,14 @@
 """Activations between the two matmuls of a feed-forward layer, for ops and for kernels."""
 
 import enum
+import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 _LIMIT, _ALPHA = 7.0, 1.702  # of gpt-oss
+_GELU = 2.0 * math.sqrt(2.0 / math.pi)
 
 
 class Activation(enum.Enum):
@@ -16,6 +18,7 @@ class Activation(enum.Enum):
     """
 
     SWIGLU = "silu(gate) * up"  # Shazeer 2020, "GLU Variants Improve Transformer", 2002.05202
+    GEGLU = "gelu(gate) * up"  # likewise; GELU by its approximation with tanh
     SQUARED_RELU = "relu(up) ** 2"  # So et al. 2021, "Primer", arXiv 2109.08668
     # gpt-oss: gate and up are clamped, and their columns alternate.
     CLAMPED_SWIGLU = "gate * sigmoid(1.702 * gate) * (up + 1)"
@@ -44,6 +47,8 @@ class Activation(enum.Enum):
             up = jnp.clip(x[..., 1::2], -_LIMIT, _LIMIT)
             return gate * jax.nn.sigmoid(gate * _ALPHA) * (up + 1.0)
         gate, up = jnp.split(x, 2, axis=-1)
+        if self is Activation.GEGLU:
+            return jax.nn.gelu(gate, approximate=True) * up
         return jax.nn.silu(gate) * up
 
     def of_blocks(self, pieces):
@@ -54,6 +59,9 @@ class Activation(enum.Enum):
             return positive * positive
         assert not self.alternates, "no kernel takes alternating columns"
         gate, up = pieces
+        if self is Activation.GEGLU:  # tanh(x) is 2 / (1 + exp(-2 x)) - 1
+            twice = _GELU * (gate + 0.044715 * gate * gate * gate)
+            return gate / (1.0 + jnp.exp(-twice)) * up
         return gate / (1.0 + jnp.exp(-gate)) * up
 
     def check(self, columns: int) -> None:

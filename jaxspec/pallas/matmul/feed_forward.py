@@ -39,6 +39,20 @@ def feed_forward(
     return stream, split_matmul(matmul_silu(normed, gate_up), down)
 
 
+def gelu_feed_forward(
+    stream: Stream, pending: Pending, norm: Norm, gate_up: Weight, down: Weight
+) -> tuple[Stream, Pending]:
+    """Like `feed_forward`, with the output `down(gelu(gate) * up)`; GELU is approximated by tanh.
+
+    XLA applies the gate between the kernels of both matmuls.
+
+    Raises:
+        ValueError: a weight does not match its features.
+    """
+    stream, gate_and_up = norm_matmul(stream, pending, norm, gate_up)
+    return stream, split_matmul(Activation.GEGLU(gate_and_up), down)
+
+
 def squared_relu_feed_forward(
     stream: Stream, pending: Pending, norm: Norm, up: Weight, down: Weight
 ) -> tuple[Stream, Pending]:

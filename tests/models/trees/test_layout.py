@@ -23,7 +23,7 @@ FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 FAMILIES = (
     *("qwen3_5", "qwen3_5_tied", "qwen3_5_moe", "qwen3_5_moe_raw", "qwen3_5_vl", "qwen3_next"),
     *("qwen3", "qwen3_moe", "llama", "lfm2", "falcon_h1", "granitemoehybrid", "mamba2"),
-    *("nemotron_h", "nemotron_h_latent", "granite", "qwen2", "gpt_oss"),
+    *("nemotron_h", "nemotron_h_latent", "granite", "qwen2", "gpt_oss", "gemma4", "gemma4_moe"),
     *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite"),
     "kimi_linear",
 )

@@ -34,7 +34,18 @@ def test_the_square_is_rounded_to_the_dtype_of_the_product():
     assert float(y[0, 0]) == float(jnp.asarray(float(x[0, 0]) ** 2, jnp.bfloat16))
 
 
-@pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.SQUARED_RELU])
+def test_gelu_is_approximated_by_tanh():
+    x = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float64)
+    gate, up = x[:, :4], x[:, 4:]
+    inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+    expected = 0.5 * gate * (1 + np.tanh(inner)) * up
+    found = Activation.GEGLU(jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "activation", [Activation.SWIGLU, Activation.GEGLU, Activation.SQUARED_RELU]
+)
 def test_pieces_make_what_whole_rows_make_and_nan_stays_nan(activation):
     x = np.random.default_rng(1).normal(size=(5, 4 * activation.pieces)).astype(np.float32)
     x[2, 1] = np.nan

@@ -4,6 +4,7 @@ import re
 
 import jax.numpy as jnp
 import pytest
+from pairwise import soak
 from sm90 import array, assert_lean, compile_for
 
 from benchmarks.measure.mixtures import mixture
@@ -62,6 +63,9 @@ def scores(features, tokens):
         ("granite-4-small", 16, MORE),
         ("granite-4-small", 64, MANY),
         ("granite-4-small", 2048, MANY),
+        soak("gemma-4-26b-a4b", 8, FEW),
+        soak("gemma-4-26b-a4b", 64, MORE),
+        soak("gemma-4-26b-a4b", 2048, MANY),
     ],
 )
 def test_the_layer_is_its_kernels(h200, monkeypatch, capfd, model, tokens, kernels):

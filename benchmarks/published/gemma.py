@@ -1,0 +1,94 @@
+"""Gemma 4 31B and 26B-A4B: attention over a window, dense or with experts beside a dense layer.
+
+The sizes are those of the published config.json files, without the vision tower's.
+"""
+
+from typing import Any
+
+from benchmarks.published.model import PublishedModel
+
+_PATTERN = [*["sliding_attention"] * 5, "full_attention"]
+
+
+def _config(text: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "model_type": "gemma4",
+        "eos_token_id": [1, 106],
+        "image_token_id": 258880,
+        "tie_word_embeddings": True,
+        "text_config": {
+            "model_type": "gemma4_text",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attention_k_eq_v": True,
+            "bos_token_id": 2,
+            "dtype": "bfloat16",
+            "enable_moe_block": False,
+            "eos_token_id": 1,
+            "final_logit_softcapping": 30.0,
+            "global_head_dim": 512,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 0,
+            "max_position_embeddings": 262144,
+            "num_kv_shared_layers": 0,
+            "pad_token_id": 0,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {
+                "full_attention": {
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1000000.0,
+                    "rope_type": "proportional",
+                },
+                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+            },
+            "sliding_window": 1024,
+            "tie_word_embeddings": True,
+            "use_bidirectional_attention": "vision",
+            "use_double_wide_mlp": False,
+            "vocab_size": 262144,
+            **text,
+        },
+    }
+
+
+_DENSE = _config(
+    {
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "layer_types": _PATTERN * 10,
+        "num_attention_heads": 32,
+        "num_global_key_value_heads": 4,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 16,
+    }
+)
+_MOE = _config(
+    {
+        "enable_moe_block": True,
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "layer_types": _PATTERN * 5,
+        "moe_intermediate_size": 704,
+        "num_attention_heads": 16,
+        "num_experts": 128,
+        "num_global_key_value_heads": 2,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 8,
+        "top_k_experts": 8,
+    }
+)
+_GENERATION = {
+    "bos_token_id": 2,
+    "do_sample": True,
+    "eos_token_id": [1, 106],
+    "pad_token_id": 0,
+    "temperature": 1.0,
+    "top_k": 64,
+    "top_p": 0.95,
+}
+GEMMA_MODELS = {
+    "gemma-4-31b": PublishedModel(_DENSE, _GENERATION),
+    "gemma-4-26b-a4b": PublishedModel(_MOE, _GENERATION),
+}
