@@ -76,9 +76,9 @@ class KimiLinear(Model):
 def _mixers(fields: Fields) -> tuple[str, ...]:
     """Return the mixer of each layer: from a list of words, or two lists of layers."""
     count = fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
-    listed = fields.find("layer_types", words(MAX_LAYERS))
+    listed = listed_mixers(fields, count)
     if listed is not None:
-        return _named("layer_types", listed, _MIXERS, count)
+        return listed
     block = fields.block("linear_attn_config")
     linear, full = (block.need(name, numbers(MAX_LAYERS, whole(1, count))) for name in _LISTS)
     if sorted(linear + full) != list(range(1, count + 1)):
@@ -88,6 +88,16 @@ def _mixers(fields: Fields) -> tuple[str, ...]:
             "config.json that was published with the weights."
         )
     return tuple(KIMI_DELTA if i in set(linear) else LATENT_ATTENTION for i in range(1, count + 1))
+
+
+def listed_mixers(fields: Fields, count: int) -> tuple[str, ...] | None:
+    """Return the mixer of each layer from `layer_types` of transformers 5; None without it.
+
+    Raises:
+        ValueError: It names other mixers, or those of another number of layers than `count`.
+    """
+    listed = fields.find("layer_types", words(MAX_LAYERS))
+    return None if listed is None else _named("layer_types", listed, _MIXERS, count)
 
 
 def _feed_forward_types(fields: Fields, count: int) -> tuple[str, ...]:
