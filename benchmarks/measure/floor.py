@@ -59,6 +59,7 @@ def latent_attention_size(config: ModelConfig) -> int:
     size = hidden * queries if rank is None else rank * (hidden + queries)
     size += hidden * (sizes.width + config.num_heads * sizes.value_dim)
     size += config.num_heads * (sizes.plain_dim + sizes.value_dim) * sizes.rank
+    size += sizes.gated * config.num_heads * hidden
     if index is None:
         return size
     return (
@@ -92,7 +93,9 @@ class RecurrentSize(NamedTuple):
     channels: int  # of its convolution
     taps: int
     scalars: int  # columns of its projection beside channels and gates: b and a, or step sizes
-    rank: int  # channels between two matrices, where gates and decays have two each; or 0
+    # Channels between two matrices, where gates and decays have two each; None if decays have
+    # one as wide as the gates, and 0 if they have none.
+    rank: int | None
     state: int  # elements of a state
     factors: int  # elements that a token leaves in a ring
     floats: int  # float32 numbers that it leaves there besides
@@ -141,6 +144,8 @@ class RecurrentSize(NamedTuple):
         """Those of a layer."""
         columns = self.channels + 2 * self.features + self.scalars
         between = 0
+        if self.rank is None:
+            columns += self.features
         if self.rank:  # instead of the columns of the output gate
             columns += 2 * self.rank - self.features
             between = 2 * self.rank * self.features

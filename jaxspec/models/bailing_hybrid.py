@@ -1,8 +1,10 @@
 """Ling-3.0 (`bailing_hybrid`): Kimi Delta Attention, and gated latent attention in some layers."""
 
 import dataclasses
+import itertools
 
-from jaxspec.models.config import KIMI_DELTA, LATENT_ATTENTION, SPARSE, ModelConfig
+from jaxspec.checks import shown
+from jaxspec.models.config import DENSE, KIMI_DELTA, LATENT_ATTENTION, SPARSE, ModelConfig
 from jaxspec.models.deepseek_base import (
     OPTIONS,
     DeepSeekBase,
@@ -14,7 +16,7 @@ from jaxspec.models.deepseek_base import (
 from jaxspec.models.deepseek_routing import DEEPSEEK, RoutingFields
 from jaxspec.models.fields import Fields
 from jaxspec.models.kimi_linear import listed_mixers
-from jaxspec.models.kinds import FLAG, MAX_LAYERS, SIZE, number, whole
+from jaxspec.models.kinds import FLAG, MAX_LAYERS, SIZE, Kind, number, whole
 from jaxspec.models.layers.kimi_delta import TAPS, KimiDeltaConfig
 from jaxspec.models.layers.latent_attention import LatentAttentionConfig
 
@@ -45,6 +47,16 @@ _SAVED = RoutingFields(  # by transformers 5
 )
 _LENGTH = whole(1, 2**31 - 1)
 _BOUND = number(-100, -1e-3)
+_EXPERTS = "expert", "share_expert"
+_LIMIT = number(0, 1e3)
+_LIMITS: Kind[list[float | None]] = Kind(
+    f"a list of at most {MAX_LAYERS:,}, each null or {_LIMIT.words}",
+    lambda value: (
+        isinstance(value, list)
+        and len(value) <= MAX_LAYERS
+        and all(limit is None or _LIMIT.holds(limit) for limit in value)
+    ),
+)
 # Parts of published names, in order, and ours.
 _WORDS = {
     "model.word_embeddings.": "model.embed_tokens.",
@@ -79,6 +91,7 @@ class BailingHybrid(DeepSeekBase):
         attention = LatentAttentionConfig.read(fields, growth=score_growth(rope), gated=True)
         is_saved = "num_experts_per_token" in fields.entries
         experts = read_experts(fields, _SAVED if is_saved else _PUBLISHED, "num_shared_experts")
+        experts = dataclasses.replace(experts, limits=_limits(fields, config.feed_forward_types))
         delta = (_delta_rule(fields),) if KIMI_DELTA in mixers else ()
         return dataclasses.replace(
             config,
@@ -105,6 +118,20 @@ def _mixers(fields: Fields) -> tuple[str, ...]:
         return listed
     size = fields.need("layer_group_size", whole(1, MAX_LAYERS))
     return tuple(KIMI_DELTA if (i + 1) % size else LATENT_ATTENTION for i in range(count))
+
+
+def _limits(fields: Fields, feed_forwards: tuple[str, ...]) -> tuple[tuple[float, float], ...]:
+    """Return the limits of each layer's routed experts and shared expert; none if all are 0."""
+    routed, shared = (fields.find(f"{name}_swiglu_limit_list", _LIMITS) or [] for name in _EXPERTS)
+    if any(limit for limit, kind in zip(routed, feed_forwards, strict=False) if kind == DENSE):
+        raise ValueError(
+            "config.json: `expert_swiglu_limit_list` must have no limits of dense layers, got "
+            f"{shown(routed)}, which jaxspec does not implement. Take the config.json that was "
+            "published with the weights."
+        )
+    pairs = itertools.zip_longest(routed, shared)
+    limits = tuple((float(one or 0), float(other or 0)) for one, other in pairs)
+    return limits if any(map(any, limits)) else ()
 
 
 def _delta_rule(fields: Fields) -> KimiDeltaConfig:

@@ -283,9 +283,14 @@ FALCON = 64 * 32 * (2 * 4 + 2 * 2) + 64 * (2 * 96 + 2 * 2 * 24 + 6) + 96 * 64 + 
 # 32 + 16 features, and 4 heads of 24 + 16 channels of queries and 24 of values.
 KDA = 64 * (3 * 64 + 4 + 2 * 16) + 2 * 16 * 64 + 64 * 64 + 4 * 3 * 64
 LATENT = 64 * (4 * 40 + 48) + 32 * 4 * (24 + 24) + 4 * 24 * 64
+# Ling-3.0's delta rule has 4 heads of 24; its latents have 32 + 12 features, and 4 heads of 24 + 12
+# channels of queries, 20 of values, and a gate.
+BOUNDED = 64 * (5 * 96 + 4) + 96 * 64 + 4 * 3 * 96
+GATED = 64 * (4 * 36 + 44 + 4) + 32 * 4 * (24 + 20) + 4 * 20 * 64
 MIXERS = [
     *(("falcon_h1", "parallel", FALCON), ("lfm2", "short_conv", 64 * (3 * 64 + 64 + 3))),
     *(("kimi_linear", "kimi_delta", KDA), ("kimi_linear", "latent_attention", LATENT)),
+    *(("bailing_hybrid", "kimi_delta", BOUNDED), ("bailing_hybrid", "latent_attention", GATED)),
 ]
 
 
@@ -298,7 +303,8 @@ def test_the_floor_counts_mixers(floor, fixture, kind, weights):
     # Rates of decays are a vector, too, though with four axes.
     matrices = (shape for shape in published.values() if sum(size > 1 for size in shape) > 1)
     sizes = [math.prod(shape) for shape in matrices]
-    assert sum(sizes) == floor.forward_size(model.config, floor.EVERY)
+    head = floor.head_size(model.config, floor.EVERY) if model.has_draft_head else 0
+    assert sum(sizes) == floor.forward_size(model.config, floor.EVERY) + head
 
 
 @pytest.mark.parametrize("fixture", ["deepseek_v3", "deepseek_v32", "glm4_moe_lite"])

@@ -38,6 +38,7 @@ OTHER_NAMES = [
     "glm-4.7-flash",
     "glm-4.5-air",
     "kimi-linear-48b-a3b",
+    "ling-3.0-flash",
 ]
 HAVE_HEADS = {
     "qwen3.5-0.8b",
@@ -48,6 +49,7 @@ HAVE_HEADS = {
     "deepseek-v3.2",
     "glm-4.7-flash",
     "glm-4.5-air",
+    "ling-3.0-flash",
 }
 
 

@@ -136,7 +136,7 @@ def test_rounding_twice_changes_nothing(tmp_path):
 FLOAT32 = jnp.dtype("float32")
 FAMILIES = ["qwen3_5", "falcon_h1", "lfm2", "mamba2", "llama", "qwen3_5_moe", "qwen3_next"]
 FAMILIES += ["nemotron_h", "granitemoehybrid", "deepseek_v3", "deepseek_v32", "kimi_linear"]
-FAMILIES += ["glm4_moe", "glm4_moe_lite"]
+FAMILIES += ["glm4_moe", "glm4_moe_lite", "bailing_hybrid"]
 KEPT = (
     "embed",
     "lm_head",
