@@ -91,7 +91,14 @@ class BailingHybrid(DeepSeekBase):
         attention = LatentAttentionConfig.read(fields, growth=score_growth(rope), gated=True)
         is_saved = "num_experts_per_token" in fields.entries
         experts = read_experts(fields, _SAVED if is_saved else _PUBLISHED, "num_shared_experts")
-        experts = dataclasses.replace(experts, limits=_limits(fields, config.feed_forward_types))
+        width = (
+            fields.find("moe_shared_expert_intermediate_size", SIZE) or experts.intermediate_size
+        )
+        experts = dataclasses.replace(
+            experts,
+            shared_size=experts.shared_size // experts.intermediate_size * width,
+            limits=_limits(fields, config.feed_forward_types),
+        )
         delta = (_delta_rule(fields),) if KIMI_DELTA in mixers else ()
         return dataclasses.replace(
             config,

@@ -750,9 +750,10 @@ LING_FIELDS = {
     "moe_layer_freq": [*NONE, 1],
     "swiglu_limit": NONE,
     "sliding_window": NONE,
-    "expert_swiglu_limit_list": [*NONE, []],
-    "share_expert_swiglu_limit_list": [*NONE, []],
+    "expert_swiglu_limit_list": [*NONE, [], [None]],
+    "share_expert_swiglu_limit_list": [*NONE, [], [None]],
     "num_experts": [],
+    "moe_shared_expert_intermediate_size": NONE,  # by default that of the others
     "topk_group": [],
     "num_shared_experts": [1],
     "routed_scaling_factor": [],
@@ -784,9 +785,6 @@ NOT_WRONG = {"eos_token_id": [0, [1]]}
 # Here they mean another model of the same tensors.
 NOT_WRONG |= {"norm_topk_prob": [False], "moe_renormalize": [False]}
 NOT_WRONG |= {"full_attn_idxs": [[], [1]]}  # lists of layers, but not those of the tensors
-# Groups of experts, the decay and its bound show in no tensor, nor do limits of activations.
-NOT_WRONG_OF_LING = NOT_WRONG | {"kda_safe_gate": [False], "n_group": [*NONE, 1]}
-NOT_WRONG_OF_LING |= {"num_expert_group": [*NONE, 1], "topk_group": [*NONE, 1]}
 NOT_WRONG_OF_LLAMA = {
     "rope_parameters": [*NONE, {}, {"x": 1}],  # as Llama 2's: its base, and no scaling
     "rope_parameters.rope_type": NONE,  # another field is named, see test_rope_fields.py
@@ -797,6 +795,10 @@ NOT_WRONG_OF_LLAMA = {
 # Factors are right or wrong by their values alone.
 NOT_WRONG |= {"routed_scaling_factor": [1.5], "logits_scaling": [1.5], "residual_multiplier": [1.5]}
 NOT_WRONG |= {"embedding_multiplier": [1.5], "attention_multiplier": [1.5]}
+# Groups of experts, decays and their bound show in no tensor, nor do limits of activations.
+NOT_WRONG_OF_LING = NOT_WRONG | {"kda_safe_gate": [False], "n_group": [*NONE, 1]}
+NOT_WRONG_OF_LING |= {"num_expert_group": [*NONE, 1], "topk_group": [*NONE, 1]}
+NOT_WRONG_OF_LING |= {"kda_lower_bound": [-1], "share_expert_swiglu_limit_list": [[1]]}
 # Falcon-H1's factors are right or wrong by their values alone, and where there is none it is 1.
 NOT_WRONG_OF_FALCON = {
     name: NONE if name.endswith("multipliers") else [*NONE, 1.5]
@@ -815,6 +817,9 @@ CULPRITS = {
     "mamba_rms_norm": "mamba.norm.weight",
     "attention_bias": "_proj.bias",
     "use_qk_norm": "k_norm.weight",
+    "model_max_length": "max_position_embeddings",  # its other name
+    "linear_head_dim": "dt_bias",  # by default it is `head_dim`
+    "num_experts_per_token": "topk_group",  # without it the other names are expected
     "layer_types": "full_attn_idxs",  # the other field that lists layers
     "block_ff_dim": "intermediate_size",  # its other name
     "block_auto_adjust_ff_dim": ".feed_forward.",  # then the layers have another width
@@ -935,7 +940,7 @@ def test_the_tables_have_every_field_that_is_read(corpus, monkeypatch):
     [
         *("qwen3_5", "qwen3_5_vl", "qwen3", "qwen3_5_moe", "qwen3_next", "llama", "falcon_h1"),
         *("lfm2", "nemotron_h", "nemotron_h_latent", "mamba2", "granitemoehybrid", "granite"),
-        *("gpt_oss", "deepseek_v32", "glm4_moe", "kimi_linear", "bailing_hybrid"),
+        *("gpt_oss", "deepseek_v32", "glm4_moe", "kimi_linear", "bailing_hybrid_raw"),
     ],
     indirect=True,
 )
@@ -944,7 +949,10 @@ def test_a_size_that_is_near_the_right_one_is_refused(corpus):
     # What the tensors do not show.
     free = {"max_position_embeddings", "mtp_num_hidden_layers", "num_experts_per_tok"}
     free |= {"num_nextn_predict_layers", "block_multiple_of", "n_group", "topk_group"}
-    free |= {"index_topk"}
+    free |= {"index_topk", "model_max_length", "num_expert_group", "num_experts_per_token"}
+    if "kv_lora_rank" in config:
+        free |= {"num_key_value_heads"}
+        free |= set() if "layer_group_size" in config else {"head_dim"}  # the delta rule's
     sizes = [name for name in TABLES.keys() - free if type(config.get(name)) is int]
     for name, value in [(name, config[name]) for name in sizes]:
         for other in {value + 1, value - 1, value * 2, value // 2, value * 1000} - {value}:
