@@ -31,7 +31,6 @@ _WIDTHS = (
 )
 # The words of `layer_types` for layers in groups.
 _KINDS_OF_GROUPS = {LATENT_ATTENTION: "full_attention", KIMI_DELTA: "linear_attention"}
-_LISTS = "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"  # an entry for each layer
 # Sizes that follow from others, which jaxspec does not read.
 _DERIVED = ("expand", "mamba_expand")
 
@@ -130,10 +129,6 @@ def _keep(fields: dict[str, Any], published: ModelConfig, kept: list[int]) -> No
         fields["layer_types"] = [fields["layer_types"][layer] for layer in kept]
     elif "full_attention_interval" in fields:
         fields["layer_types"] = [published.layer_types[layer] for layer in kept]
-
-    for name in _LISTS:
-        if fields.get(name) is not None:
-            fields[name] = [fields[name][layer] for layer in kept]
 
 
 def _keep_counted_from_1(block: dict[str, Any], kept: list[int]) -> None:

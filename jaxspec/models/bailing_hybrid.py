@@ -15,8 +15,8 @@ from jaxspec.models.deepseek_base import (
 )
 from jaxspec.models.deepseek_routing import DEEPSEEK, RoutingFields
 from jaxspec.models.fields import Fields
-from jaxspec.models.kimi_linear import listed_mixers
 from jaxspec.models.kinds import FLAG, MAX_LAYERS, SIZE, Kind, number, whole
+from jaxspec.models.layer_fields import listed_mixers
 from jaxspec.models.layers.kimi_delta import TAPS, KimiDeltaConfig
 from jaxspec.models.layers.latent_attention import LatentAttentionConfig
 

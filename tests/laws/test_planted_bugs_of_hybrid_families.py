@@ -171,8 +171,12 @@ KIMI = [
 
 def rate_outside_of_the_sigmoid(f, log_rate, bias, lower_bound):
     """The rate multiplies what the bound multiplies, as in Kimi-Linear."""
-    rates = jnp.exp(log_rate)[:, None]
-    return lower_bound * rates * jax.nn.sigmoid(f.astype(jnp.float32) + bias)
+    rates = jnp.broadcast_to(jnp.exp(log_rate)[:, None], f.shape)
+    return (
+        lower_bound
+        * rates
+        * jax.nn.sigmoid(f.astype(jnp.float32) + jnp.broadcast_to(bias, f.shape))
+    )
 
 
 def unbounded(f, log_rate, bias, lower_bound):
