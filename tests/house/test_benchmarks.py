@@ -22,9 +22,10 @@ import pytest
 from harness import FIXTURES
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxspec.models import load_model, parse_config, unread
-from jaxspec.models.layers.moe import MoEConfig
+from jaxspec.models import family_of, load_model, parse_config, unread
+from jaxspec.models.layers.moe import MoEConfig, sharing_experts
 from jaxspec.models.layers.weight_matrix import forms_of
+from jaxspec.models.weights import undefined
 from jaxspec.plan.step_shapes import StateConfig
 from jaxspec.requests.request import Finish
 
@@ -305,6 +306,32 @@ def test_the_floor_counts_mixers(floor, fixture, kind, weights):
     sizes = [math.prod(shape) for shape in matrices]
     head = floor.head_size(model.config, floor.EVERY) if model.has_draft_head else 0
     assert sum(sizes) == floor.forward_size(model.config, floor.EVERY) + head
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("fixture", ["deepseek_v3", "kimi_linear", "bailing_hybrid"])
+def test_the_floor_of_a_device_counts_its_share_of_the_weights(floor, fixture, whole):
+    config = load_model(FIXTURES / fixture, jnp.float32).config
+    local = sharing_experts(config, whole).local(2)
+    family = family_of(local.architecture, "")
+    tensors = None if local.num_draft_layers else frozenset()
+    model = undefined(family, local, jnp.dtype("float32"), tensors)
+    published = {placement.name: placement.shape for placement in model.checkpoint()}
+    del published["model.embed_tokens.weight"]
+    matrices = (shape for shape in published.values() if sum(size > 1 for size in shape) > 1)
+    counted = floor.forward_size(local, floor.EVERY)
+    if local.num_draft_layers:
+        counted += floor.head_size(local, floor.EVERY)
+    assert sum(map(math.prod, matrices)) == counted
+
+
+@pytest.mark.soak
+def test_the_figures_of_full_size_are_those_of_the_code(monkeypatch):
+    full_size = importlib.import_module("benchmarks.measure.full_size")
+    monkeypatch.setattr("jaxspec.device._stand_in", None)  # and again after the test
+    case = full_size.Case("kimi-linear-48b-a3b", 2, whole_experts=False)
+    file = json.loads((ROOT / "benchmarks" / "results" / "full_size.json").read_text())
+    assert full_size.computed(case) in file["results"]
 
 
 @pytest.mark.parametrize("fixture", ["deepseek_v3", "deepseek_v32", "glm4_moe_lite"])
