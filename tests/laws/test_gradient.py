@@ -19,7 +19,7 @@ import jaxspec
 from jaxspec.pallas import dispatch
 
 WITH_HEADS = ["qwen3_5", "qwen3_next", "nemotron_h_latent", "deepseek_v3", "deepseek_v32"]
-WITH_HEADS += ["glm4_moe", "bailing_hybrid"]
+WITH_HEADS += ["glm4_moe"]
 QUICK = ["qwen3_5"]
 OTHERS = ["nemotron_h_latent", "qwen3_moe", "falcon_h1", "lfm2"]
 OTHERS += ["qwen3_next", "mamba2", "granitemoehybrid", "llama", "qwen2"]
