@@ -10,6 +10,7 @@ import dataclasses
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from benchmarks.measure import floor
 from benchmarks.measure.record import Figures, parser, write
@@ -94,6 +95,8 @@ def least_seconds(case: Case, found: Inspection, rows: int) -> float:
     published = MODELS[case.model]
     whole = parse_config(published.config, published.generation_config)
     config = sharing_experts(whole, case.whole_experts).local(case.devices)
+    policy: Any = found.state_policy or "snapshot"
+    dtype: Any = found.state_dtype or "float32"
     moved = floor.step_bytes(
         config,
         rows=rows,
@@ -101,7 +104,7 @@ def least_seconds(case: Case, found: Inspection, rows: int) -> float:
         drafts=0,
         draft_head_dtype="bfloat16",
         emitted=1.0,
-        states=StateConfig(found.state_policy or "snapshot", found.state_dtype or "float32"),
+        states=StateConfig(policy, dtype),
         weight_dtype="float8_e4m3fn" if found.weight_bytes.get("float8_e4m3fn") else None,
         kv_dtype=found.kv_dtype,
     )
