@@ -18,6 +18,9 @@ class StandIn(NamedTuple):
         capability = getattr(there, "compute_capability", None)
         return StandIn(there.platform, there.device_kind, capability)
 
+    def memory_stats(self) -> None:
+        """Return None: the memory of a device in another process is unknown."""
+
 
 _stand_in: StandIn | None = None
 

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxspec import device
@@ -98,7 +98,7 @@ class Group:
         """The mesh, or one without devices if this process only traces or has fewer devices."""
         only_traces = isinstance(device.default_device(), device.StandIn)
         if only_traces or len(self.devices) < self.size:
-            return AbstractMesh((self.size,), (AXIS,))
+            return AbstractMesh((self.size,), (AXIS,), axis_types=(AxisType.Auto,))
         return self.mesh
 
     @property
@@ -178,9 +178,15 @@ ALONE = Group()
 """The default device, without a group."""
 
 
+_STAND_INS = 64  # devices that a process without any may trace for
+
+
 def _devices_of_nodes(count: int) -> list[list[Any]]:
     """Return the devices of each node, this process alone without nodes."""
-    platform = device.default_device().platform
+    default = device.default_device()
+    if isinstance(default, device.StandIn):  # for as many as a group asks for
+        return [[default] * _STAND_INS] * count
+    platform = default.platform
     if count == 1:
         return [jax.local_devices(backend=platform)]
     found = jax.devices(platform)

@@ -58,6 +58,8 @@ OTHERS = {  # run only if they are named
     "gemma-4-26b-a4b": Model(NGRAM),
     "glm-4.7-flash": Model(MTP),
     "glm-4.5-air": Model(MTP),
+    "ling-3.0-flash": Model(MTP),
+    "ling-3.0-tiny": Model(MTP),
     # Some 30 GB a layer of experts in float32: alone on a GPU.
     "deepseek-v3": Model(MTP),
     "deepseek-v3.2": Model(MTP),

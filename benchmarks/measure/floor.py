@@ -7,6 +7,10 @@ Keys and values of the context are read by each attention layer and by each draf
 reads its state and writes what it keeps: one after each token (snapshot), or one now and then, with
 a ring of tokens beside it (replay). Left out are norms and logits, and what need not leave the
 chip.
+
+With the sizes of one device of a group (`ModelConfig.local`), all counts are those of that device.
+Whole experts are counted as if tokens chose equally many of each device. Sums over the devices are
+left out.
 """
 
 import math
@@ -59,6 +63,7 @@ def latent_attention_size(config: ModelConfig) -> int:
     size = hidden * queries if rank is None else rank * (hidden + queries)
     size += hidden * (sizes.width + config.num_heads * sizes.value_dim)
     size += config.num_heads * (sizes.plain_dim + sizes.value_dim) * sizes.rank
+    size += sizes.gated * config.num_heads * hidden
     if index is None:
         return size
     return (
@@ -92,7 +97,9 @@ class RecurrentSize(NamedTuple):
     channels: int  # of its convolution
     taps: int
     scalars: int  # columns of its projection beside channels and gates: b and a, or step sizes
-    rank: int  # channels between two matrices, where gates and decays have two each; or 0
+    # Channels between two matrices, where gates and decays have two each; None if decays have
+    # one as wide as the gates, and 0 if they have none.
+    rank: int | None
     state: int  # elements of a state
     factors: int  # elements that a token leaves in a ring
     floats: int  # float32 numbers that it leaves there besides
@@ -141,6 +148,8 @@ class RecurrentSize(NamedTuple):
         """Those of a layer."""
         columns = self.channels + 2 * self.features + self.scalars
         between = 0
+        if self.rank is None:
+            columns += self.features
         if self.rank:  # instead of the columns of the output gate
             columns += 2 * self.rank - self.features
             between = 2 * self.rank * self.features
@@ -173,6 +182,7 @@ def feed_forward_size(config: ModelConfig, kind: str, tokens: float) -> float:
     sizes = config.part(MoEConfig)
     matrices = 1 + sizes.activation.pieces
     chosen = matrices * distinct_experts(sizes.routing, tokens) * sizes.intermediate_size
+    chosen /= sizes.holders
     of_stream = sizes.routing.num_experts + sizes.gated_shared + matrices * sizes.shared_size
     if sizes.latent_size is None:
         return config.hidden_size * (of_stream + chosen)
@@ -185,13 +195,19 @@ def head_size(config: ModelConfig, tokens: float) -> float:
     return mixer_size(config, config.draft_mixer_type) + layer + 2 * config.hidden_size**2
 
 
+def output_head_size(config: ModelConfig) -> int:
+    """Weights of the output head, whose columns a group's devices share if they can."""
+    ids = config.vocab_size
+    return config.hidden_size * (ids if ids % config.devices else ids // config.devices)
+
+
 def forward_size(config: ModelConfig, tokens: float) -> float:
     """Weights that one pass of so many tokens over the trunk and the output head reads."""
     feed_forward = sum(
         feed_forward_size(config, kind, tokens) for kind in config.feed_forward_types
     )
     mixers = sum(mixer_size(config, kind) for kind in config.layer_types)
-    return mixers + feed_forward + config.hidden_size * config.vocab_size
+    return mixers + feed_forward + output_head_size(config)
 
 
 def step_bytes(
@@ -224,7 +240,7 @@ def step_bytes(
     weight_size = ITEMSIZES[weight_dtype or dtype]
     kv_size = ITEMSIZES[kv_dtype or dtype]
     kv_token, read = kv_size * stored_size(config), kv_size * context_size(config, context)
-    scored = config.hidden_size * (draft_vocab or config.vocab_size)
+    scored = config.hidden_size * draft_vocab if draft_vocab else output_head_size(config)
     draft = weight_size * head_size(config, rows) if drafts else 0.0
     draft += ITEMSIZES[draft_head_dtype] * scored
     io = state = 0.0
@@ -242,7 +258,7 @@ def step_bytes(
     attention = config.num_full_attention_layers
     seen = min(context, config.window or context)  # by a token of a layer with a window
     windows = config.layer_types.count(SLIDING_ATTENTION) * rows * (seen + width)
-    output_head = config.hidden_size * config.vocab_size
+    output_head = output_head_size(config)
     layers = forward_size(config, rows * width + prompt_tokens) - output_head
     return {
         "weights": weight_size * layers + size * output_head,
@@ -284,6 +300,6 @@ def step_seconds(
     Tokens of prompts have no logits; attention among them is left out.
     """
     weights = forward_size(config, 1)  # a token has no use for others' experts
-    without_logits = weights - config.hidden_size * config.vocab_size
+    without_logits = weights - output_head_size(config)
     flops = 2 * (weights * tokens + without_logits * prompt_tokens)
     return max(sum(moved.values()) / bytes_per_second, flops / MATMUL_FLOPS)

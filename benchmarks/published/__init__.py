@@ -5,6 +5,7 @@ from benchmarks.published.gemma import GEMMA_MODELS
 from benchmarks.published.glm import GLM_MODELS
 from benchmarks.published.kimi import KIMI_MODELS
 from benchmarks.published.latent import LATENT_MODELS
+from benchmarks.published.ling import LING_MODELS
 from benchmarks.published.mamba import MAMBA_MODELS
 from benchmarks.published.model import PublishedModel
 from benchmarks.published.qwen_hybrid import QWEN_HYBRIDS
@@ -19,6 +20,7 @@ MODELS: dict[str, PublishedModel] = {
     **GEMMA_MODELS,
     **GLM_MODELS,
     **KIMI_MODELS,
+    **LING_MODELS,
     **SHORT_CONV_MODELS,
     **LATENT_MODELS,
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.models import parse_config
-from jaxspec.models.config import DENSE, ModelConfig
+from jaxspec.models.config import DENSE, KIMI_DELTA, LATENT_ATTENTION, ModelConfig
 
 HIDDEN = 128  # channels of the residual stream of a small model
 _ALIGNED = 32  # widths of a small model are multiples of it
@@ -30,6 +30,8 @@ _WIDTHS = (
     "shared_expert_intermediate_size",
     "moe_shared_expert_intermediate_size",
 )
+# The words of `layer_types` for layers in groups.
+_KINDS_OF_GROUPS = {LATENT_ATTENTION: "full_attention", KIMI_DELTA: "linear_attention"}
 # Sizes that follow from others, which jaxspec does not read.
 _DERIVED = ("expand", "mamba_expand")
 
@@ -120,6 +122,9 @@ def _keep(fields: dict[str, Any], published: ModelConfig, kept: list[int]) -> No
     elif "hybrid_override_pattern" in fields:
         pattern = fields["hybrid_override_pattern"]
         fields["hybrid_override_pattern"] = "".join(pattern[layer] for layer in kept)
+    elif "layer_group_size" in fields:
+        kinds = [published.layer_types[layer] for layer in kept]
+        fields["layer_types"] = [_KINDS_OF_GROUPS[kind] for kind in kinds]
     elif "full_attn_idxs" in fields:
         attending = fields["full_attn_idxs"]
         fields["full_attn_idxs"] = [i for i, layer in enumerate(kept) if layer in attending]

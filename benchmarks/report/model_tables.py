@@ -244,7 +244,47 @@ ENGINES = [
 ]
 PART = ("model", "{model}"), ("part", "{part}"), ("what", "{feature}")
 
+
+def full_size(figures: Figures) -> Rows:
+    """Yield a row per model and number of GPUs, with the figures of both ways to share experts."""
+    for case in figures["results"]:
+        if case["whole_experts"]:
+            continue
+        same = "model", "devices"
+        whole = next(
+            (
+                other
+                for other in figures["results"]
+                if other["whole_experts"] and all(other[name] == case[name] for name in same)
+            ),
+            {},
+        )
+        if whole:
+            case |= {"whole_weights": whole["weight_bytes"] / 2**30}
+        yield case | {
+            "weights": case["weight_bytes"] / 2**30,
+            "bits": 8 if case["bits_8"] else 16,
+            "token": case["token_bytes"] / 2**10,
+            "state": case["request_bytes"] / 2**20,
+            "floors": list(case["floor_ms"].values()),
+        }
+
+
 TABLES = {
+    "full size": Table(
+        "full_size.json",
+        full_size,
+        ("model", "{model}"),
+        ("bits of weights", "{bits}"),
+        ("GPUs", "{devices}"),
+        ("GiB of weights on each: by width", "{weights:.1f}"),
+        ("whole experts", "{whole_weights:.1f}"),
+        ("KiB per token", "{token:.1f}"),
+        ("MiB per request", "{state:.1f}"),
+        ("requests of 8,192 tokens", "{requests:,}"),
+        ("ms per token at least: 1 request", "{floors[0]:.2f}"),
+        ("64 requests", "{floors[1]:.2f}"),
+    ),
     "first command": Table(
         "first_command_cpu.json",
         first_command,

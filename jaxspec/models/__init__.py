@@ -72,6 +72,9 @@ __all__ = [
 
 # `architectures` of config.json, or `model_type` if absent -> module:class, or a registered class.
 MODELS: dict[str, str | type[Model]] = {
+    "BailingHybridForCausalLM": "jaxspec.models.bailing_hybrid:BailingHybrid",
+    "BailingMoeV3ForCausalLM": "jaxspec.models.bailing_hybrid:BailingHybrid",
+    "bailing_hybrid": "jaxspec.models.bailing_hybrid:BailingHybrid",
     "DeepseekV3ForCausalLM": "jaxspec.models.deepseek:DeepSeekV3",
     "deepseek_v3": "jaxspec.models.deepseek:DeepSeekV3",
     "DeepseekV32ForCausalLM": "jaxspec.models.deepseek:DeepSeekV32",

@@ -213,6 +213,11 @@ class ModelConfig:
             keys_are_values=full.keys_are_values,
         )
 
+    def of_layer(self, index: int) -> "ModelConfig":
+        """Return the config with parts that differ by layer as layer `index` has them."""
+        parts = [part.of_layer(index) if hasattr(part, "of_layer") else part for part in self.parts]
+        return dataclasses.replace(self, parts=tuple(parts))
+
     def find_part(self, kind: type[_Part]) -> _Part | None:
         """Return the part of type `kind`, or None."""
         return next((part for part in self.parts if isinstance(part, kind)), None)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxspec.models.config import LATENT_ATTENTION, SPARSE, ModelConfig, YarnScaling
+from jaxspec.models.config import LATENT_ATTENTION, SPARSE, ModelConfig
 from jaxspec.models.deepseek_base import (
     OPTIONS,
     DeepSeekBase,
@@ -11,6 +11,7 @@ from jaxspec.models.deepseek_base import (
     feed_forward_types,
     layer_count,
     read_experts,
+    score_growth,
 )
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import SIZE
@@ -50,9 +51,7 @@ class DeepSeekV3(DeepSeekBase):
     @staticmethod
     def parts(fields: Fields, config: ModelConfig) -> tuple[Any, ...]:
         """Return the sizes of attention and of experts; YaRN multiplies scores, too."""
-        scaling, growth = config.rope and config.rope.scaling, 1.0
-        if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
-            growth = scaling.growth(scaling.mscale_all_dim) ** 2
+        growth = score_growth(config.rope)
         return LatentAttentionConfig.read(fields, growth=growth), read_experts(fields)
 
 

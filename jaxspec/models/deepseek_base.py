@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from jaxspec.checks import shown
 from jaxspec.models.base import Model
-from jaxspec.models.config import DENSE, SPARSE, ModelConfig
-from jaxspec.models.deepseek_routing import read_routing
+from jaxspec.models.config import DENSE, SPARSE, ModelConfig, RopeConfig, YarnScaling
+from jaxspec.models.deepseek_routing import DEEPSEEK, RoutingFields, read_routing
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import MAX_LAYERS, SIZE, whole, words
 from jaxspec.models.layers.moe import MoEConfig, shared_unit
@@ -117,12 +117,28 @@ def feed_forward_types(fields: Fields, count: int) -> tuple[str, ...]:
     return kinds
 
 
-def read_experts(fields: Fields) -> MoEConfig:
-    """Read the experts' sizes; the shared experts are one of their joint width."""
+def score_growth(rope: RopeConfig | None) -> float:
+    """Return the factor of scores of latent attention that YaRN adds."""
+    scaling = rope and rope.scaling
+    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
+        return scaling.growth(scaling.mscale_all_dim) ** 2
+    return 1.0
+
+
+def read_experts(
+    fields: Fields, names: RoutingFields = DEEPSEEK, shared: str = "n_shared_experts"
+) -> MoEConfig:
+    """Read the experts' sizes; the shared experts are one of their joint width.
+
+    Args:
+        fields: The entries of config.json.
+        names: Names of the routing's fields.
+        shared: Name of the field with the number of shared experts.
+    """
     width = fields.need("moe_intermediate_size", SIZE)
-    count = fields.find("n_shared_experts", whole(0, 64)) or 0
+    count = fields.find(shared, whole(0, 64)) or 0
     return MoEConfig(
-        read_routing(fields),
+        read_routing(fields, names),
         width,
         shared_size=count * width,
         has_correction=True,

@@ -8,7 +8,8 @@ from jaxspec.models.base import Model
 from jaxspec.models.config import DENSE, KIMI_DELTA, LATENT_ATTENTION, SPARSE, ModelConfig
 from jaxspec.models.deepseek_routing import RoutingFields, read_routing
 from jaxspec.models.fields import Fields
-from jaxspec.models.kinds import MAX_LAYERS, SIZE, numbers, whole, words
+from jaxspec.models.kinds import MAX_LAYERS, SIZE, numbers, whole
+from jaxspec.models.layer_fields import listed_kinds, listed_mixers
 from jaxspec.models.layers.kimi_delta import KimiDeltaConfig
 from jaxspec.models.layers.latent_attention import LatentAttentionConfig
 from jaxspec.models.layers.moe import MoEConfig, shared_unit
@@ -25,9 +26,7 @@ _ROUTING = RoutingFields(
     renormalise="moe_renormalize",
     groups="num_expert_group",
 )
-# Words for layers in the lists of transformers 5.
-_MIXERS = {"linear_attention": KIMI_DELTA, "full_attention": LATENT_ATTENTION}
-_FEED_FORWARDS = {"dense": DENSE, "sparse": SPARSE}
+_FEED_FORWARDS = {"dense": DENSE, "sparse": SPARSE}  # words of a list of transformers 5
 _LISTS = "kda_layers", "full_attn_layers"  # published lists of layers, counted from 1
 _EXPERTS = re.compile(r"(model\.layers\.\d{1,4}\.)block_sparse_moe\.(.+)")
 _MATRICES = {
@@ -76,9 +75,9 @@ class KimiLinear(Model):
 def _mixers(fields: Fields) -> tuple[str, ...]:
     """Return the mixer of each layer: from a list of words, or two lists of layers."""
     count = fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
-    listed = fields.find("layer_types", words(MAX_LAYERS))
+    listed = listed_mixers(fields, count)
     if listed is not None:
-        return _named("layer_types", listed, _MIXERS, count)
+        return listed
     block = fields.block("linear_attn_config")
     linear, full = (block.need(name, numbers(MAX_LAYERS, whole(1, count))) for name in _LISTS)
     if sorted(linear + full) != list(range(1, count + 1)):
@@ -95,22 +94,12 @@ def _feed_forward_types(fields: Fields, count: int) -> tuple[str, ...]:
 
     After the first dense layers, every `moe_layer_freq`-th layer has experts, counted from 0.
     """
-    listed = fields.find("mlp_layer_types", words(MAX_LAYERS))
+    listed = listed_kinds(fields, "mlp_layer_types", _FEED_FORWARDS, count)
     if listed is not None:
-        return _named("mlp_layer_types", listed, _FEED_FORWARDS, count)
+        return listed
     dense = fields.need("first_k_dense_replace", whole(0, MAX_LAYERS))
     interval = fields.find("moe_layer_freq", whole(1, MAX_LAYERS)) or 1
     return tuple(SPARSE if i >= dense and i % interval == 0 else DENSE for i in range(count))
-
-
-def _named(field: str, listed: list[str], kinds: dict[str, str], count: int) -> tuple[str, ...]:
-    if len(listed) != count or not set(listed) <= kinds.keys():
-        raise ValueError(
-            f"config.json: `{field}` must name {' or '.join(map(repr, kinds))} for each of "
-            f"{count} layers, got {shown(listed)}. Take the config.json that was published with "
-            "the weights."
-        )
-    return tuple(kinds[word] for word in listed)
 
 
 def _experts(fields: Fields) -> MoEConfig:

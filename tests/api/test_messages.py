@@ -272,20 +272,21 @@ COMMAND = [
     (
         ["x", "--model", "UNKNOWN"],
         "UNKNOWN/config.json asks for the model 'MiniMaxM3ForCausalLM' in `architectures` or "
-        "`model_type`, and jaxspec runs only DeepseekV32ForCausalLM, DeepseekV3ForCausalLM, "
-        "FalconH1ForCausalLM, Gemma4ForCausalLM, Gemma4ForConditionalGeneration, "
-        "Gemma4UnifiedForCausalLM, Gemma4UnifiedForConditionalGeneration, Glm4MoeForCausalLM, "
+        "`model_type`, and jaxspec runs only BailingHybridForCausalLM, BailingMoeV3ForCausalLM, "
+        "DeepseekV32ForCausalLM, DeepseekV3ForCausalLM, FalconH1ForCausalLM, Gemma4ForCausalLM, "
+        "Gemma4ForConditionalGeneration, Gemma4UnifiedForCausalLM, "
+        "Gemma4UnifiedForConditionalGeneration, Glm4MoeForCausalLM, "
         "Glm4MoeLiteForCausalLM, GptOssForCausalLM, GraniteForCausalLM, "
         "GraniteMoeHybridForCausalLM, KimiLinearForCausalLM, Lfm2ForCausalLM, Lfm2MoeForCausalLM, "
         "LlamaForCausalLM, Mamba2ForCausalLM, MistralForCausalLM, NemotronHForCausalLM, "
         "Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, Qwen3NextForCausalLM, "
         "Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3_5MoeForCausalLM, "
-        "Qwen3_5MoeForConditionalGeneration, deepseek_v3, deepseek_v32, falcon_h1, gemma4, "
-        "gemma4_text, gemma4_unified, gemma4_unified_text, glm4_moe, glm4_moe_lite, gpt_oss, "
-        "granite, granitemoehybrid, kimi_linear, lfm2, lfm2_moe, llama, mamba2, mistral, "
-        "nemotron_h, qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_5_moe_text, qwen3_5_text, "
-        "qwen3_moe, qwen3_next. Use a checkpoint of one of those, or add the model by "
-        "jaxspec.register_model: docs/models.md says how.",
+        "Qwen3_5MoeForConditionalGeneration, bailing_hybrid, deepseek_v3, deepseek_v32, "
+        "falcon_h1, gemma4, gemma4_text, gemma4_unified, gemma4_unified_text, glm4_moe, "
+        "glm4_moe_lite, gpt_oss, granite, granitemoehybrid, kimi_linear, lfm2, lfm2_moe, llama, "
+        "mamba2, mistral, nemotron_h, qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_5_moe_text, "
+        "qwen3_5_text, qwen3_moe, qwen3_next. Use a checkpoint of one of those, or add the model "
+        "by jaxspec.register_model: docs/models.md says how.",
     ),
     (
         ["x", "--model", "QUANTIZED"],

@@ -22,9 +22,10 @@ import pytest
 from harness import FIXTURES
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxspec.models import load_model, parse_config, unread
-from jaxspec.models.layers.moe import MoEConfig
+from jaxspec.models import family_of, load_model, parse_config, unread
+from jaxspec.models.layers.moe import MoEConfig, sharing_experts
 from jaxspec.models.layers.weight_matrix import forms_of
+from jaxspec.models.weights import undefined
 from jaxspec.plan.step_shapes import StateConfig
 from jaxspec.requests.request import Finish
 
@@ -283,9 +284,14 @@ FALCON = 64 * 32 * (2 * 4 + 2 * 2) + 64 * (2 * 96 + 2 * 2 * 24 + 6) + 96 * 64 + 
 # 32 + 16 features, and 4 heads of 24 + 16 channels of queries and 24 of values.
 KDA = 64 * (3 * 64 + 4 + 2 * 16) + 2 * 16 * 64 + 64 * 64 + 4 * 3 * 64
 LATENT = 64 * (4 * 40 + 48) + 32 * 4 * (24 + 24) + 4 * 24 * 64
+# Ling-3.0's delta rule has 4 heads of 24; its latents have 32 + 12 features, and 4 heads of 24 + 12
+# channels of queries, 20 of values, and a gate.
+BOUNDED = 64 * (5 * 96 + 4) + 96 * 64 + 4 * 3 * 96
+GATED = 64 * (4 * 36 + 44 + 4) + 32 * 4 * (24 + 20) + 4 * 20 * 64
 MIXERS = [
     *(("falcon_h1", "parallel", FALCON), ("lfm2", "short_conv", 64 * (3 * 64 + 64 + 3))),
     *(("kimi_linear", "kimi_delta", KDA), ("kimi_linear", "latent_attention", LATENT)),
+    *(("bailing_hybrid", "kimi_delta", BOUNDED), ("bailing_hybrid", "latent_attention", GATED)),
 ]
 
 
@@ -298,7 +304,34 @@ def test_the_floor_counts_mixers(floor, fixture, kind, weights):
     # Rates of decays are a vector, too, though with four axes.
     matrices = (shape for shape in published.values() if sum(size > 1 for size in shape) > 1)
     sizes = [math.prod(shape) for shape in matrices]
-    assert sum(sizes) == floor.forward_size(model.config, floor.EVERY)
+    head = floor.head_size(model.config, floor.EVERY) if model.has_draft_head else 0
+    assert sum(sizes) == floor.forward_size(model.config, floor.EVERY) + head
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("fixture", ["deepseek_v3", "kimi_linear", "bailing_hybrid"])
+def test_the_floor_of_a_device_counts_its_share_of_the_weights(floor, fixture, whole):
+    config = load_model(FIXTURES / fixture, jnp.float32).config
+    local = sharing_experts(config, whole).local(2)
+    family = family_of(local.architecture, "")
+    tensors = None if local.num_draft_layers else frozenset()
+    model = undefined(family, local, jnp.dtype("float32"), tensors)
+    published = {placement.name: placement.shape for placement in model.checkpoint()}
+    del published["model.embed_tokens.weight"]
+    matrices = (shape for shape in published.values() if sum(size > 1 for size in shape) > 1)
+    counted = floor.forward_size(local, floor.EVERY)
+    if local.num_draft_layers:
+        counted += floor.head_size(local, floor.EVERY)
+    assert sum(map(math.prod, matrices)) == counted
+
+
+@pytest.mark.soak
+def test_the_figures_of_full_size_are_those_of_the_code(monkeypatch):
+    full_size = importlib.import_module("benchmarks.measure.full_size")
+    monkeypatch.setattr("jaxspec.device._stand_in", None)  # and again after the test
+    case = full_size.Case("kimi-linear-48b-a3b", 2, whole_experts=False)
+    file = json.loads((ROOT / "benchmarks" / "results" / "full_size.json").read_text())
+    assert full_size.computed(case) in file["results"]
 
 
 @pytest.mark.parametrize("fixture", ["deepseek_v3", "deepseek_v32", "glm4_moe_lite"])

@@ -42,6 +42,7 @@ FAMILIES = [
     "granite",
     "granitemoehybrid",
     "kimi_linear",
+    "bailing_hybrid",
     "lfm2",
     "deepseek_v3",
     "mamba2",

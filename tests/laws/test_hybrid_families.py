@@ -110,6 +110,10 @@ def test_preemption_changes_no_token(fixture, states):
         ("falcon_h1", {"Parallel + GatedMLP": 3}),
         ("lfm2", {"ShortConv + GatedMLP": 3, "Attention + GatedMLP": 1}),
         (
+            "bailing_hybrid",
+            {"KimiDelta + GatedMLP": 1, "KimiDelta + MoE": 1, "LatentAttention + MoE": 2},
+        ),
+        (
             "kimi_linear",
             {"KimiDelta + GatedMLP": 1, "KimiDelta + MoE": 2, "LatentAttention + MoE": 1},
         ),

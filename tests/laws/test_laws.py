@@ -190,6 +190,8 @@ OTHERS = [
     soak("deepseek_v3", "mtp", 3, SAMPLED),
     soak("deepseek_v32", "oracle-mixed", 3, GREEDY),
     soak("glm4_moe", "mtp", 3, SAMPLED),
+    soak("bailing_hybrid", "mtp", 3, SAMPLED),
+    soak("bailing_hybrid", "oracle-mixed", 3, GREEDY),
     soak("glm4_moe_lite", "oracle-mixed", 3, GREEDY),
     soak("granitemoehybrid", "oracle-mixed", 3, SAMPLED),
     soak("granite", "oracle-mixed", 3, SAMPLED),
@@ -246,6 +248,7 @@ RUNS = [  # fixture, drafts, policy
     ("deepseek_v32", "mtp", 3, "snapshot"),
     ("glm4_moe", "mtp", 3, "snapshot"),
     ("glm4_moe_lite", "mtp", 3, "snapshot"),
+    ("bailing_hybrid", "mtp", 3, "replay"),
 ]
 OTHER_RUNS = [
     ("qwen3_5_tied", "mtp", 3, "snapshot"),
@@ -259,7 +262,7 @@ OTHER_RUNS = [
     *itertools.product(("glm4_moe", "glm4_moe_lite"), ("mtp",), (0,), ("snapshot",)),
     *itertools.product(("mamba2", "granitemoehybrid"), ("mtp",), (0,), ("snapshot", "replay")),
     *itertools.product(
-        ("qwen3_5_moe", "qwen3_next", "nemotron_h", "nemotron_h_latent"),
+        ("qwen3_5_moe", "qwen3_next", "nemotron_h", "nemotron_h_latent", "bailing_hybrid"),
         ("mtp",),
         (0, 3),
         ("snapshot", "replay"),

@@ -1,4 +1,4 @@
-"""Bugs that Falcon-H1, LFM2 and Kimi-Linear invite, planted here and seen by their references."""
+"""Bugs that Falcon-H1, LFM2, Kimi-Linear and Ling-3.0 invite, seen by their references."""
 
 import dataclasses
 
@@ -14,6 +14,7 @@ from jaxspec.models import load_model
 from jaxspec.models.falcon_h1 import FalconMultipliers
 from jaxspec.models.layers import kimi_delta, parallel, short_conv
 from jaxspec.models.layers.kimi_delta import KimiDelta
+from jaxspec.models.layers.latent_attention import LatentAttention
 from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.mamba2 import Mamba2
 from jaxspec.models.layers.parallel import Parallel
@@ -24,7 +25,7 @@ real_factors, real_projection = FalconMultipliers.of_tensors, Mamba2._projection
 real_split, real_decode = Linear.split, Parallel.decode
 real_update, real_prefill = short_conv.conv_update, short_conv.conv_prefill
 real_gates, real_norm = kimi_delta.channel_gates, KimiDelta.output_norm
-real_kimi_prepare = KimiDelta.prepare
+real_kimi_prepare, real_output = KimiDelta.prepare, LatentAttention.output
 real_prepare, real_finish, real_name = ShortConv.prepare, Mamba2.finish, LFM2.canonical_name
 
 # Bugs in how tensors become parameters, Falcon-H1's.
@@ -143,9 +144,9 @@ SHORT = [
 # Kimi-Linear's.
 
 
-def decays_of_heads(f, log_rate, bias):
+def decays_of_heads(f, log_rate, bias, lower_bound=None):
     """One decay per head, as in Gated DeltaNet."""
-    g = real_gates(f, log_rate, bias)
+    g = real_gates(f, log_rate, bias, lower_bound)
     return jnp.broadcast_to(g.mean(axis=-1, keepdims=True), g.shape)
 
 
@@ -165,6 +166,35 @@ KIMI = [
 ]
 
 
+# Ling-3.0's.
+
+
+def rate_outside_of_the_sigmoid(f, log_rate, bias, lower_bound):
+    """The rate multiplies what the bound multiplies, as in Kimi-Linear."""
+    rates = jnp.broadcast_to(jnp.exp(log_rate)[:, None], f.shape)
+    return (
+        lower_bound
+        * rates
+        * jax.nn.sigmoid(f.astype(jnp.float32) + jnp.broadcast_to(bias, f.shape))
+    )
+
+
+def unbounded(f, log_rate, bias, lower_bound):
+    return real_gates(f, log_rate, bias)
+
+
+def without_gates(self, heads, tokens):
+    return real_output(self, heads, dataclasses.replace(tokens, gates=None))
+
+
+LING = [
+    (kimi_delta, "channel_gates", rate_outside_of_the_sigmoid),
+    (kimi_delta, "channel_gates", unbounded),
+    (KimiDelta, "prepare", decays_and_gates_swapped),
+    (LatentAttention, "output", without_gates),
+]
+
+
 def bug_name(value):
     return value.__name__ if callable(value) and not isinstance(value, type) else ""
 
@@ -178,7 +208,7 @@ def error(fixture):
     return np.abs(logits - expected["logits_decode"][:12]).max()
 
 
-@pytest.mark.parametrize("fixture", ["falcon_h1", "lfm2", "kimi_linear"])
+@pytest.mark.parametrize("fixture", ["falcon_h1", "lfm2", "kimi_linear", "bailing_hybrid"])
 def test_without_a_bug_the_scores_are_those_of_the_reference(fixture):
     assert error(fixture) < 2e-4
 
@@ -197,6 +227,7 @@ def test_the_reference_sees_wrong_weights(owner, name, bug, monkeypatch):
         *(("falcon_h1", *bug) for bug in FORWARD),
         *(("lfm2", *bug) for bug in SHORT),
         *(("kimi_linear", *bug) for bug in KIMI),
+        *(("bailing_hybrid", *bug) for bug in LING),
     ],
     ids=bug_name,
 )

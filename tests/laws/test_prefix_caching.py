@@ -66,6 +66,7 @@ ENGINES = {
     "an index": {"fixture": "deepseek_v32", "drafts": 2, "mode": "pages"},
     "side by side": {"fixture": "falcon_h1", "drafts": 2, "states": REPLAY},
     "decays by channel": {"fixture": "kimi_linear", "drafts": 2, "states": REPLAY},
+    "bounded decays": {"fixture": "bailing_hybrid", "drafts": 2, "method": "mtp", "states": REPLAY},
 }
 
 

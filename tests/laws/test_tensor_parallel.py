@@ -92,6 +92,7 @@ def assert_equal_on_all_devices(engine: Harness) -> None:
                 ("lfm2", FOUR, SNAPSHOT, 3, GREEDY),
                 ("deepseek_v3", FOUR, SNAPSHOT, 3, SAMPLED),
                 ("kimi_linear", FOUR, REPLAY, 3, GREEDY),
+                ("bailing_hybrid", FOUR, REPLAY, 3, GREEDY),
                 ("qwen3", FOUR, SNAPSHOT, 3, NUCLEUS),
                 ("qwen3_moe", FOUR, SNAPSHOT, 0, GREEDY),
             ]

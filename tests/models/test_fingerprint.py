@@ -110,6 +110,7 @@ def of_fixture(fixture, group, number=None):
                 ("lfm2", 4),
                 ("deepseek_v32", 2),
                 ("kimi_linear", 4),
+                ("bailing_hybrid", 4),
                 ("glm4_moe", 4),
                 ("qwen3_moe", 4),
             ]

@@ -752,10 +752,66 @@ KIMI_RAW_FIELDS = LATENT_FIELDS | {
     "linear_attn_config.head_dim": [],
     "linear_attn_config.short_conv_kernel_size": [],
 }
+# The same of Ling-3.0, in transformers' spelling and in the published one.
+LING_FIELDS = {
+    "kv_lora_rank": [],
+    "q_lora_rank": NONE,
+    "qk_nope_head_dim": [],
+    "qk_rope_head_dim": [],
+    "v_head_dim": [],
+    "rope_interleave": [*NONE, True],
+    "kda_safe_gate": [*NONE, True],
+    "kda_lower_bound": [],
+    "scoring_func": NONE,
+    "score_function": NONE,
+    "topk_method": NONE,
+    "moe_router_enable_expert_bias": [*NONE, True],
+    "routing_group_score_top_k": NONE,
+    "scale_router_input": [*NONE, False],
+    "gated_attention_proj_granularity_type": NONE,
+    "use_mla_nope": [*NONE, False],
+    "no_kda_lora": [*NONE, True],
+    "use_kda_lora": [*NONE, False],
+    "num_kv_heads_for_linear_attn": [*NONE, 0],
+    "mtp_use_kda": [*NONE, False],
+    "use_bias": [*NONE, False],
+    "use_qkv_bias": [*NONE, False],
+    "use_nGPT": [*NONE, False],
+    "up_proj_norm": [*NONE, False],
+    "value_norm": [*NONE, False],
+    "moe_layer_freq": [*NONE, 1],
+    "swiglu_limit": NONE,
+    "sliding_window": NONE,
+    "expert_swiglu_limit_list": [*NONE, [], [None]],
+    "share_expert_swiglu_limit_list": [*NONE, [], [None]],
+    "num_experts": [],
+    "moe_shared_expert_intermediate_size": NONE,  # by default that of the others
+    "topk_group": [],
+    "num_shared_experts": [1],
+    "routed_scaling_factor": [],
+    "num_nextn_predict_layers": [*NONE, 0],  # the tensors tell: there is a draft head
+}
+LING_SAVED_FIELDS = LING_FIELDS | {
+    "model_max_length": [],
+    "linear_num_heads": NONE,  # by default those of attention
+    "linear_conv_kernel_dim": NONE,  # another field says the same
+    "linear_head_dim": [],
+    "num_experts_per_token": [],
+    "moe_renormalize": [True],
+    "num_expert_group": [],
+}
+LING_RAW_FIELDS = LING_FIELDS | {
+    "layer_group_size": [],
+    "short_conv_kernel_size": [],
+    "first_k_dense_replace": [1],
+    "num_experts_per_tok": [],
+    "norm_topk_prob": [True],
+    "n_group": [],
+}
 TABLES = FIELDS | EXPERT_FIELDS | LLAMA_FIELDS | FALCON_FIELDS | LFM2_FIELDS
 TABLES |= LFM2_RAW_FIELDS | NEMOTRON_FIELDS | MAMBA2_FIELDS | GRANITE_FIELDS
 TABLES |= KIMI_FIELDS | KIMI_RAW_FIELDS | QWEN2_FIELDS | GPT_OSS_FIELDS | DEEPSEEK_FIELDS
-TABLES |= GLM_FIELDS | GEMMA_FIELDS
+TABLES |= GLM_FIELDS | GEMMA_FIELDS | LING_SAVED_FIELDS | LING_RAW_FIELDS
 # An id that stands for the end of a text is right or wrong by its value alone.
 NOT_WRONG = {"eos_token_id": [0, [1]]}
 # Here they mean another model of the same tensors.
@@ -771,6 +827,10 @@ NOT_WRONG_OF_LLAMA = {
 # Factors are right or wrong by their values alone.
 NOT_WRONG |= {"routed_scaling_factor": [1.5], "logits_scaling": [1.5], "residual_multiplier": [1.5]}
 NOT_WRONG |= {"embedding_multiplier": [1.5], "attention_multiplier": [1.5]}
+# Groups of experts, decays and their bound show in no tensor, nor do limits of activations.
+NOT_WRONG_OF_LING = NOT_WRONG | {"kda_safe_gate": [False], "n_group": [*NONE, 1]}
+NOT_WRONG_OF_LING |= {"num_expert_group": [*NONE, 1], "topk_group": [*NONE, 1]}
+NOT_WRONG_OF_LING |= {"kda_lower_bound": [-1], "share_expert_swiglu_limit_list": [[1]]}
 # Falcon-H1's factors are right or wrong by their values alone, and where there is none it is 1.
 NOT_WRONG_OF_FALCON = {
     name: NONE if name.endswith("multipliers") else [*NONE, 1.5]
@@ -792,6 +852,9 @@ CULPRITS = {
     "mamba_rms_norm": "mamba.norm.weight",
     "attention_bias": "_proj.bias",
     "use_qk_norm": "k_norm.weight",
+    "model_max_length": "max_position_embeddings",  # its other name
+    "linear_head_dim": "dt_bias",  # by default it is `head_dim`
+    "num_experts_per_token": "topk_group",  # without it the other names are expected
     "layer_types": "full_attn_idxs",  # the other field that lists layers
     "block_ff_dim": "intermediate_size",  # its other name
     "block_auto_adjust_ff_dim": ".feed_forward.",  # then the layers have another width
@@ -843,12 +906,14 @@ def with_field(config, path, value):
         soak("gemma4_moe", GEMMA_FIELDS, NOT_WRONG_OF_GEMMA),
         ("kimi_linear", KIMI_FIELDS, NOT_WRONG),
         ("kimi_linear_raw", KIMI_RAW_FIELDS, NOT_WRONG),
+        soak("bailing_hybrid", LING_SAVED_FIELDS, NOT_WRONG_OF_LING),
+        soak("bailing_hybrid_raw", LING_RAW_FIELDS, NOT_WRONG_OF_LING),
     ],
     indirect=["corpus"],
     ids=[
         *("dense", "experts", "llama", "Falcon-H1", "LFM2", "LFM2 raw"),
         *("Nemotron", "Mamba2", "Granite hybrid", "Granite", "Qwen2", "gpt-oss"),
-        *("DeepSeek", "GLM", "Gemma", "Kimi-Linear", "Kimi-Linear raw"),
+        *("DeepSeek", "GLM", "Gemma", "Kimi-Linear", "Kimi-Linear raw", "Ling", "Ling raw"),
     ],
 )
 def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
@@ -882,6 +947,8 @@ def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
             "gemma4_moe",
             "kimi_linear",
             "kimi_linear_raw",
+            "bailing_hybrid",
+            "bailing_hybrid_raw",
             *EXPERTS,
         ),
     ],
@@ -910,7 +977,7 @@ def test_the_tables_have_every_field_that_is_read(corpus, monkeypatch):
     [
         *("qwen3_5", "qwen3_5_vl", "qwen3", "qwen3_5_moe", "qwen3_next", "llama", "falcon_h1"),
         *("lfm2", "nemotron_h", "nemotron_h_latent", "mamba2", "granitemoehybrid", "granite"),
-        *("gpt_oss", "deepseek_v32", "glm4_moe", "kimi_linear"),
+        *("gpt_oss", "deepseek_v32", "glm4_moe", "kimi_linear", "bailing_hybrid_raw"),
     ],
     indirect=True,
 )
@@ -919,7 +986,10 @@ def test_a_size_that_is_near_the_right_one_is_refused(corpus):
     # What the tensors do not show.
     free = {"max_position_embeddings", "mtp_num_hidden_layers", "num_experts_per_tok"}
     free |= {"num_nextn_predict_layers", "block_multiple_of", "n_group", "topk_group"}
-    free |= {"index_topk"}
+    free |= {"index_topk", "model_max_length", "num_expert_group", "num_experts_per_token"}
+    if "kv_lora_rank" in config:
+        free |= {"num_key_value_heads"}
+        free |= set() if "layer_group_size" in config else {"head_dim"}  # the delta rule's
     sizes = [name for name in TABLES.keys() - free if type(config.get(name)) is int]
     for name, value in [(name, config[name]) for name in sizes]:
         for other in {value + 1, value - 1, value * 2, value // 2, value * 1000} - {value}:

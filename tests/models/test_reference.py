@@ -13,7 +13,7 @@ from jaxspec.pallas import dispatch
 WITH_HEADS = [
     *("qwen3_5", "qwen3_5_tied", "qwen3_5_moe", "qwen3_5_moe_wide", "qwen3_next"),
     *("nemotron_h", "nemotron_h_latent", "nemotron_h_wide", "deepseek_v3", "deepseek_v32"),
-    *("glm4_moe", "glm4_moe_lite"),
+    *("glm4_moe", "glm4_moe_lite", "bailing_hybrid"),
 ]
 OTHERS = [
     *("qwen3", "qwen3_moe", "llama", "llama_draft", "granite", "qwen2", "gpt_oss", "gemma4"),

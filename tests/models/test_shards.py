@@ -45,6 +45,7 @@ SHARED = {
     "glm4_moe": 4,
     "glm4_moe_lite": 4,
     "kimi_linear": 4,
+    "bailing_hybrid": 4,
 }
 
 

@@ -83,6 +83,18 @@ KIMI = {
     "linear_num_heads": 32,
     "linear_head_dim": 128,
 }
+# Those of Ling-3.0-flash, with few experts in one group.
+LING = {
+    "hidden_size": 2560,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "linear_num_heads": 32,
+    "linear_head_dim": 128,
+    "layer_types": ["full_attention", "linear_attention"] * 2,
+}
 
 
 @pytest.mark.parametrize("rows", [1, 64])
@@ -95,8 +107,9 @@ KIMI = {
         ("glm4_moe_lite", FLASH, {"latent_attention", "moe_experts"}),
         ("glm4_moe", AIR, {"attention_inputs", "paged_attention", "moe_experts"}),
         ("kimi_linear", KIMI, {"conv_update", "gdn_replay", "moe_experts"}),
+        ("bailing_hybrid", LING, {"conv_update", "gdn_replay", "moe_experts"}),
     ],
-    ids=["Falcon-H1", "LFM2", "DeepSeek", "GLM-4.7-Flash", "GLM-4.5-Air", "Kimi-Linear"],
+    ids=["Falcon-H1", "LFM2", "DeepSeek", "GLM-4.7-Flash", "GLM-4.5-Air", "Kimi-Linear", "Ling"],
 )
 def test_a_layer_is_its_kernels(h200, monkeypatch, fixture, sizes, expected, rows):
     monkeypatch.setattr("jaxspec.device.default_device", lambda: h200)

@@ -39,6 +39,7 @@ OTHER_NAMES = [
     "glm-4.7-flash",
     "glm-4.5-air",
     "kimi-linear-48b-a3b",
+    "ling-3.0-flash",
 ]
 HAVE_HEADS = {
     "qwen3.5-0.8b",
@@ -49,6 +50,7 @@ HAVE_HEADS = {
     "deepseek-v3.2",
     "glm-4.7-flash",
     "glm-4.5-air",
+    "ling-3.0-flash",
 }
 
 

@@ -1,11 +1,12 @@
-"""The oracle of `oracle.py` for Falcon-H1, LFM2, LFM2-MoE and Kimi-Linear, in NumPy float64.
+"""The oracle of `oracle.py` for Falcon-H1, LFM2, Kimi-Linear and Ling-3.0, in NumPy float64.
 
 Falcon-H1's multipliers stand where its paper has them, at the activations.
 """
 
 import numpy as np
+from latent_oracle import DeepSeekRun
 from mamba_oracle import MambaRun
-from oracle import Run, _sigmoid, _silu, _unit
+from oracle import Run, _sigmoid, _silu, _unit, layer_of
 
 
 class FalconH1Run(MambaRun):
@@ -149,18 +150,24 @@ class KimiLinearRun(Run):
         heads = weights[prefix + "A_log"].size
         q, k, v = (self._convolved(x, prefix, name, memory).reshape(heads, -1) for name in "qkv")
         query, key = _unit(q) * q.shape[1] ** -0.5, _unit(k)
-        step = self._w(prefix + "f_b_proj") @ (self._w(prefix + "f_a_proj") @ x)
-        step = np.logaddexp(0, step + weights[prefix + "dt_bias"]).reshape(heads, -1)
-        decay = np.exp(-np.exp(weights[prefix + "A_log"].reshape(heads, 1)) * step)
+        step = self._twice(x, prefix + "f") + weights[prefix + "dt_bias"]
+        rate = np.exp(weights[prefix + "A_log"].reshape(heads, 1))
+        decay = np.exp(self._log_decay(rate, step.reshape(heads, -1)))
         beta = _sigmoid(self._w(prefix + "b_proj") @ x)
         state = memory.get("state", np.zeros((heads, v.shape[1], k.shape[1])))
         state = state * decay[:, None, :]
         change = beta[:, None] * (v - np.einsum("hvk,hk->hv", state, key))
         memory["state"] = state = state + change[:, :, None] * key[:, None, :]
         out = np.einsum("hvk,hk->hv", state, query)
-        gate = self._w(prefix + "g_b_proj") @ (self._w(prefix + "g_a_proj") @ x)
+        gate = self._twice(x, prefix + "g")
         normed = self._rms(out) * self._w(prefix + "o_norm") * _sigmoid(gate).reshape(heads, -1)
         return self._w(prefix + "o_proj") @ normed.ravel()
+
+    def _twice(self, x, name):
+        return self._w(name + "_b_proj") @ (self._w(name + "_a_proj") @ x)
+
+    def _log_decay(self, rate, step):
+        return -rate * np.logaddexp(0, step)
 
     def _latent(self, x, prefix, memory):
         config = self.oracle.config
@@ -203,9 +210,85 @@ class KimiLinearRun(Run):
         return self._w(prefix + down) @ inner
 
 
+class LingRun(DeepSeekRun):
+    """A delta rule with a bounded decay by channel, gated latents, and limits of experts."""
+
+    _delta, _convolved = KimiLinearRun._delta, KimiLinearRun._convolved
+
+    def __init__(self, oracle):
+        super().__init__(oracle)
+        config, weights = oracle.config, oracle.weights
+        config |= {"n_group": config["num_expert_group"]}
+        config |= {"num_experts_per_tok": config["num_experts_per_token"]}
+        names = {name: name.replace(".attention.dense", ".attention.o_proj") for name in weights}
+        ours = {
+            name: other.replace("expert_bias", "e_score_correction_bias")
+            for name, other in names.items()
+        }
+        oracle.weights = {other: weights[name] for name, other in ours.items()}
+
+    def feed(self, token):
+        oracle = self.oracle
+        x, self.streams = oracle.embedding[token], []
+        for layer in range(oracle.config["num_hidden_layers"]):
+            prefix, memory = f"model.layers.{layer}.", self.memory[layer]
+            self.streams.append(x)
+            h, mixer = self._norm(x, prefix + "input_layernorm"), prefix + "attention."
+            is_delta = mixer + "A_log" in oracle.weights
+            x = x + (self._delta if is_delta else self._gated_latent)(h, mixer, memory)
+            x = x + self._mlp(self._norm(x, prefix + "post_attention_layernorm"), prefix + "mlp.")
+        self.streams.append(x)
+        self.position += 1
+        return oracle.head @ self._norm(x, "model.norm")
+
+    def _twice(self, x, name):
+        return self._w(name + "_proj") @ x  # once
+
+    def _log_decay(self, rate, step):
+        return self.oracle.config["kda_lower_bound"] * _sigmoid(rate * step)
+
+    def _gated_latent(self, x, prefix, memory):
+        config = self.oracle.config
+        heads, plain, shared, rank = (
+            config[name]
+            for name in (
+                "num_attention_heads",
+                "qk_nope_head_dim",
+                "qk_rope_head_dim",
+                "kv_lora_rank",
+            )
+        )
+        query = (self._w(prefix + "q_proj") @ x).reshape(heads, plain + shared)
+        query = np.concatenate([query[:, :plain], self._in_pairs(query[:, plain:])], -1)
+        latent, key = np.split(self._w(prefix + "kv_a_proj_with_mqa") @ x, [rank])
+        up = self._w(prefix + "kv_b_proj") @ self._latent(latent, prefix + "kv_a_layernorm")
+        up = up.reshape(heads, -1)
+        key = np.repeat(self._in_pairs(key[None]), heads, 0)
+        memory.setdefault("kv", []).append(
+            (np.concatenate([up[:, :plain], key], -1), up[:, plain:])
+        )
+        keys, values = (np.stack(part) for part in zip(*memory["kv"], strict=True))
+        scores = np.einsum("hd,thd->ht", query, keys) * (plain + shared) ** -0.5
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = np.einsum("ht,thd->hd", weights / weights.sum(-1, keepdims=True), values)
+        gate = _sigmoid(self._w(prefix + "g_proj") @ x)
+        return self._w(prefix + "o_proj") @ (mixed * gate[:, None]).ravel()
+
+    def _mlp(self, x, prefix):
+        if prefix + "gate.weight" in self.oracle.weights:
+            return self._experts(x, prefix)
+        kind = "share_expert" if "shared" in prefix else "expert"
+        limits = self.oracle.config.get(f"{kind}_swiglu_limit_list")
+        limit = (limits and limits[layer_of(prefix)]) or np.inf
+        gate = np.minimum(_silu(self._w(prefix + "gate_proj") @ x), limit)
+        up = np.clip(self._w(prefix + "up_proj") @ x, -limit, limit)
+        return self._w(prefix + "down_proj") @ (gate * up)
+
+
 RUNS = {
     "falcon_h1": FalconH1Run,
     "lfm2": LFM2Run,
     "lfm2_moe": LFM2Run,
     "kimi_linear": KimiLinearRun,
+    "bailing_hybrid": LingRun,
 }

@@ -76,7 +76,7 @@ def normed(stream, pending, norm):
     return stream, stream / root * (scale + norm.zero_centred)
 
 
-def activated(x, activation):
+def activated(x, activation, limit=np.inf):
     """What a feed-forward layer makes of its first product, whose last axis is the features."""
     if activation is Activation.SQUARED_RELU:
         return np.maximum(x, 0) ** 2
@@ -84,7 +84,7 @@ def activated(x, activation):
         gate, up = np.minimum(x[..., ::2], 7), np.clip(x[..., 1::2], -7, 7)
         return gate * sigmoid(1.702 * gate) * (up + 1)
     gate, up = np.split(x, 2, axis=-1)
-    return gate * sigmoid(gate) * up
+    return np.minimum(gate * sigmoid(gate), limit) * np.clip(up, -limit, limit)
 
 
 def parts_of(x, layers, experts, weights):
@@ -95,9 +95,10 @@ def parts_of(x, layers, experts, weights):
     if layers.up_bias is not None:
         biases = (np.asarray(a, np.float64) for a in (layers.up_bias, layers.down_bias))
     of_up, of_down = biases
+    limits = np.full(len(down), np.inf) if layers.limits is None else np.asarray(layers.limits)
     for token, part in np.argwhere(experts < len(down)):
         expert = experts[token, part]
-        hidden = activated(up[expert] @ x[token] + of_up[expert], layers.activation)
+        hidden = activated(up[expert] @ x[token] + of_up[expert], layers.activation, limits[expert])
         out[part, token] = weights[token, part] * (down[expert] @ hidden + of_down[expert])
     return out
 

@@ -65,6 +65,6 @@ def _operand(hidden, down, rows, interpreter):
 
 def biased_tiles(x, experts, choices, rows, interpreter):
     """The kernels of experts with biases."""
-    from jaxspec.pallas.moe.biased_experts import biased_experts
+    from jaxspec.pallas.moe.activated_experts import activated_experts
 
-    return biased_experts(x, experts, choices, rows, interpreter)
+    return activated_experts(x, experts, choices, rows, interpreter)

@@ -86,7 +86,11 @@ class Oracle:
         self.is_hybrid = self.config["model_type"].startswith(("qwen3_5", "qwen3_next"))
         names = "rms_norm_eps", "layer_norm_epsilon", "norm_eps"
         self.eps = next(self.config[name] for name in names if name in self.config)
-        names = "model.embed_tokens.weight", "model.embeddings.weight"
+        names = (
+            "model.embed_tokens.weight",
+            "model.embeddings.weight",
+            "model.word_embeddings.weight",
+        )
         self.embedding = next(self.weights[name] for name in names if name in self.weights)
         self.head = self.weights.get("lm_head.weight", self.embedding)
 

@@ -16,6 +16,8 @@ LAYERS = {
     "nemotron-3.5-lightning-30b-a3b": 3,
     "lfm2-8b-a1b": 3,
     "kimi-linear-48b-a3b": 3,
+    "ling-3.0-flash": 3,
+    "ling-3.0-tiny": 3,
 }
 # Everything else is a default. With the default sizes five programs are compiled for each kind of
 # sampling, which takes half a minute a kind on two cores; with these there are two.

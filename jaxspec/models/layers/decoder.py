@@ -93,6 +93,8 @@ class DecoderLayer(nnx.Module):
             earlier: The model's layers before this one.
             dtype: Dtype of the weights.
         """
+        earlier = tuple(earlier)
+        config = config.of_layer(len(earlier))
         mixes, feeds = mixer != NO_MIXER, feed_forward != NO_FEED_FORWARD
         own = config.of_mixer(mixer)
         self.mixer: Mixer[Any] | None = MIXERS[mixer](own, dtype) if mixes else None

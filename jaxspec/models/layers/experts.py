@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxspec import parallel
 from jaxspec.models.layers.parameters import CENTRED_ROWS, NO_BIAS, NORMAL, Placement, declare
@@ -39,6 +41,7 @@ class ExpertStacks(nnx.Module):
         activation: Activation = Activation.SWIGLU,
         has_biases: bool = False,
         inputs_first: bool = False,
+        limits: tuple[float, float] = (0.0, 0.0),
     ):
         """Declare the stacks.
 
@@ -53,12 +56,14 @@ class ExpertStacks(nnx.Module):
             has_biases: True if both matmuls of a routed expert have a bias; then there is no shared
                 expert.
             inputs_first: See `WeightStack`; likewise.
+            limits: Limits of the activation, of routed experts and of the shared one; 0 means none.
         """
         self.competing, self.own = competing, competing // holders
         self.shared_width, self.activation = shared_width, activation
         self.features, self.width = features, width
         held = self.own + -(-shared_width // width)
-        has_kernel = why_not_sizes(features, width) is None and not has_biases
+        self.limits = limits
+        has_kernel = why_not_sizes(features, width) is None and not has_biases and not any(limits)
         up, down = (held, activation.pieces * width, features), (held, features, width)
         options = {"has_kernel": has_kernel, "inputs_first": inputs_first}
         self.up = WeightStack(up, dtype, NORMAL, **options)
@@ -70,11 +75,19 @@ class ExpertStacks(nnx.Module):
     def operand(self) -> Experts:
         weights = self.up.operand, self.down.operand, self.activation
         if self.up_bias is None or self.down_bias is None:
-            return Experts(*weights)
+            return Experts(*weights, limits=self._limits)
         down_bias = self.down_bias[...]
         if self.own == self.competing:  # devices that share the width of each expert add it once
             down_bias = jnp.where(parallel.first_of(1) == 0, down_bias, 0)
         return Experts(*weights, self.up_bias[...], down_bias)
+
+    @property
+    def _limits(self) -> Float[Array, " experts"] | None:
+        if not any(self.limits):
+            return None
+        of_each = [limit or jnp.inf for limit in self.limits]
+        counts = self.own, self.up.shape[0] - self.own
+        return jnp.asarray(np.repeat(of_each, counts), jnp.float32)
 
     @property
     def _pieces(self) -> tuple[str, ...]:

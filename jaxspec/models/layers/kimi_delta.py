@@ -1,4 +1,4 @@
-"""Kimi Delta Attention: the recurrent token mixer of Kimi-Linear."""
+"""Kimi Delta Attention: the recurrent token mixer of Kimi-Linear and Ling-3.0."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -29,7 +29,8 @@ from jaxspec.pallas.recurrent.conv_update import conv_prefill, conv_update
 from jaxspec.pallas.recurrent.token_scan import conv_scan
 from jaxspec.regions import DecodeRegion, PrefillRegion, TokenRegion
 
-_TAPS = whole(2, 64)
+TAPS = whole(2, 64)
+"""Taps of a causal convolution."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,9 @@ class KimiDeltaConfig:
     heads: int  # of queries, keys and values alike
     head_dim: int
     conv_kernel: int  # taps of the causal convolution
-    rank: int  # channels between the two matrices of the decay, and of the output gate
+    # Channels between the two matrices of the decay, and of the output gate; None means one matrix.
+    rank: int | None
+    lower_bound: float | None = None  # of log decays; None means that there is none
 
     @classmethod
     def read(cls, fields: Fields) -> "KimiDeltaConfig":
@@ -51,7 +54,7 @@ class KimiDeltaConfig:
             names = "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"
         heads, head_dim, taps = names
         width = block.need(head_dim, SIZE)
-        return cls(block.need(heads, SIZE), width, block.need(taps, _TAPS), rank=width)
+        return cls(block.need(heads, SIZE), width, block.need(taps, TAPS), rank=width)
 
     def local(self, devices: int) -> "KimiDeltaConfig":
         """Return the sizes that each of `devices` devices holds."""
@@ -66,7 +69,7 @@ class KimiDeltaConfig:
 
 @flax.struct.dataclass
 class KimiDeltaTokens:
-    """The first projection of each token, and the second ones of its decay and output gate."""
+    """The projection of each token, and its decay and output gate after all their matrices."""
 
     projected: Projected
     decay: Float[Array, "*tokens channels"]
@@ -76,21 +79,28 @@ class KimiDeltaTokens:
 class KimiDelta(RecurrentMixer):
     """Input projection, causal convolution, delta rule with a decay by channel, gated norm, output.
 
-    Kimi Team 2025, "Kimi Linear", arXiv 2510.26692. The decay and the output gate are projected
-    twice, through few channels. Decay, write strength, recurrence and output norm are float32,
-    whatever the dtype of the weights.
+    Kimi Team 2025, "Kimi Linear", arXiv 2510.26692. There, the decay and the output gate are
+    projected twice, through few channels; in Ling-3.0 once, and the decay is bounded. Decay, write
+    strength, recurrence and output norm are float32, whatever the dtype of the weights.
     """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         """Declare the parameters, in `dtype` except those of the decay and the norm (float32)."""
         self.sizes = sizes = config.part(KimiDeltaConfig)
         outputs = dict.fromkeys(("q_proj", "k_proj", "v_proj"), sizes.channels)
-        outputs |= {"b_proj": sizes.heads, "f_a_proj": sizes.rank, "g_a_proj": sizes.rank}
-        self.in_proj = Linear(config.hidden_size, outputs, dtype, multiple=BLOCK_N, in_16_bits=3)
+        if sizes.rank is None:
+            outputs |= dict.fromkeys(("f_proj", "g_proj"), sizes.channels)
+        else:
+            outputs |= dict.fromkeys(("f_a_proj", "g_a_proj"), sizes.rank)
+        outputs |= {"b_proj": sizes.heads}
+        in_16_bits = 1 if sizes.rank is None else 3
+        self.in_proj = Linear(
+            config.hidden_size, outputs, dtype, multiple=BLOCK_N, in_16_bits=in_16_bits
+        )
         self.conv = declare((sizes.conv_kernel, 3 * sizes.channels), dtype)
         # Errors of the decay would accumulate in the state.
-        self.decay_proj = Linear(sizes.rank, {"f_b_proj": sizes.channels}, dtype, in_16_bits=1)
-        self.gate_proj = Linear(sizes.rank, {"g_b_proj": sizes.channels}, dtype, in_16_bits=1)
+        self.decay_proj = _second(sizes, "f_b_proj", dtype)
+        self.gate_proj = _second(sizes, "g_b_proj", dtype)
         self.log_rate = declare((sizes.heads,), jnp.float32, _init_rates)
         self.step_bias = declare((sizes.channels,), jnp.float32, _init_steps)
         self.norm = RMSNorm(sizes.head_dim, config.rms_norm_eps, jnp.float32)
@@ -108,11 +118,11 @@ class KimiDelta(RecurrentMixer):
     def prepare(
         self, projected: Projected, inputs: LayerInputs, pools: Pools, layer: int
     ) -> tuple[KimiDeltaTokens, Pools]:
-        """Multiply with the second matrices of the decay and of the output gate."""
-        *_, f, g = self.in_proj.split(projected)
-        return KimiDeltaTokens(
-            projected, self.decay_proj.joined(f), self.gate_proj.joined(g)
-        ), pools
+        """Multiply with the second matrices of the decay and of the output gate, if there are."""
+        *_, f, g, _ = self.in_proj.split(projected)
+        if self.decay_proj is not None and self.gate_proj is not None:
+            f, g = self.decay_proj.joined(f), self.gate_proj.joined(g)
+        return KimiDeltaTokens(projected, f, g), pools
 
     def step_heads(
         self, projected: KimiDeltaTokens, pool: RecurrentPool, rows: DecodeRegion, layer: int
@@ -156,10 +166,10 @@ class KimiDelta(RecurrentMixer):
         """Return the recurrence's inputs, given the convolution's outputs."""
         heads, head_dim = self.sizes.heads, self.sizes.head_dim
         q, k, v = split_qkv(y, GdnHeads(heads, head_dim, heads))
-        b = self.in_proj.split(tokens.projected)[3]
+        b = self.in_proj.split(tokens.projected)[-1]
         f = tokens.decay.reshape(v.shape)
         bias = self.step_bias[...].reshape(heads, head_dim)
-        g = channel_gates(f, self.log_rate[...], bias)
+        g = channel_gates(f, self.log_rate[...], bias, self.sizes.lower_bound)
         return GdnTokens(q, k, v, g, jax.nn.sigmoid(b.astype(jnp.float32)))
 
     def replayed(self, pool: RecurrentPool, rows: DecodeRegion, layer: int) -> Array:
@@ -185,12 +195,22 @@ class KimiDelta(RecurrentMixer):
                 transpose=True,
                 index=(..., slice(part * channels, (part + 1) * channels)),
             )
-        yield from self.decay_proj.checkpoint(prefix)
-        yield from self.gate_proj.checkpoint(prefix)
-        yield Placement(prefix + "A_log", (1, 1, self.sizes.heads, 1), self.log_rate)
+        rates: tuple[int, ...] = (self.sizes.heads,)
+        if self.decay_proj is not None and self.gate_proj is not None:
+            yield from self.decay_proj.checkpoint(prefix)
+            yield from self.gate_proj.checkpoint(prefix)
+            rates = (1, 1, self.sizes.heads, 1)
+        yield Placement(prefix + "A_log", rates, self.log_rate)
         yield Placement(prefix + "dt_bias", (channels,), self.step_bias)
         yield from self.norm.checkpoint(prefix + "o_norm")
         yield from self.out_proj.checkpoint(prefix)
+
+
+def _second(sizes: KimiDeltaConfig, name: str, dtype: jnp.dtype) -> Linear | None:
+    """Return the second matrix of a decay or output gate; None if there is only one."""
+    if sizes.rank is None:
+        return None
+    return Linear(sizes.rank, {name: sizes.channels}, dtype, in_16_bits=1)
 
 
 def _init_rates(key, shape, dtype):

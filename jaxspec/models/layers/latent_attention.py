@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -41,14 +42,18 @@ class LatentAttentionConfig:
     value_dim: int  # channels per head of values
     scale: float  # factor of scores
     eps: float = 1e-6  # of the latents' norms
+    gated: bool = False  # each head has a gate for its output
 
     @classmethod
-    def read(cls, fields: Fields, *, growth: float = 1.0) -> "LatentAttentionConfig":
+    def read(
+        cls, fields: Fields, *, growth: float = 1.0, gated: bool = False
+    ) -> "LatentAttentionConfig":
         """Read the sizes from DeepSeek's fields.
 
         Args:
             fields: The entries of config.json.
             growth: Factor of the scores in addition to that of the size of a head.
+            gated: True if each head has a gate for its output.
         """
         plain, shared = (fields.need(f"qk_{n}_head_dim", SIZE) for n in ("nope", "rope"))
         return cls(
@@ -58,6 +63,7 @@ class LatentAttentionConfig:
             shared_dim=shared,
             value_dim=fields.need("v_head_dim", SIZE),
             scale=growth * (plain + shared) ** -0.5,
+            gated=gated,
         )
 
     @property
@@ -77,6 +83,7 @@ class LatentTokens:
 
     queries: Float[Array, "tokens heads width"]  # in the latents' features
     index: IndexTokens | None
+    gates: Float[Array, "tokens heads"] | None  # before the sigmoid; None means no gates
 
 
 class LatentAttention(nnx.Module):
@@ -85,7 +92,8 @@ class LatentAttention(nnx.Module):
     The projections of a latent to keys and values of each head are applied to queries and outputs,
     so all heads attend to the same cached vector: the latent, then a key of `shared_dim` channels,
     which is the part with positions. With a `TokenIndexConfig`, each token attends only to the
-    tokens that a token index selects.
+    tokens that a token index selects. With gates (Ling-3.0), the output of each head is multiplied
+    by the sigmoid of a number.
     """
 
     pool = "latent"
@@ -98,14 +106,16 @@ class LatentAttention(nnx.Module):
         outputs |= {"kv_a_proj_with_mqa": sizes.width}
         if index is not None:
             outputs |= TokenIndexer.outputs(index)
+        if sizes.gated:
+            outputs |= {"g_proj": heads}
         # Aligned, so that blocks of FP8 scales start where an output does; the weights of index
-        # heads are published in 16 bits.
+        # heads, and gates, are published in 16 bits.
         self.inputs = Linear(
             config.hidden_size,
             outputs,
             dtype,
             align=ALIGNED_COLUMNS,
-            in_16_bits=0 if index is None else 1,
+            in_16_bits=(index is not None) + sizes.gated,
         )
         # None without a latent of queries, which an index needs.
         self.query_norm = None if rank is None else RMSNorm(rank, sizes.eps, dtype)
@@ -132,14 +142,15 @@ class LatentAttention(nnx.Module):
     ) -> tuple[LatentTokens, Pools]:
         """Compute queries, and write the latents and keys of all tokens to their pages."""
         sizes, turns, kv_slots = self.sizes, inputs.rotation, inputs.step.kv_slots
-        queries, kv, *of_index = self.inputs.split(projected)
+        queries, kv, *others = self.inputs.split(projected)
+        gates = others.pop() if sizes.gated else None
         index = None
         if self.query_norm is not None and self.queries is not None:
             latents = self.query_norm(queries)
             queries = self.queries.joined(latents)
             if self.indexer is not None:
                 assert turns is not None
-                keys, weights = of_index
+                keys, weights = others
                 operands = latents, keys, weights, turns
                 index, pools = self.indexer.prepare(*operands, pools, layer, kv_slots)
         queries = queries.reshape(len(queries), self.heads, sizes.query_dim)
@@ -153,7 +164,7 @@ class LatentAttention(nnx.Module):
         up = self.keys_up[...].reshape(self.heads, sizes.plain_dim, sizes.rank)
         plain = jnp.einsum("thd,hdr->thr", plain, up)
         queries = jnp.concatenate([plain, rotated], axis=2)
-        return LatentTokens(queries, index), pools | {self.pool: pool}
+        return LatentTokens(queries, index, gates), pools | {self.pool: pool}
 
     def decode(
         self, tokens: LatentTokens, inputs: ModelInputs, pools: Pools, layer: int
@@ -213,6 +224,9 @@ class LatentAttention(nnx.Module):
     def output(self, heads: _Heads, tokens: LatentTokens) -> Pending:
         up = self.values_up[...].reshape(self.heads, self.sizes.value_dim, self.sizes.rank)
         values = jnp.einsum("thr,hvr->thv", heads, up)
+        if tokens.gates is not None:
+            gates = jax.nn.sigmoid(tokens.gates.astype(jnp.float32))
+            values = values * gates[:, :, None].astype(values.dtype)
         return self.out.pending(values.reshape(len(heads), self.out.in_features))
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:

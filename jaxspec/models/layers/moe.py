@@ -57,6 +57,9 @@ class MoEConfig:
     activation: Activation = Activation.SWIGLU
     has_biases: bool = False  # the router and both matmuls of an expert have a bias
     inputs_first: bool = False  # stacks are published as `[experts, inputs, outputs]`
+    # Limits of the activation, of routed experts and of the shared one, of each layer of the model;
+    # 0 means none, and so do layers beyond the last.
+    limits: tuple[tuple[float, float], ...] = ()
     latent_size: int | None = None  # input features of experts; None means the hidden size
     # How a group of devices shares routed experts: whole ones, or the width of each. None means by
     # width, unless the share of it would be no multiple of `width_unit`.
@@ -80,6 +83,10 @@ class MoEConfig:
             gated_shared=shared,
             width_unit=shared_unit(fields.scheme()),
         )
+
+    def of_layer(self, index: int) -> "MoEConfig":
+        """Return the config of the model's layer `index`: with one pair of limits, or none."""
+        return dataclasses.replace(self, limits=self.limits[index : index + 1])
 
     def local(self, devices: int) -> "MoEConfig":
         """Return the sizes that each of `devices` devices holds.
@@ -176,6 +183,7 @@ class MoE(nnx.Module):
             activation=sizes.activation,
             has_biases=sizes.has_biases,
             inputs_first=sizes.inputs_first,
+            limits=next(iter(sizes.limits), (0.0, 0.0)),
         )
 
     def __call__(

@@ -79,14 +79,21 @@ def gates_in_kernel(b: Any, a: Any, log_rate: Any, bias: Any) -> tuple[Any, Any]
 
 
 def channel_gates(
-    f: ChannelGates, log_rate: Float[Array, " heads"], bias: Float[Array, "heads key_dim"]
+    f: ChannelGates,
+    log_rate: Float[Array, " heads"],
+    bias: Float[Array, "heads key_dim"],
+    lower_bound: float | None = None,
 ) -> ChannelGates:
     """Return float32 log decays by channel: `-exp(log_rate) * softplus(f + bias)`.
 
-    Kimi Team 2025, "Kimi Linear", arXiv 2510.26692. `f` may have any float dtype.
+    Kimi Team 2025, "Kimi Linear", arXiv 2510.26692. With a `lower_bound` (Ling-3.0), they are
+    `lower_bound * sigmoid(exp(log_rate) * (f + bias))`. `f` may have any float dtype.
     """
-    step = jax.nn.softplus(f.astype(jnp.float32) + jnp.broadcast_to(bias, f.shape))
-    return -jnp.broadcast_to(jnp.exp(log_rate)[:, None], f.shape) * step
+    step = f.astype(jnp.float32) + jnp.broadcast_to(bias, f.shape)
+    rate = jnp.broadcast_to(jnp.exp(log_rate)[:, None], f.shape)
+    if lower_bound is not None:
+        return lower_bound * jax.nn.sigmoid(rate * step)
+    return -rate * jax.nn.softplus(step)
 
 
 def over_state(

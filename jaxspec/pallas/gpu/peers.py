@@ -5,12 +5,17 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
+from jaxspec.device import StandIn
+
 
 def all_reach_each_other(devices: Iterable[Any]) -> bool:
     """Return whether each GPU can access the memory of all others; False without CUDA's driver.
 
     XLA enables the access where it is possible.
     """
+    devices = tuple(devices)
+    if any(isinstance(each, StandIn) for each in devices):  # unknown of other processes
+        return False
     ordinals = [device.local_hardware_id for device in devices]
     try:
         cuda = ctypes.CDLL("libcuda.so.1")

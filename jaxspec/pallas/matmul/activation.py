@@ -33,8 +33,14 @@ class Activation(enum.Enum):
         """True if columns of gate and up alternate; otherwise all of the gate's come first."""
         return self is Activation.CLAMPED_SWIGLU
 
-    def __call__(self, x: Float[Array, "tokens columns"]) -> Float[Array, "tokens features"]:
+    def __call__(
+        self, x: Float[Array, "*tokens columns"], limit: Array | None = None
+    ) -> Float[Array, "*tokens features"]:
         """Apply the activation in the dtype of `x`, whose columns are the gate's, if any, and up's.
+
+        Args:
+            x: The output of the first matmul.
+            limit: For SwiGLU: the most that silu(gate), and up's magnitude, can be (Ling-3.0).
 
         Raises:
             ValueError: the number of columns is odd, but gate and up need half each.
@@ -49,7 +55,11 @@ class Activation(enum.Enum):
         gate, up = jnp.split(x, 2, axis=-1)
         if self is Activation.GEGLU:
             return jax.nn.gelu(gate, approximate=True) * up
-        return jax.nn.silu(gate) * up
+        gate = jax.nn.silu(gate)
+        if limit is not None:
+            limit = limit.astype(x.dtype)
+            gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return gate * up
 
     def of_blocks(self, pieces):
         """Apply the activation to float32 pieces, with operations that Mosaic supports."""

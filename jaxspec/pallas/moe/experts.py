@@ -6,7 +6,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.matmul.activation import Activation
@@ -39,6 +39,7 @@ class Experts:
     activation: Activation = flax.struct.field(pytree_node=False, default=Activation.SWIGLU)
     up_bias: Float[Array, "experts rows"] | None = None  # both or none
     down_bias: Float[Array, "experts features"] | None = None
+    limits: Float[Array, " experts"] | None = None  # of each expert's `Activation`; inf means none
 
     @property
     def number(self) -> int:
@@ -49,6 +50,14 @@ class Experts:
     def width(self) -> int:
         """Features between the two matmuls."""
         return self.up.outer // self.activation.pieces
+
+    @property
+    def activates_in_xla(self) -> bool:
+        """True if no kernel of the first matmul includes the activation: `activated_experts`."""
+        return self.up_bias is not None or self.limits is not None
+
+    def limit_of(self, expert: Int[Array, "*tiles"]) -> Float[Array, "*tiles"] | None:
+        return None if self.limits is None else self.limits[expert]
 
 
 def moe_experts(
@@ -66,16 +75,16 @@ def moe_experts(
     * more tokens are gathered by expert, in tiles of 8 to 128 rows (`work_list`);
     * from tiles of 32 rows on, each part is rounded to the dtype of `x`, and so is their sum, which
       is `[tokens, features]`;
-    * experts with biases are always in tiles and summed so (`biased_experts`).
+    * experts with biases or limits are always in tiles and summed so (`activated_experts`).
     """
     if not dispatch.runs_kernel("moe_experts", why_not_kernel(x, experts), rows=x.shape[0]):
         return moe_experts_reference(x, experts, choices)
-    if experts.up_bias is not None:
-        from jaxspec.pallas.moe.biased_experts import biased_experts
+    if experts.activates_in_xla:
+        from jaxspec.pallas.moe.activated_experts import activated_experts
 
         tokens, parts = choices.experts.shape
         rows = tile_rows(tokens, parts, experts.number * choices.devices)
-        return biased_experts(x, experts, choices, rows)
+        return activated_experts(x, experts, choices, rows)
     if x.shape[0] <= MAX_DIRECT:
         return _few_tokens(x, experts, choices)
     return _many_tokens(x, experts, choices)
@@ -156,19 +165,19 @@ def gathered(
 
 
 def why_not_kernel(x, experts):
-    features, width, is_biased = x.shape[1], experts.width, experts.up_bias is not None
-    if experts.activation.alternates and not is_biased:
+    features, width, in_xla = x.shape[1], experts.width, experts.activates_in_xla
+    if experts.activation.alternates and not in_xla:
         return "alternating columns of gate and up without biases"
     for stack in (experts.up, experts.down):
         is_dense = isinstance(stack, DenseExperts)
-        if is_biased and not is_dense:
-            return f"biases of experts in {stack.dtype}"
-        if isinstance(stack, InputsFirstExperts) and not is_biased:
+        if in_xla and not is_dense:
+            return f"biases or limits of experts in {stack.dtype}"
+        if isinstance(stack, InputsFirstExperts) and not in_xla:
             return "matrices with their inputs first without biases"
         # A float16 number has 11 significant bits: it is not the sum of two e4m3 numbers.
         if x.dtype not in DTYPES or x.dtype != (stack.dtype if is_dense else jnp.bfloat16):
             return f"{x.dtype} and {stack.dtype}"
-    if is_biased and features % BLOCK_N == 0 == width % BLOCK_N:
+    if in_xla and features % BLOCK_N == 0 == width % BLOCK_N:
         return None
     return why_not_sizes(features, width)
 
@@ -198,7 +207,7 @@ def moe_experts_reference(x, experts, choices):
         at, expert = at_place[tile], work.expert[tile]
         rows = x[jnp.maximum(at, 0) // parts]
         projected = _product(rows, experts.up, expert, experts.up_bias)
-        hidden = experts.activation(projected.astype(x.dtype))
+        hidden = experts.activation(projected.astype(x.dtype), experts.limit_of(expert))
         out = _product(hidden, experts.down, expert, experts.down_bias)
         return out * weights[at][:, None]
 

@@ -114,6 +114,36 @@ def test_kernels_of_experts_with_biases_are_the_op_without_races(
     assert_no_races()
 
 
+def with_limits(experts):
+    """Two experts have the same limit, which some of their numbers exceed, and the others none."""
+    limits = np.full(experts.number, np.inf)
+    limits[:2] = 0.25
+    return experts.replace(limits=jnp.asarray(limits, jnp.float32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_limits_of_experts_are_those_of_each(dtype):
+    x, experts, choices = drawn(9, 3, 5, 32, 24, dtype)
+    given = with_limits(experts)
+    for each in (choices, with_gaps(choices, 5)):
+        check(jax.jit(moe_experts)(x, given, each), x, given, each)
+    plain, limited = (jax.jit(moe_experts)(x, held, choices) for held in (experts, given))
+    assert np.nanmax(np.abs(plain - limited)) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "features", "inner"), [(1, 8, 192, 64), (24, 32, 320, 192)]
+)
+def test_kernels_of_experts_with_limits_are_the_op_without_races(
+    interpreter, tokens, rows, features, inner
+):
+    x, experts, choices = drawn(tokens, 2, 3, features, inner, jnp.bfloat16)
+    given = with_limits(experts)
+    for each in (choices, with_gaps(choices, 3)):
+        check(biased_tiles(x, given, each, rows, interpreter), x, given, each)
+    assert_no_races()
+
+
 @pytest.mark.few(4)
 @pytest.mark.parametrize("kind", [block_experts, row_experts])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

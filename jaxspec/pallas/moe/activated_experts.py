@@ -1,7 +1,7 @@
-"""Kernels' matmuls of experts that have biases (gpt-oss).
+"""Kernels' matmuls of experts that have biases (gpt-oss), or limits of their activation (Ling-3.0).
 
-The activation and the sum over a token's experts are XLA's: gate and up are in alternating columns,
-which a block's registers do not hold side by side.
+The activation and the sum over a token's experts are XLA's. In gpt-oss gate and up are in
+alternating columns, which a block's registers do not hold side by side.
 """
 
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ from jaxspec.pallas.moe.tiles_kernel import to_tiles_kernel
 from jaxspec.pallas.moe.work_list import work_list
 
 
-def biased_experts(x, experts, choices, rows, interpret=None):
-    """Return `moe_experts` of experts with biases, summed, computed in tiles of `rows` rows."""
+def activated_experts(x, experts, choices, rows, interpret=None):
+    """Return `moe_experts` of such experts, summed, computed in tiles of `rows` rows."""
     (tokens, parts), none = choices.experts.shape, experts.number
     tiles = work_list(choices, none, rows)
     tiled, *_ = to_tiles_kernel(x, tiles, choices, none=none, interpret=interpret)
@@ -23,7 +23,8 @@ def biased_experts(x, experts, choices, rows, interpret=None):
         return kernels.tiled_kernel(*given, work=work, interpret=interpret)
 
     up = product(tiled, experts.up, experts.up_bias)
-    hidden = experts.activation(up.astype(jnp.float32)).astype(x.dtype)
+    limits = experts.limit_of(tiles.expert[:, None, None])
+    hidden = experts.activation(up.astype(jnp.float32), limits).astype(x.dtype)
     out = product(hidden, experts.down, experts.down_bias)
     is_here = choices.experts < none
     # Places of padding are uninitialized.

@@ -1,0 +1,92 @@
+"""Ling-3.0-flash and tiny: Kimi Delta Attention, and gated latent attention in some layers.
+
+The sizes are those of transformers' defaults and of public readers of the config.json files; of
+sampling the sources give nothing, so the generation configs have the ids of the end alone.
+"""
+
+from benchmarks.published.model import PublishedModel
+
+_SHARED = {
+    "architectures": ["BailingMoeV3ForCausalLM"],
+    "model_type": "bailing_hybrid",
+    "eos_token_id": 156895,
+    "gated_attention_proj_granularity_type": "head_wise",
+    "group_norm_size": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "kda_lower_bound": -5,
+    "kda_safe_gate": True,
+    "kv_lora_rank": 512,
+    "moe_router_enable_expert_bias": True,
+    "mtp_use_kda": False,
+    "n_group": 8,
+    "no_kda_lora": True,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_kv_heads_for_linear_attn": 0,
+    "num_nextn_predict_layers": 1,
+    "num_shared_experts": 1,
+    "pad_token_id": 156892,
+    "partial_rotary_factor": 0.5,
+    "qk_head_dim": 192,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_interleave": True,
+    "rope_scaling": None,
+    "rope_theta": 6000000,
+    "rotary_dim": 64,
+    "routed_scaling_factor": 2.5,
+    "router_dtype": "fp32",
+    "score_function": "sigmoid",
+    "scoring_func": "sigmoid",
+    "short_conv_kernel_size": 4,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "use_bias": False,
+    "use_mla_nope": False,
+    "use_qkv_bias": False,
+    "v_head_dim": 128,
+    "vocab_size": 157184,
+}
+_FLASH = {
+    **_SHARED,
+    "expert_swiglu_limit_list": [0] * 35 + [4] * 7,
+    "first_k_dense_replace": 2,
+    "hidden_size": 2560,
+    "intermediate_size": 6144,
+    "layer_group_size": 6,
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 768,
+    "moe_shared_expert_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_experts": 512,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 32,
+    "q_lora_rank": None,
+    "share_expert_swiglu_limit_list": [0] * 34 + [5] * 6 + [7] * 2,
+}
+_TINY = {
+    **_SHARED,
+    "expert_swiglu_limit_list": None,
+    "first_k_dense_replace": 1,
+    "hidden_size": 1536,
+    "intermediate_size": 4608,
+    "layer_group_size": 4,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 512,
+    "moe_shared_expert_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 128,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 256,
+    "share_expert_swiglu_limit_list": None,
+}
+_GENERATION = {"eos_token_id": [156892, 156895]}
+LING_MODELS = {
+    "ling-3.0-flash": PublishedModel(_FLASH, _GENERATION),
+    "ling-3.0-tiny": PublishedModel(_TINY, _GENERATION),
+}

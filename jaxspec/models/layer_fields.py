@@ -1,0 +1,40 @@
+"""Lists in config.json that name a kind of each layer, of families with Kimi Delta Attention."""
+
+from collections.abc import Mapping
+
+from jaxspec.checks import shown
+from jaxspec.models.config import KIMI_DELTA, LATENT_ATTENTION
+from jaxspec.models.fields import Fields
+from jaxspec.models.kinds import MAX_LAYERS, words
+
+# Words for layers in the lists of transformers 5.
+_MIXERS = {"linear_attention": KIMI_DELTA, "full_attention": LATENT_ATTENTION}
+
+
+def listed_mixers(fields: Fields, count: int) -> tuple[str, ...] | None:
+    """Return the mixer of each layer from `layer_types` of transformers 5; None without it.
+
+    Raises:
+        ValueError: It names other mixers, or those of another number of layers than `count`.
+    """
+    return listed_kinds(fields, "layer_types", _MIXERS, count)
+
+
+def listed_kinds(
+    fields: Fields, field: str, kinds: Mapping[str, str], count: int
+) -> tuple[str, ...] | None:
+    """Return the kind of each layer from a list of the words in `kinds`; None without a list.
+
+    Raises:
+        ValueError: A word is another, or there are not `count` of them.
+    """
+    listed = fields.find(field, words(MAX_LAYERS))
+    if listed is None:
+        return None
+    if len(listed) != count or not set(listed) <= kinds.keys():
+        raise ValueError(
+            f"config.json: `{field}` must name {' or '.join(map(repr, kinds))} for each of "
+            f"{count} layers, got {shown(listed)}. Take the config.json that was published with "
+            "the weights."
+        )
+    return tuple(kinds[word] for word in listed)
