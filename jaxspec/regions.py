@@ -43,7 +43,7 @@ class TokenRegion(DecodeRegion):
 
     @classmethod
     def of(cls, rows: DecodeRegion, candidate: Int[Array, " rows"]) -> "TokenRegion":
-        """Return the region of tokens that are already in rows of their own."""
+        """Return the region of tokens in rows of their own: live ones first, slots adjacent."""
         is_same = rows.slots[:, None] == rows.slots[None, :]
         first = jnp.argmax(is_same, axis=1).astype(jnp.int32)
         end = first + jnp.sum(is_same, axis=1, dtype=jnp.int32)

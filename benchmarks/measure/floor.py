@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from jaxspec.models.config import (
     DENSE,
+    DENSE_AND_SPARSE,
     FULL_ATTENTION,
     KIMI_DELTA,
     LATENT_ATTENTION,
@@ -28,6 +29,7 @@ from jaxspec.models.config import (
     PARALLEL,
     SHORT_CONV,
     SLIDING_ATTENTION,
+    SPARSE,
     SQUARED_RELU,
     ModelConfig,
 )
@@ -51,7 +53,8 @@ def attention_size(config: ModelConfig) -> int:
     """Weights of an attention layer, without its feed-forward layer; queries may have a gate."""
     if config.find_part(LatentAttentionConfig) is not None:
         return latent_attention_size(config)
-    heads = (2 + config.gated_attention) * config.num_heads + 2 * config.num_kv_heads
+    heads = (2 + config.gated_attention) * config.num_heads
+    heads += (2 - config.keys_are_values) * config.num_kv_heads
     return heads * config.head_dim * config.hidden_size
 
 
@@ -161,7 +164,7 @@ def mixer_size(config: ModelConfig, kind: str) -> int:
     if kind == NO_MIXER:
         return 0
     if kind in (FULL_ATTENTION, LATENT_ATTENTION, SLIDING_ATTENTION):
-        return attention_size(config)
+        return attention_size(config.of_mixer(kind))
     if kind == SHORT_CONV:
         return config.hidden_size * (4 * config.hidden_size + config.part(ShortConvConfig).taps)
     beside = attention_size(config) if kind == PARALLEL else 0
@@ -179,6 +182,8 @@ def feed_forward_size(config: ModelConfig, kind: str, tokens: float) -> float:
         return 0
     if kind in (DENSE, SQUARED_RELU):
         return (3 if kind == DENSE else 2) * config.hidden_size * config.intermediate_size
+    if kind == DENSE_AND_SPARSE:
+        return sum(feed_forward_size(config, part, tokens) for part in (DENSE, SPARSE))
     sizes = config.part(MoEConfig)
     matrices = 1 + sizes.activation.pieces
     chosen = matrices * distinct_experts(sizes.routing, tokens) * sizes.intermediate_size
@@ -239,7 +244,8 @@ def step_bytes(
     width, size = 1 + drafts, ITEMSIZES[dtype]
     weight_size = ITEMSIZES[weight_dtype or dtype]
     kv_size = ITEMSIZES[kv_dtype or dtype]
-    kv_token, read = kv_size * stored_size(config), kv_size * context_size(config, context)
+    full = config.of_mixer(FULL_ATTENTION)
+    kv_token, read = kv_size * stored_size(full), kv_size * context_size(full, context)
     scored = config.hidden_size * draft_vocab if draft_vocab else output_head_size(config)
     draft = weight_size * head_size(config, rows) if drafts else 0.0
     draft += ITEMSIZES[draft_head_dtype] * scored
@@ -263,7 +269,7 @@ def step_bytes(
     return {
         "weights": weight_size * layers + size * output_head,
         "kv": attention * (rows * read + (rows * width + prompt_tokens) * kv_token)
-        + windows * kv_token,
+        + windows * kv_size * stored_size(config),
         "io": io,
         "states": state,
         "drafts": drafts * (draft + rows * read),

@@ -29,9 +29,9 @@ GROUPS = {  # numbers of GPUs
 CONTEXT = 8192  # tokens of a request
 ROWS = 1, 64
 H200 = StandIn("gpu", "NVIDIA H200", "9.0")
-# Of an H200: bytes that JAX may use by default, in a process that has the GPU alone and the default
+# Of an H200: bytes for weights and caches with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 and the default
 # `gpu_memory_utilization`; and bytes that a copy moves in a second.
-MEMORY = 0.9 * 139.8 * 2**30
+MEMORY = 0.95 * 0.9 * 139.8 * 2**30
 COPY = 4.3e12
 
 

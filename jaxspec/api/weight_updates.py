@@ -111,7 +111,8 @@ class WeightUpdates(Diagnostics):
         Draft heads, 8-bit copies and folded scales are made of the new tensors. Cached prefixes of
         all tiers are dropped. Steps in flight are not awaited; their tokens have the earlier
         version. Parameters are replaced one by one, so that device memory holds the weights, the
-        tensors and one parameter. An error before the first of them changes nothing.
+        tensors and one parameter, and copies of tensors from elsewhere: 512 MB, or those of one
+        parameter. An error before the first of them changes nothing.
 
         Args:
             weights: A mapping from published names to arrays of JAX, NumPy or DLPack, an iterator

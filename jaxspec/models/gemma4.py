@@ -71,7 +71,7 @@ class Gemma4(Model):
 
     Three factors are applied to weights when these are loaded: of the embeddings, the square root
     of the hidden size; of the router's inputs, its inverse; and of queries, the square root of the
-    head size, which undoes the factor of attention scores.
+    head size, which undoes the factor of attention scores. The products are rounded to the dtype.
     """
 
     @staticmethod
@@ -134,7 +134,7 @@ class Gemma4(Model):
     def logits(
         self, hidden: Float[Array, "n hidden"], columns: Weight | None = None
     ) -> Float[Array, "n ids"]:
-        """See `Model`. The bound keeps the order of logits, so `greedy_tokens` needs none."""
+        """See `Model`. `greedy_tokens` needs no bound: it keeps the order, up to roundings."""
         logits, bound = super().logits(hidden, columns), self.config.find_part(LogitCap)
         return logits if bound is None else bound.cap * jnp.tanh(logits / bound.cap)
 

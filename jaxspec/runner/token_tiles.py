@@ -18,10 +18,11 @@ from jaxspec.pallas.attention.references import whole_context
 from jaxspec.pallas.row_tiles import carry_over_tiles
 from jaxspec.regions import NO_SLOT, DecodeRegion, TokenRegion
 
-# Tokens per tile. On a CPU, LLVM may compile the rows at the end of a tile otherwise than the first
-# ones, so each token has its own. A GPU reads all weights for each tile, which takes about as long
-# as multiplying them with 256 tokens.
-_TOKENS = {"cpu": 1, "gpu": 256}
+# Tokens per tile, by platform. On a CPU, LLVM may compile the rows at the end of a tile otherwise
+# than the first ones, so each token has its own. A GPU reads all weights for each tile, which takes
+# about as long as multiplying them with 256 tokens.
+_TOKENS = {"cpu": 1}
+_OTHER_TOKENS = 256
 
 
 def forward_in_tiles(
@@ -56,7 +57,7 @@ def forward_in_tiles(
         )
         return model.forward(step, pools, taps)
 
-    size = _TOKENS[device.default_device().platform]
+    size = _TOKENS.get(device.default_device().platform, _OTHER_TOKENS)
     output, pools = carry_over_tiles(forward, tokens, pools, size=size, live=count)
     restored = functools.partial(_restored, order=order)
     return jax.tree.map(restored, output), pools

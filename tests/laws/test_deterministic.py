@@ -18,9 +18,10 @@ from jaxspec import LLM, SamplingParams
 from jaxspec.models import parse_config
 from jaxspec.models.config import NO_FEED_FORWARD, NO_MIXER
 from jaxspec.models.layers.decoder import FEED_FORWARDS, MIXERS
+from jaxspec.pallas.row_tiles import carry_over_tiles
 from jaxspec.plan.plan import AfterForwardPass, ForwardPass
 from jaxspec.requests.sampling_features import EVERYTHING, GREEDY, LADDER
-from jaxspec.runner import step
+from jaxspec.runner import step, token_tiles
 from jaxspec.runner.warmup import programs
 
 GREEDY_TEXT = SamplingParams(temperature=0.0, max_tokens=24, logprobs=0, ignore_eos=True)
@@ -219,6 +220,23 @@ def test_the_families_have_every_type_of_layer():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_kind_of_layer_has_the_same_bits(name):
     llm = make(name)
+    check(llm)
+    llm.close()
+
+
+@pytest.mark.soak
+@OPTIMIZED
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "kimi_linear", "nemotron_h", "gemma4_moe"])
+def test_tiles_of_several_tokens_have_the_same_bits(name, monkeypatch):
+    """As on a GPU; in bfloat16, whose roundings hide how LLVM compiles the rows of a tile."""
+
+    def in_tiles(*args, size, **options):
+        return carry_over_tiles(*args, size=8, **options)
+
+    spy = mock.Mock(side_effect=in_tiles)
+    monkeypatch.setattr(token_tiles, "carry_over_tiles", spy)
+    llm = make(name)
+    assert spy.called  # no program of another engine is used
     check(llm)
     llm.close()
 

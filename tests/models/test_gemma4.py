@@ -1,5 +1,7 @@
 """Gemma 4: its published config.json, sizes that are refused, the names of its tensors."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -48,6 +50,17 @@ def test_published_configurations_are_read():
     assert parse_config(unlisted) == moe
     shorter = with_text(MOE_MODEL, {"layer_types": None, "num_hidden_layers": 8})
     assert parse_config(shorter).layer_types == (*KINDS, SLIDING_ATTENTION, FULL_ATTENTION)
+
+
+def test_the_text_of_a_unified_model_is_read_alike():
+    """Gemma 4 12B, whose class and model type are others."""
+    text = {"model_type": "gemma4_unified_text"}
+    unified = with_text(DENSE_MODEL, text) | {
+        "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+        "model_type": "gemma4_unified",
+    }
+    found = parse_config(unified)
+    assert found == dataclasses.replace(parse_config(DENSE_MODEL), architecture=found.architecture)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ Nothing is computed (`jax.eval_shape`). With no rows the reference runs on a GPU
 be chosen, for its grid would be empty.
 """
 
+import dataclasses
 import enum
 import importlib
 import inspect
@@ -29,7 +30,7 @@ from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.norm.rms_norm import Norm
 from jaxspec.pallas.selection import LastKept
 from jaxspec.pallas.selection.noise import RowKeys
-from jaxspec.regions import DecodeRegion, PrefillRegion
+from jaxspec.regions import DecodeRegion, PrefillRegion, TokenRegion
 from jaxspec.weight import Dense, DenseExperts
 
 ROWS = 0, 1, 64
@@ -56,6 +57,10 @@ def ints(*shape):
 
 def region(rows):
     return DecodeRegion(*[ints(rows)] * 5)
+
+
+def tokens_of(rows):
+    return TokenRegion(*[ints(rows)] * len(dataclasses.fields(TokenRegion)))
 
 
 def chunks(tokens):
@@ -215,6 +220,11 @@ OPS = {
         *[half(n, WIDTH, HEADS.kv_heads, HEADS.head_dim)] * 2,
         *(KV_RINGS, 1, region(n)),
     ),
+    "window_scan": lambda n: (
+        half(n, HEADS.heads, HEADS.head_dim),
+        *[half(n, HEADS.kv_heads, HEADS.head_dim)] * 2,
+        *(KV_RINGS, 1, tokens_of(n)),
+    ),
     "window_prefill": lambda n: (
         half(n, HEADS.heads, HEADS.head_dim),
         *[half(n, HEADS.kv_heads, HEADS.head_dim)] * 2,
@@ -229,6 +239,9 @@ OPS = {
     "conv_update": lambda n: (
         *(half(n, WIDTH, DELTA.conv_dim), half(4, DELTA.conv_dim), DELTA_CONV, 1, region(n)),
     ),
+    "conv_scan": lambda n: (
+        *(half(n, DELTA.conv_dim), half(4, DELTA.conv_dim), DELTA_CONV, 1, tokens_of(n)),
+    ),
     "conv_prefill": lambda n: (
         *(half(n, DELTA.conv_dim), half(4, DELTA.conv_dim), DELTA_CONV, 1, chunks(n)),
     ),
@@ -236,6 +249,7 @@ OPS = {
         *(half(n, WIDTH, DELTA.projected), DELTA_PARAMS, DELTA_CONV, 1, region(n)),
     ),
     "gdn_step": lambda n: (delta_tokens(n, WIDTH), delta_states(WIDTH), 1, region(n)),
+    "gdn_scan": lambda n: (delta_tokens(n), delta_states(WIDTH), 1, tokens_of(n)),
     "gdn_replay": lambda n: (delta_tokens(n, WIDTH), delta_states(1), DELTA_RING, 1, region(n)),
     "gdn_conv_replay": lambda n: (
         *(half(n, WIDTH, DELTA.projected), DELTA_PARAMS, DELTA_CONV),
@@ -246,6 +260,7 @@ OPS = {
         *(half(n, WIDTH, MAMBA.projected), MAMBA_PARAMS, MAMBA_CONV, 1, region(n)),
     ),
     "mamba2_step": lambda n: (mamba_tokens(n, WIDTH), mamba_states(WIDTH), 1, region(n)),
+    "mamba2_scan": lambda n: (mamba_tokens(n), mamba_states(WIDTH), 1, tokens_of(n)),
     "mamba2_replay": lambda n: (mamba_tokens(n, WIDTH), mamba_states(1), MAMBA_RING, 1, region(n)),
     "mamba2_conv_replay": lambda n: (
         *(half(n, WIDTH, MAMBA.projected), MAMBA_PARAMS, MAMBA_CONV),
@@ -268,7 +283,7 @@ OPTIONS = {
     "slot_mapping": {"page_size": PAGE_SIZE},
     "attention_inputs": {"heads": HEADS.heads, "gated": True},
     **dict.fromkeys(["latent_attention", "latent_prefill_attention"], OF_LATENTS),
-    **dict.fromkeys(["window_attention", "window_prefill"], {"window": SLIDING}),
+    **dict.fromkeys(["window_attention", "window_scan", "window_prefill"], {"window": SLIDING}),
 }
 SUFFIXES = "_reference", "_xla"
 

@@ -84,6 +84,9 @@ def activated(x, activation, limit=np.inf):
         gate, up = np.minimum(x[..., ::2], 7), np.clip(x[..., 1::2], -7, 7)
         return gate * sigmoid(1.702 * gate) * (up + 1)
     gate, up = np.split(x, 2, axis=-1)
+    if activation is Activation.GEGLU:
+        inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+        return 0.5 * gate * (1 + np.tanh(inner)) * up
     return np.minimum(gate * sigmoid(gate), limit) * np.clip(up, -limit, limit)
 
 

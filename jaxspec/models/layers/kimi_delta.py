@@ -89,16 +89,16 @@ class KimiDelta(RecurrentMixer):
         self.sizes = sizes = config.part(KimiDeltaConfig)
         outputs = dict.fromkeys(("q_proj", "k_proj", "v_proj"), sizes.channels)
         if sizes.rank is None:
-            outputs |= dict.fromkeys(("f_proj", "g_proj"), sizes.channels)
+            outputs |= dict.fromkeys(("g_proj", "f_proj"), sizes.channels)
         else:
-            outputs |= dict.fromkeys(("f_a_proj", "g_a_proj"), sizes.rank)
+            outputs |= dict.fromkeys(("g_a_proj", "f_a_proj"), sizes.rank)
         outputs |= {"b_proj": sizes.heads}
-        in_16_bits = 1 if sizes.rank is None else 3
+        # Errors of the decay would accumulate in the state.
+        in_16_bits = 2 if sizes.rank is None else 3
         self.in_proj = Linear(
             config.hidden_size, outputs, dtype, multiple=BLOCK_N, in_16_bits=in_16_bits
         )
         self.conv = declare((sizes.conv_kernel, 3 * sizes.channels), dtype)
-        # Errors of the decay would accumulate in the state.
         self.decay_proj = _second(sizes, "f_b_proj", dtype)
         self.gate_proj = _second(sizes, "g_b_proj", dtype)
         self.log_rate = declare((sizes.heads,), jnp.float32, _init_rates)
@@ -119,7 +119,7 @@ class KimiDelta(RecurrentMixer):
         self, projected: Projected, inputs: LayerInputs, pools: Pools, layer: int
     ) -> tuple[KimiDeltaTokens, Pools]:
         """Multiply with the second matrices of the decay and of the output gate, if there are."""
-        *_, f, g, _ = self.in_proj.split(projected)
+        *_, g, f, _ = self.in_proj.split(projected)
         if self.decay_proj is not None and self.gate_proj is not None:
             f, g = self.decay_proj.joined(f), self.gate_proj.joined(g)
         return KimiDeltaTokens(projected, f, g), pools

@@ -84,7 +84,10 @@ class Mixer(Protocol[Tokens]):
     def decode(
         self, tokens: Tokens, inputs: ModelInputs, pools: Pools, layer: int, /
     ) -> tuple[Array, Pools]:
-        """Return the heads of the decode rectangle's tokens, `inputs.decode`."""
+        """Return the heads of the decode rectangle's tokens, `inputs.decode`.
+
+        In a deterministic engine that is a `TokenRegion` with several tokens of a slot.
+        """
         ...
 
     def prefill(

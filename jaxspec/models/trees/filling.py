@@ -17,8 +17,8 @@ from jaxspec.models.trees.leaves import Leaf, Part, after, copied, is_finite, ne
 from jaxspec.models.weights import sources_of
 from jaxspec.parallel import Group
 
-# While a value is made, tensors of the next ones are copied from the host. A single copy runs at
-# 5 GB/s (H200), several at once at 33.
+# While a value is made, tensors of the next ones are copied to the devices. A single copy from the
+# host runs at 5 GB/s (H200), several at once at 33.
 _MOST_IN_FLIGHT = 512 * 2**20  # bytes of tensors
 _MOST_BEGUN = 16
 
@@ -30,13 +30,18 @@ class Maker(Protocol):
         """Compile the programs that are new."""
         ...
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors, which a device may hold copies of."""
+        ...
+
     def begin(self, before: jax.Array | None) -> "Begun":
         """Start to copy the tensors to the devices of the value before."""
         ...
 
 
 class Begun(NamedTuple):
-    """A value whose tensors are being copied from the host, and their size in bytes."""
+    """A value whose tensors are being copied to the devices, and the size of these copies."""
 
     make: Callable[[], jax.Array]
     num_bytes: int
@@ -76,15 +81,15 @@ class Filling:
 
     def _made(self, before: Callable[[int], jax.Array | None]) -> Iterator[tuple[int, jax.Array]]:
         begun: deque[tuple[int, Begun]] = deque()
-        in_flight = 0
-        for index, maker in self._makers.items():
-            begun.append((index, maker.begin(before(index))))
-            in_flight += begun[-1][1].num_bytes
-            while begun and (in_flight > _MOST_IN_FLIGHT or len(begun) > _MOST_BEGUN):
-                in_flight -= begun[0][1].num_bytes
-                yield _value(*begun.popleft())
-        while begun:
-            yield _value(*begun.popleft())
+        try:
+            for index, maker in self._makers.items():
+                while begun and not _has_room(begun, maker.num_bytes):
+                    yield _value(begun)
+                begun.append((index, maker.begin(before(index))))
+            while begun:
+                yield _value(begun)
+        finally:
+            begun.clear()  # the traceback of an error keeps this frame
 
     def check_there(self, name: str) -> None:
         """Raise ValueError if an array was deleted meanwhile; `name` is that of the argument."""
@@ -140,6 +145,11 @@ class FromTensors(NamedTuple):
 
         return Begun(make, sum(each.num_bytes for each in begun))
 
+    @property
+    def num_bytes(self) -> int:
+        """See `Maker`."""
+        return sum(x.nbytes for part in self.of_ranks for x in self._tensors(part))
+
     def _by_device(self, before: jax.Array | None) -> Iterator[tuple[Any, LeafOfRank]]:
         devices = [_device(self.group, before, rank) for rank in self.group.own_ranks]
         return zip(devices, self.of_ranks, strict=True)
@@ -182,7 +192,13 @@ class Copied(NamedTuple):
         if self.group.size == 1:
             return _begun(self._leaf, [self.array], _device(self.group, before, 0), None)
         there = jax.device_put(self.array, self.group.sharding)
-        return Begun(lambda: after([self.array], copied(there, self.dtype)), self.array.nbytes)
+        num_bytes = 0 if there is self.array else self.array.nbytes
+        return Begun(lambda: after([self.array], copied(there, self.dtype)), num_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Maker`."""
+        return self.array.nbytes
 
     @property
     def _leaf(self) -> Leaf:
@@ -193,12 +209,19 @@ class Copied(NamedTuple):
 
 def _begun(leaf: Leaf, tensors: list[Tensor], device: Any, base: jax.Array | None) -> Begun:
     there = [near(each, device) for each in tensors]
-    num_bytes = sum(each.nbytes for each in tensors if isinstance(each, np.ndarray))
+    pairs = zip(tensors, there, strict=True)
+    num_bytes = sum(tensor.nbytes for tensor, copy in pairs if copy is not tensor)
     return Begun(lambda: after(tensors, leaf.of(there, device, base)), num_bytes)
 
 
-def _value(index: int, begun: Begun) -> tuple[int, jax.Array]:
-    return index, begun.make()
+def _has_room(begun: deque[tuple[int, Begun]], num_bytes: int) -> bool:
+    in_flight = sum(each.num_bytes for _, each in begun)
+    return in_flight + num_bytes <= _MOST_IN_FLIGHT and len(begun) < _MOST_BEGUN
+
+
+def _value(begun: deque[tuple[int, Begun]]) -> tuple[int, jax.Array]:
+    index, first = begun.popleft()
+    return index, first.make()
 
 
 def _device(group: Group, before: jax.Array | None, rank: int) -> Any:

@@ -1,7 +1,9 @@
 """Attention over a sliding window: the newest keys and values, in a ring of each slot."""
 
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -16,7 +18,7 @@ WindowPool = Float[Array, "layers slots ring 2 kv_heads head_dim"]  # axis 3: ke
 
 _UNIT = 64  # queries per tile of a prefill are a multiple
 _MOST_TILE = 512
-_MOST_READ = 2**15  # positions that a scan reads at once
+_MOST_READ = 2**26  # bytes of keys and values, in their pool's dtype, that a scan reads at once
 
 _Decoded = Float[Array, "rows width heads head_dim"]
 _Prefilled = Float[Array, "tokens heads head_dim"]
@@ -96,6 +98,8 @@ def window_scan(
     keys and values of each slot, as many as it holds.
     """
     num_tokens = queries.shape[0]
+    if not num_tokens:
+        return queries, pool
     _, num_slots, ring, *_ = pool.shape
     is_live = rows.is_live(num_slots)
     slot = jnp.clip(rows.slots, 0, num_slots - 1)
@@ -114,17 +118,25 @@ def window_scan(
         out = _attend(queries[tokens][:, None], seen[:, :, 0], values, sees, scales, sinks)
         return out[:, 0], held[:, -1]
 
-    # At once as many tokens as fit into little memory.
-    size = math.gcd(num_tokens, 2 ** max(0, (_MOST_READ // window).bit_length() - 1))
-    tokens = jnp.arange(num_tokens, dtype=jnp.int32).reshape(num_tokens // size, size)
-    out, old = lax.map(attend, tokens)
-    left = rows.end - jnp.arange(num_tokens, dtype=jnp.int32)
+    token_bytes = window * math.prod(pool.shape[3:]) * pool.dtype.itemsize
+    size = math.gcd(num_tokens, 2 ** max(0, (_MOST_READ // token_bytes).bit_length() - 1))
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+
+    def attend_some(index, found):
+        some = attend(lax.dynamic_slice_in_dim(tokens, index * size, size))
+        put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=index * size, axis=0)
+        return jax.tree.map(put, found, some)
+
+    count = jnp.max(jnp.where(is_live, tokens + 1, 0))
+    found = jnp.zeros_like(queries), jnp.zeros_like(new)
+    out, old = lax.fori_loop(0, (count + size - 1) // size, attend_some, found)
+    left = rows.end - tokens
     is_stored = is_live & (left <= ring)
     target = jnp.where(is_stored, rows.slots, num_slots)
     place = ring_place(rows.num_computed, ring)
     # That what is written depends on what was read orders the two; otherwise XLA copies the pool.
-    stored = jnp.where(is_stored[:, None, None, None], new, old.reshape(new.shape))
-    return out.reshape(queries.shape), pool.at[layer, target, place].set(stored, mode="drop")
+    stored = jnp.where(is_stored[:, None, None, None], new, old)
+    return out, pool.at[layer, target, place].set(stored, mode="drop")
 
 
 def window_prefill(

@@ -15,7 +15,7 @@ from jaxspec.pallas.recurrent.state_select import (
     state_write_reference,
     why_not_states,
 )
-from jaxspec.pallas.recurrent.token_scan import scan_reference
+from jaxspec.pallas.recurrent.token_scan import scan_in_order
 from jaxspec.regions import DecodeRegion, TokenRegion
 
 
@@ -173,7 +173,10 @@ def gdn_scan(
 
 
 def gdn_scan_reference(tokens, states, layer, rows):
+    if not len(tokens.v):
+        return tokens.v.astype(jnp.float32), states
+
     def one(state, index):
         return advance(state, jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, index, 1), tokens))
 
-    return scan_reference(one, states, layer, rows)
+    return scan_in_order(one, states, layer, rows)

@@ -12,7 +12,7 @@ from jaxspec.pallas.recurrent.state_select import (
     state_write_reference,
     why_not_states,
 )
-from jaxspec.pallas.recurrent.token_scan import scan_reference
+from jaxspec.pallas.recurrent.token_scan import scan_in_order
 from jaxspec.regions import DecodeRegion, TokenRegion
 
 
@@ -107,6 +107,8 @@ def mamba2_scan(
 
 
 def mamba2_scan_reference(tokens, states, layer, rows):
+    if not len(tokens.x):
+        return tokens.x.astype(jnp.float32), states
     head_dim = tokens.x.shape[-1]
     x, dt, a, b, c, d = tokens.padded_to(states.shape[4])
 
@@ -116,5 +118,5 @@ def mamba2_scan_reference(tokens, states, layer, rows):
         state, y = advance(state, x_1, dt_1, a, b_1, c_1)
         return state, y + d[None, :, None] * x_1.astype(jnp.float32)
 
-    outputs, states = scan_reference(one, states, layer, rows)
+    outputs, states = scan_in_order(one, states, layer, rows)
     return outputs[..., :head_dim], states

@@ -21,13 +21,13 @@ Outputs = Float[Array, "tokens ..."]
 States = Float[Array, "layers slots candidates ..."]
 
 
-def scan_reference(
+def scan_in_order(
     advance: Callable[[State, Int[Array, ""]], tuple[State, Outputs]],
     states: States,
     layer: int,
     rows: TokenRegion,
 ) -> tuple[Outputs, States]:
-    """Return each token's outputs, zeros for padding, and the pool with the state after each token.
+    """Return each token's outputs, and the pool with the state after each live token.
 
     `advance(state, index)` returns the state after token `index`, and its outputs, each with a
     leading axis of 1. A token starts from its `state_offset`; a prompt's first one from zeros.
@@ -49,7 +49,7 @@ def scan_reference(
     state = jax.ShapeDtypeStruct((1, *states.shape[3:]), jnp.float32)
     _, output = jax.eval_shape(advance, state, jnp.int32(0))
     outputs = jnp.zeros((len(live), *output.shape[1:]), output.dtype)
-    count = jnp.max(jnp.where(live, indices + 1, 0), initial=0)
+    count = jnp.max(jnp.where(live, indices + 1, 0))
     return lax.fori_loop(0, count, one, (outputs, states))
 
 

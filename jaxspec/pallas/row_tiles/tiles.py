@@ -18,7 +18,8 @@ from jaxtyping import Array, Int
 from jaxspec import device
 
 _T = TypeVar("_T")
-_ROWS = {"cpu": 8, "gpu": 64}  # GPUs read weights in the time that they multiply as many rows
+_ROWS = {"cpu": 8}  # by platform
+_OTHER_ROWS = 64  # GPUs read weights in the time that they multiply as many rows
 
 _in_tiles = contextvars.ContextVar[bool]("in_tiles", default=False)
 
@@ -57,7 +58,7 @@ def by_rows(function: Callable[..., _T], *rows: Any) -> _T:
         lambda tile, _: (function(*tile), ()),
         rows,
         (),
-        size=_ROWS[device.default_device().platform],
+        size=_ROWS.get(device.default_device().platform, _OTHER_ROWS),
         live=live,
     )
     return results

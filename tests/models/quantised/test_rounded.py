@@ -162,7 +162,7 @@ ROUNDED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 ROUNDED += ("in_proj_qkv.", "in_proj_z.", "in_proj_qkvz.", "in_proj.", ".w1.", ".w2.", ".w3.")
 ROUNDED += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "wk.", "wq_b.")
 ROUNDED += ("gate_up_proj", "input_linear", "output_linear")
-ROUNDED += ("attention.dense", "f_proj", "g_proj")
+ROUNDED += ("attention.dense", "g_proj")
 PROMPTS = [[3, 14, 15, 92, 65], [35, 8, 97, 93, 23, 84, 62]]
 FP8 = {"quantization": "fp8"}
 
