@@ -19,7 +19,7 @@ class StandIn(NamedTuple):
         return StandIn(there.platform, there.device_kind, capability)
 
     def memory_stats(self) -> None:
-        """Return None: the memory of a device in another process is unknown."""
+        """Return None, as devices do that report no memory."""
 
 
 _stand_in: StandIn | None = None

@@ -178,13 +178,13 @@ ALONE = Group()
 """The default device, without a group."""
 
 
-_STAND_INS = 64  # devices that a process without any may trace for
+_STAND_INS = 64  # most devices of a group that a process without any traces for
 
 
 def _devices_of_nodes(count: int) -> list[list[Any]]:
     """Return the devices of each node, this process alone without nodes."""
     default = device.default_device()
-    if isinstance(default, device.StandIn):  # for as many as a group asks for
+    if isinstance(default, device.StandIn):
         return [[default] * _STAND_INS] * count
     platform = default.platform
     if count == 1:

@@ -10,7 +10,8 @@ from jaxspec.models.base import Model
 from jaxspec.models.config import DENSE, SPARSE, ModelConfig, RopeConfig, YarnScaling
 from jaxspec.models.deepseek_routing import DEEPSEEK, RoutingFields, read_routing
 from jaxspec.models.fields import Fields
-from jaxspec.models.kinds import MAX_LAYERS, SIZE, whole, words
+from jaxspec.models.kinds import MAX_LAYERS, SIZE, whole
+from jaxspec.models.layer_fields import FEED_FORWARDS, listed_kinds
 from jaxspec.models.layers.moe import MoEConfig, shared_unit
 from jaxspec.models.layers.mtp_head import PREFIX, MTPHead, has_draft_head
 
@@ -25,7 +26,6 @@ OPTIONS = {
 
 _LAYER_COUNT = whole(1, MAX_LAYERS)
 _DENSE_COUNT = whole(0, MAX_LAYERS)
-_FEED_FORWARDS = {"dense": DENSE, "sparse": SPARSE}  # words of `mlp_layer_types`
 _LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
 # Tensors of the draft head's layer that are no part of its decoder layer.
 _HEAD = {
@@ -79,14 +79,8 @@ def layer_count(fields: Fields, mixer_words: tuple[str, ...]) -> int:
         ValueError: `layer_types` has another length, or a word that is not in `mixer_words`.
     """
     count = fields.need("num_hidden_layers", _LAYER_COUNT)
-    listed = fields.find("layer_types", words(MAX_LAYERS))
-    if listed is None or (len(listed) == count and set(listed) <= set(mixer_words)):
-        return count
-    raise ValueError(
-        f"config.json: `layer_types` must name {' or '.join(map(repr, mixer_words))} for each of "
-        f"{count} layers, got {shown(listed)}. Take the config.json that was published with the "
-        "weights."
-    )
+    listed_kinds(fields, "layer_types", {word: word for word in mixer_words}, count)
+    return count
 
 
 def draft_layer_count(fields: Fields) -> int:
@@ -95,24 +89,17 @@ def draft_layer_count(fields: Fields) -> int:
 
 def feed_forward_types(fields: Fields, count: int) -> tuple[str, ...]:
     """Return the feed-forward type of each layer; either field suffices, and both must agree."""
-    listed = fields.find("mlp_layer_types", words(MAX_LAYERS))
-    read = fields.need if listed is None else fields.find
+    kinds = listed_kinds(fields, "mlp_layer_types", FEED_FORWARDS, count)
+    read = fields.need if kinds is None else fields.find
     dense = read("first_k_dense_replace", _DENSE_COUNT)
     by_number = tuple(DENSE if layer < (dense or 0) else SPARSE for layer in range(count))
-    if listed is None:
+    if kinds is None:
         return by_number
-    kinds = tuple(_FEED_FORWARDS.get(word, word) for word in listed)
-    if len(kinds) != count or set(kinds) - set(_FEED_FORWARDS.values()):
-        raise ValueError(
-            f"config.json: `mlp_layer_types` must name {' or '.join(map(repr, _FEED_FORWARDS))} "
-            f"for each of {count} layers, got {shown(listed)}. Take the config.json that was "
-            "published with the weights."
-        )
     if dense is not None and by_number != kinds:
         raise ValueError(
             f"config.json: `mlp_layer_types` and `first_k_dense_replace` mean the same, and "
-            f"differ: {shown(listed)} and {dense}. Take the config.json that was published with "
-            "the weights."
+            f"differ: {shown(list(kinds))} and {dense}. Take the config.json that was published "
+            "with the weights."
         )
     return kinds
 

@@ -26,7 +26,7 @@ from jaxspec.models.kinds import FLAG, MAX_LAYERS, OBJECT, SIZE, Block, number, 
 from jaxspec.models.layers.moe import EXPERTS, MoEConfig
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.rope_fields import read_plain_rope
-from jaxspec.models.window_fields import WINDOW, listed_kinds
+from jaxspec.models.window_fields import WINDOW, listed_attention
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.moe.route import Routing
 from jaxspec.weight import Weight
@@ -149,7 +149,7 @@ def _refuse_small(fields: Fields) -> None:
 
 
 def _kinds(fields: Fields) -> tuple[str, ...]:
-    kinds = listed_kinds(fields)
+    kinds = listed_attention(fields)
     if kinds is not None:
         return kinds
     count = fields.need("num_hidden_layers", whole(1, MAX_LAYERS))

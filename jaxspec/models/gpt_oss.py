@@ -7,7 +7,7 @@ from jaxspec.models.config import FULL_ATTENTION, SLIDING_ATTENTION, SPARSE, Mod
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import MAX_LAYERS, SIZE, whole
 from jaxspec.models.layers.moe import EXPERTS, MoEConfig
-from jaxspec.models.window_fields import WINDOW, listed_kinds
+from jaxspec.models.window_fields import WINDOW, listed_attention
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.moe.route import Routing
 
@@ -20,7 +20,7 @@ class GptOss(Model):
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
         fields.refuse_all_but(_OPTIONS)
-        kinds = listed_kinds(fields)
+        kinds = listed_attention(fields)
         if kinds is None:
             count = fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
             kinds = tuple(_PAIR[index % 2] for index in range(count))

@@ -9,7 +9,7 @@ from jaxspec.models.config import DENSE, KIMI_DELTA, LATENT_ATTENTION, SPARSE, M
 from jaxspec.models.deepseek_routing import RoutingFields, read_routing
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import MAX_LAYERS, SIZE, numbers, whole
-from jaxspec.models.layer_fields import listed_kinds, listed_mixers
+from jaxspec.models.layer_fields import FEED_FORWARDS, listed_kinds, listed_mixers
 from jaxspec.models.layers.kimi_delta import KimiDeltaConfig
 from jaxspec.models.layers.latent_attention import LatentAttentionConfig
 from jaxspec.models.layers.moe import MoEConfig, shared_unit
@@ -26,7 +26,6 @@ _ROUTING = RoutingFields(
     renormalise="moe_renormalize",
     groups="num_expert_group",
 )
-_FEED_FORWARDS = {"dense": DENSE, "sparse": SPARSE}  # words of a list of transformers 5
 _LISTS = "kda_layers", "full_attn_layers"  # published lists of layers, counted from 1
 _EXPERTS = re.compile(r"(model\.layers\.\d{1,4}\.)block_sparse_moe\.(.+)")
 _MATRICES = {
@@ -94,7 +93,7 @@ def _feed_forward_types(fields: Fields, count: int) -> tuple[str, ...]:
 
     After the first dense layers, every `moe_layer_freq`-th layer has experts, counted from 0.
     """
-    listed = listed_kinds(fields, "mlp_layer_types", _FEED_FORWARDS, count)
+    listed = listed_kinds(fields, "mlp_layer_types", FEED_FORWARDS, count)
     if listed is not None:
         return listed
     dense = fields.need("first_k_dense_replace", whole(0, MAX_LAYERS))

@@ -1,14 +1,16 @@
-"""Lists in config.json that name a kind of each layer, of families with Kimi Delta Attention."""
+"""Lists in config.json that name a kind of each layer."""
 
 from collections.abc import Mapping
 
 from jaxspec.checks import shown
-from jaxspec.models.config import KIMI_DELTA, LATENT_ATTENTION
+from jaxspec.models.config import DENSE, KIMI_DELTA, LATENT_ATTENTION, SPARSE
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import MAX_LAYERS, words
 
-# Words for layers in the lists of transformers 5.
+# Words for layers in the lists of transformers 5; the mixers are those of Kimi-Linear and Ling-3.0.
 _MIXERS = {"linear_attention": KIMI_DELTA, "full_attention": LATENT_ATTENTION}
+FEED_FORWARDS = {"dense": DENSE, "sparse": SPARSE}
+"""Words of `mlp_layer_types`."""
 
 
 def listed_mixers(fields: Fields, count: int) -> tuple[str, ...] | None:

@@ -6,7 +6,7 @@ from jaxspec.models.base import Model
 from jaxspec.models.config import FULL_ATTENTION, SLIDING_ATTENTION, ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import MAX_LAYERS, whole
-from jaxspec.models.window_fields import WINDOW, listed_kinds
+from jaxspec.models.window_fields import WINDOW, listed_attention
 
 # Used if config.json has none.
 _THETA = 10000.0
@@ -19,7 +19,7 @@ class Mistral(Model):
         window = _WINDOW
         if "sliding_window" in fields.entries:
             window = fields.find("sliding_window", WINDOW)
-        kinds = listed_kinds(fields)
+        kinds = listed_attention(fields)
         if kinds is None:
             kind = FULL_ATTENTION if window is None else SLIDING_ATTENTION
             kinds = (kind,) * fields.need("num_hidden_layers", whole(1, MAX_LAYERS))

@@ -13,7 +13,7 @@ _FULL_LAYERS = whole(0, MAX_LAYERS)
 _KINDS = (FULL_ATTENTION, SLIDING_ATTENTION)
 
 
-def listed_kinds(fields: Fields) -> tuple[str, ...] | None:
+def listed_attention(fields: Fields) -> tuple[str, ...] | None:
     """Return the mixers in `layer_types`, all of them attention; None if it is missing.
 
     Raises:
@@ -44,7 +44,7 @@ def qwen_windows(fields: Fields) -> tuple[tuple[str, ...], int | None]:
         ValueError: A field is missing or malformed, or two fields contradict each other.
     """
     slides = fields.find("use_sliding_window", FLAG) or False
-    kinds = listed_kinds(fields)
+    kinds = listed_attention(fields)
     if kinds is None:
         count = fields.need("num_hidden_layers", _COUNT)
         first = fields.need("max_window_layers", _FULL_LAYERS) if slides else count

@@ -114,6 +114,18 @@ class LFM2Run(Run):
         )
 
 
+LATENT_SIZES = "num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank"
+
+
+def _attended(query, key, value, memory):
+    """Attention of a token's heads `[heads, channels]` to all tokens in `memory` and to itself."""
+    memory.setdefault("kv", []).append((key, value))
+    keys, values = (np.stack(part) for part in zip(*memory["kv"], strict=True))
+    scores = np.einsum("hd,thd->ht", query, keys) * query.shape[1] ** -0.5
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("ht,thd->hd", weights / weights.sum(-1, keepdims=True), values)
+
+
 class KimiLinearRun(Run):
     """A delta rule with a decay by channel, and latents that are expanded to keys and values."""
 
@@ -170,26 +182,13 @@ class KimiLinearRun(Run):
         return -rate * np.logaddexp(0, step)
 
     def _latent(self, x, prefix, memory):
-        config = self.oracle.config
-        heads, plain, shared, rank = (
-            config[name]
-            for name in (
-                "num_attention_heads",
-                "qk_nope_head_dim",
-                "qk_rope_head_dim",
-                "kv_lora_rank",
-            )
-        )
+        heads, plain, shared, rank = (self.oracle.config[name] for name in LATENT_SIZES)
         query = (self._w(prefix + "q_proj") @ x).reshape(heads, plain + shared)
         latent, key = np.split(self._w(prefix + "kv_a_proj_with_mqa") @ x, [rank])
         latent = latent / np.sqrt((latent**2).mean() + 1e-6) * self._w(prefix + "kv_a_layernorm")
         up = (self._w(prefix + "kv_b_proj") @ latent).reshape(heads, -1)
         key = np.concatenate([up[:, :plain], np.tile(key, (heads, 1))], axis=1)
-        memory.setdefault("kv", []).append((key, up[:, plain:]))
-        keys, values = (np.stack(part) for part in zip(*memory["kv"], strict=True))
-        scores = np.einsum("hd,thd->ht", query, keys) * (plain + shared) ** -0.5
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        mixed = np.einsum("ht,thd->hd", weights / weights.sum(-1, keepdims=True), values)
+        mixed = _attended(query, key, up[:, plain:], memory)
         return self._w(prefix + "o_proj") @ mixed.ravel()
 
     def _sparse(self, x, prefix):
@@ -248,29 +247,15 @@ class LingRun(DeepSeekRun):
         return self.oracle.config["kda_lower_bound"] * _sigmoid(rate * step)
 
     def _gated_latent(self, x, prefix, memory):
-        config = self.oracle.config
-        heads, plain, shared, rank = (
-            config[name]
-            for name in (
-                "num_attention_heads",
-                "qk_nope_head_dim",
-                "qk_rope_head_dim",
-                "kv_lora_rank",
-            )
-        )
+        heads, plain, shared, rank = (self.oracle.config[name] for name in LATENT_SIZES)
         query = (self._w(prefix + "q_proj") @ x).reshape(heads, plain + shared)
         query = np.concatenate([query[:, :plain], self._in_pairs(query[:, plain:])], -1)
         latent, key = np.split(self._w(prefix + "kv_a_proj_with_mqa") @ x, [rank])
         up = self._w(prefix + "kv_b_proj") @ self._latent(latent, prefix + "kv_a_layernorm")
         up = up.reshape(heads, -1)
         key = np.repeat(self._in_pairs(key[None]), heads, 0)
-        memory.setdefault("kv", []).append(
-            (np.concatenate([up[:, :plain], key], -1), up[:, plain:])
-        )
-        keys, values = (np.stack(part) for part in zip(*memory["kv"], strict=True))
-        scores = np.einsum("hd,thd->ht", query, keys) * (plain + shared) ** -0.5
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        mixed = np.einsum("ht,thd->hd", weights / weights.sum(-1, keepdims=True), values)
+        key = np.concatenate([up[:, :plain], key], -1)
+        mixed = _attended(query, key, up[:, plain:], memory)
         gate = _sigmoid(self._w(prefix + "g_proj") @ x)
         return self._w(prefix + "o_proj") @ (mixed * gate[:, None]).ravel()
 

@@ -1,6 +1,10 @@
 """Grouped-query attention over a sliding window of positions."""
 
+from collections.abc import Callable
+from typing import Any
+
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -76,34 +80,10 @@ class WindowAttention(GroupedAttention):
         if not count:
             return tokens.queries, pools
         if isinstance(rows, TokenRegion):
-            heads, pool = window_scan(
-                tokens.queries,
-                tokens.keys,
-                tokens.values,
-                pools[self.pool],
-                layer,
-                rows,
-                window=self.window,
-                scales=self._scales,
-                sinks=self._sinks,
-            )
-            return heads, pools | {self.pool: pool}
-        queries, keys, values = (
-            x.reshape(count, inputs.width, *x.shape[1:])
-            for x in (tokens.queries, tokens.keys, tokens.values)
-        )
-        heads, pool = window_attention(
-            queries,
-            keys,
-            values,
-            pools[self.pool],
-            layer,
-            rows,
-            window=self.window,
-            scales=self._scales,
-            sinks=self._sinks,
-        )
-        return heads.reshape(tokens.queries.shape), pools | {self.pool: pool}
+            return self._attended(window_scan, tokens, pools, layer, rows)
+        rectangle = jax.tree.map(lambda x: x.reshape(count, inputs.width, *x.shape[1:]), tokens)
+        heads, pools = self._attended(window_attention, rectangle, pools, layer, rows)
+        return heads.reshape(tokens.queries.shape), pools
 
     def prefill(
         self, tokens: WindowTokens, inputs: ModelInputs, pools: Pools, layer: int
@@ -111,13 +91,18 @@ class WindowAttention(GroupedAttention):
         """Attend from each chunk's tokens, and write its newest keys and values to the ring."""
         chunks = inputs.prefill
         assert chunks is not None
-        heads, pool = window_prefill(
+        return self._attended(window_prefill, tokens, pools, layer, chunks)
+
+    def _attended(
+        self, op: Callable[..., Any], tokens: WindowTokens, pools: Pools, layer: int, region: Any
+    ) -> tuple[Heads, Pools]:
+        heads, pool = op(
             tokens.queries,
             tokens.keys,
             tokens.values,
             pools[self.pool],
             layer,
-            chunks,
+            region,
             window=self.window,
             scales=self._scales,
             sinks=self._sinks,

@@ -134,7 +134,7 @@ def window_scan(
     is_stored = is_live & (left <= ring)
     target = jnp.where(is_stored, rows.slots, num_slots)
     place = ring_place(rows.num_computed, ring)
-    # That what is written depends on what was read orders the two; otherwise XLA copies the pool.
+    # Values to write depend on values that were read: without this order XLA copies the pool.
     stored = jnp.where(is_stored[:, None, None, None], new, old)
     return out, pool.at[layer, target, place].set(stored, mode="drop")
 

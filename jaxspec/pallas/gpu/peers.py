@@ -14,7 +14,7 @@ def all_reach_each_other(devices: Iterable[Any]) -> bool:
     XLA enables the access where it is possible.
     """
     devices = tuple(devices)
-    if any(isinstance(each, StandIn) for each in devices):  # unknown of other processes
+    if any(isinstance(each, StandIn) for each in devices):  # GPUs of another process
         return False
     ordinals = [device.local_hardware_id for device in devices]
     try:

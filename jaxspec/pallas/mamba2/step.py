@@ -113,8 +113,7 @@ def mamba2_scan_reference(tokens, states, layer, rows):
     x, dt, a, b, c, d = tokens.padded_to(states.shape[4])
 
     def one(state, index):
-        own = (lax.dynamic_slice_in_dim(y, index, 1) for y in (x, dt, b, c))
-        x_1, dt_1, b_1, c_1 = own
+        x_1, dt_1, b_1, c_1 = (lax.dynamic_slice_in_dim(y, index, 1) for y in (x, dt, b, c))
         state, y = advance(state, x_1, dt_1, a, b_1, c_1)
         return state, y + d[None, :, None] * x_1.astype(jnp.float32)
 

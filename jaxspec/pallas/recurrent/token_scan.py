@@ -87,7 +87,7 @@ def conv_scan(
     left = rows.end - token[:, 0]  # tokens of the slot from this one on
     is_stored = rows.is_live(num_slots) & (left <= window)
     target = jnp.where(is_stored, rows.slots, num_slots)
-    # That what is written depends on what was read orders the two; otherwise XLA copies the pool.
+    # Values to write depend on values that were read: without this order XLA copies the pool.
     stored = jnp.where(is_stored[:, None], new, held[:, -1])
     place = ring_place(rows.num_computed, window)
     conv = conv.at[layer, target, place].set(stored, mode="drop")
