@@ -111,7 +111,8 @@ def _said_by_leader(stranger, said):
     received = b""
     with contextlib.suppress(ConnectionError):  # it closes without reading the rest
         stranger.sendall(said)
-        stranger.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # ENOTCONN where it has closed already
+            stranger.shutdown(socket.SHUT_WR)
         while part := stranger.recv(4096):
             received += part
     return received

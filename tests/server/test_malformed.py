@@ -1,5 +1,6 @@
 """Whatever is sent: never a 500, a traceback or a file's path; errors are short, of one form."""
 
+import contextlib
 import json
 import re
 import socket
@@ -135,10 +136,12 @@ def test_a_lying_content_length_harms_nobody(served, told):
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             + f'content-length: {told}\r\n\r\n{{"prompt": "a", "max_tokens": 1}}'.encode()
         )
-        connection.shutdown(socket.SHUT_WR)
         answer = b""
-        while part := connection.recv(65536):
-            answer += part
+        with contextlib.suppress(ConnectionError):  # it closes without reading the rest
+            with contextlib.suppress(OSError):  # ENOTCONN where it has closed already
+                connection.shutdown(socket.SHUT_WR)
+            while part := connection.recv(65536):
+                answer += part
     assert b" 500 " not in answer and not LEAKS.search(answer.decode())
     assert served.get("/health").status_code == 200
 
