@@ -9,6 +9,8 @@ from jaxspec.pallas.matmul.activation import Activation
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
+SHARED_FULL = "shared_full_attention"  # to the keys and values of an earlier layer
+SHARED_SLIDING = "shared_sliding_attention"  # likewise
 LINEAR_ATTENTION = "linear_attention"
 LATENT_ATTENTION = "latent_attention"
 KIMI_DELTA = "kimi_delta"
@@ -17,6 +19,7 @@ PARALLEL = "parallel"  # attention and Mamba2 on the same input
 SHORT_CONV = "short_conv"
 NO_MIXER = "no_mixer"  # a layer with only a feed-forward part
 DENSE = "dense"
+DOUBLE_DENSE = "double_dense"  # of twice the width
 SQUARED_RELU = "squared_relu"  # dense, without a gate
 SPARSE = "sparse"  # a mixture of experts
 DENSE_AND_SPARSE = "dense_and_sparse"  # both on the same stream, each with its norms
@@ -203,7 +206,7 @@ class ModelConfig:
     def of_mixer(self, mixer: str) -> "ModelConfig":
         """Return the config with the sizes of a mixer, which is an entry of `layer_types`."""
         full = self.full_attention
-        if mixer != FULL_ATTENTION or full is None:
+        if mixer not in (FULL_ATTENTION, SHARED_FULL) or full is None:
             return self
         return dataclasses.replace(
             self,

@@ -12,6 +12,7 @@ from jaxspec.models.config import (
     ATTENTION_PROJECTIONS,
     DENSE,
     DENSE_AND_SPARSE,
+    DOUBLE_DENSE,
     FULL_ATTENTION,
     LINEAR_ATTENTION,
     SLIDING_ATTENTION,
@@ -36,6 +37,7 @@ from jaxspec.models.quantised.scheme import FIELD, FILES, Scheme
 from jaxspec.models.rope_fields import read_rope
 
 _MAX_ARCHITECTURES = 8
+_WITH_DENSE = {DENSE, DOUBLE_DENSE, SQUARED_RELU, DENSE_AND_SPARSE}
 _LAYERS = whole(1, MAX_LAYERS)
 _LAYER_INDICES = numbers(MAX_LAYERS, whole(0, MAX_LAYERS - 1))
 _VOCABULARY = whole(1, 2**24)
@@ -196,7 +198,9 @@ class Fields(Block):
         vocab_size = self.need("vocab_size", _VOCABULARY)
         max_positions = max_positions or self.need("max_position_embeddings", _POSITIONS)
         feed_forward_types = feed_forward_types or (DENSE,) * len(layer_types)
-        has_dense = not {DENSE, SQUARED_RELU, DENSE_AND_SPARSE}.isdisjoint(feed_forward_types)
+        has_dense = not {DENSE, DOUBLE_DENSE, SQUARED_RELU, DENSE_AND_SPARSE}.isdisjoint(
+            feed_forward_types
+        )
         if beyond := [i for i in self.eos_token_ids if i >= vocab_size]:
             raise ValueError(
                 f"config.json and generation_config.json: `eos_token_id` must be in the vocabulary "

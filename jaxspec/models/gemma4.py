@@ -1,4 +1,8 @@
-"""Gemma 4: attention over a window with full attention between, dense or with experts."""
+"""Gemma 4: attention over a window with full attention between, dense or with experts.
+
+In E2B and E4B the last layers attend to keys and values of earlier ones, and each layer has
+embeddings of its own.
+"""
 
 import dataclasses
 import math
@@ -14,7 +18,10 @@ from jaxspec.models.base import Model
 from jaxspec.models.config import (
     DENSE,
     DENSE_AND_SPARSE,
+    DOUBLE_DENSE,
     FULL_ATTENTION,
+    SHARED_FULL,
+    SHARED_SLIDING,
     SLIDING_ATTENTION,
     FullAttention,
     ModelConfig,
@@ -25,6 +32,8 @@ from jaxspec.models.fields import Fields, check_groups
 from jaxspec.models.kinds import FLAG, MAX_LAYERS, OBJECT, SIZE, Block, number, whole
 from jaxspec.models.layers.moe import EXPERTS, MoEConfig
 from jaxspec.models.layers.parameters import Placement
+from jaxspec.models.layers.per_layer_input import PerLayerSizes
+from jaxspec.models.layers.window_attention import SharedWindow
 from jaxspec.models.rope_fields import read_plain_rope
 from jaxspec.models.window_fields import WINDOW, listed_attention
 from jaxspec.pallas.matmul.activation import Activation
@@ -35,12 +44,10 @@ _OPTIONS = {
     "hidden_activation": ("gelu_pytorch_tanh",),
     "use_bidirectional_attention": ("vision",),  # between the tokens of an image
 }
-# Fields of E2B and E4B, and how they change the layers.
-_SMALL = {
-    "hidden_size_per_layer_input": "embeddings for each layer",
-    "num_kv_shared_layers": "layers that read keys and values of earlier ones",
-}
-_COUNT = whole(0, 2**20)
+_FEATURES = whole(0, 2**20)
+_VOCABULARY = whole(1, 2**24)
+_FULL = FULL_ATTENTION, SHARED_FULL
+_SHARED = {FULL_ATTENTION: SHARED_FULL, SLIDING_ATTENTION: SHARED_SLIDING}
 _INTERVAL = 6  # every sixth layer has full attention, and the last one
 _CAP = number(1e-3, 1e6)
 _KV_HEADS = "num_key_value_heads"
@@ -49,7 +56,7 @@ _TOWERS = (
     *("model.vision_tower.", "model.vision_embedder.", "model.embed_vision."),
     *("model.audio_tower.", "model.embed_audio."),
 )
-_LAYER = re.compile(r"(model\.layers\.\d{1,4}\.)(.+)")
+_LAYER = re.compile(r"(model\.layers\.(\d{1,4})\.)(.+)")
 _NAMES = {  # of a layer's tensors
     "pre_feedforward_layernorm_2.weight": "mlp.input_norm.weight",
     "post_feedforward_layernorm_1.weight": "mlp.dense_norm.weight",
@@ -57,6 +64,8 @@ _NAMES = {  # of a layer's tensors
     "router.proj.weight": "mlp.gate.weight",
 }
 _MOVED = ("router.", "experts.")  # into `mlp.`
+# Tensors of layers that share keys and values: published, and not read.
+_UNREAD = tuple(f"self_attn.{name}." for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +76,7 @@ class LogitCap:
 
 
 class Gemma4(Model):
-    """Gemma 4 12B, 26B-A4B and 31B, as text models.
+    """Gemma 4 E2B, E4B, 12B, 26B-A4B and 31B, as text models.
 
     Three factors are applied to weights when these are loaded: of the embeddings, the square root
     of the hidden size; of the router's inputs, its inverse; and of queries, the square root of the
@@ -77,14 +86,24 @@ class Gemma4(Model):
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
         fields.refuse_all_but(_OPTIONS)
-        _refuse_small(fields)
         kinds = _kinds(fields)
-        has_experts = fields.find("enable_moe_block", FLAG) or False
-        feeds = (DENSE_AND_SPARSE if has_experts else DENSE,) * len(kinds)
-        config = fields.common(kinds, feeds, has_rotation=False)
         slides = SLIDING_ATTENTION in kinds
-        parts: tuple[Any, ...] = (_experts(fields),) if has_experts else ()
-        cap = fields.find("final_logit_softcapping", _CAP)
+        has_experts = fields.find("enable_moe_block", FLAG) or False
+        config = fields.common(
+            kinds, _feed_forwards(fields, kinds, has_experts), has_rotation=False
+        )
+        parts: list[Any] = [_experts(fields)] if has_experts else []
+        if cap := fields.find("final_logit_softcapping", _CAP):
+            parts.append(LogitCap(float(cap)))
+        if SHARED_SLIDING in kinds:
+            first, last = (
+                max(i for i, kind in enumerate(kinds) if kind == each)
+                for each in (SLIDING_ATTENTION, SHARED_SLIDING)
+            )
+            parts.append(SharedWindow(first, last))
+        if features := fields.find("hidden_size_per_layer_input", _FEATURES):
+            ids = fields.need("vocab_size_per_layer_input", _VOCABULARY)
+            parts.append(PerLayerSizes(features, ids))
         return dataclasses.replace(
             config,
             rope=_window_rope(fields, config.head_dim),
@@ -93,7 +112,7 @@ class Gemma4(Model):
             normed_values=True,
             normed_outputs=True,
             activation=Activation.GEGLU,
-            parts=parts if cap is None else (*parts, LogitCap(float(cap))),
+            parts=tuple(parts),
         )
 
     @staticmethod
@@ -107,7 +126,10 @@ class Gemma4(Model):
         found = _LAYER.fullmatch(name)
         if found is None:
             return name
-        layer, rest = found.groups()
+        layer, index, rest = found.groups()
+        kind = dict(enumerate(config.layer_types)).get(int(index))
+        if kind in _SHARED.values() and rest.startswith(_UNREAD):
+            return None
         rest = _NAMES.get(rest, f"mlp.{rest}" if rest.startswith(_MOVED) else rest)
         return layer + rest
 
@@ -139,22 +161,33 @@ class Gemma4(Model):
         return logits if bound is None else bound.cap * jnp.tanh(logits / bound.cap)
 
 
-def _refuse_small(fields: Fields) -> None:
-    for name, change in _SMALL.items():
-        if count := fields.find(name, _COUNT):
-            raise ValueError(
-                f"config.json: `{name}` must be 0, got {count}: {change}, as in Gemma 4 E2B and "
-                "E4B, which jaxspec does not implement. Use Gemma 4 12B, 26B-A4B or 31B."
-            )
-
-
 def _kinds(fields: Fields) -> tuple[str, ...]:
     kinds = listed_attention(fields)
-    if kinds is not None:
-        return kinds
-    count = fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
-    pair = SLIDING_ATTENTION, FULL_ATTENTION
-    return tuple(pair[i % _INTERVAL == 0 or i == count] for i in range(1, count + 1))
+    if kinds is None:
+        count = fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
+        pair = SLIDING_ATTENTION, FULL_ATTENTION
+        kinds = tuple(pair[i % _INTERVAL == 0 or i == count] for i in range(1, count + 1))
+    own = len(kinds) - (fields.find("num_kv_shared_layers", whole(0, len(kinds) - 1)) or 0)
+    if missing := sorted(set(kinds) - set(kinds[:own])):
+        raise ValueError(
+            "config.json: `num_kv_shared_layers` must leave a layer of each kind its own keys and "
+            f"values, got {len(kinds) - own} of {len(kinds)} layers, which leaves no {missing[0]}. "
+            "Take the config.json that was published with the weights."
+        )
+    return (*kinds[:own], *(_SHARED[kind] for kind in kinds[own:]))
+
+
+def _feed_forwards(fields: Fields, kinds: tuple[str, ...], has_experts: bool) -> tuple[str, ...]:
+    is_wide = fields.find("use_double_wide_mlp", FLAG) or False
+    if is_wide and has_experts:
+        raise ValueError(
+            "config.json: `use_double_wide_mlp` must be false with `enable_moe_block`: layers with "
+            "experts have one width. Take the config.json that was published with the weights."
+        )
+    if has_experts:
+        return (DENSE_AND_SPARSE,) * len(kinds)
+    wide = _SHARED.values() if is_wide else ()
+    return tuple(DOUBLE_DENSE if kind in wide else DENSE for kind in kinds)
 
 
 def _rope_block(fields: Fields, kind: str) -> Block:
@@ -192,7 +225,7 @@ def _full_sizes(fields: Fields, config: ModelConfig) -> tuple[int, int]:
         is_read = fields.find("attention_k_eq_v", FLAG)  # as in transformers
         return (own if own and is_read else config.num_kv_heads), head_dim
     layers = fields.block("per_layer_config")
-    full = {str(i) for i, kind in enumerate(config.layer_types) if kind == FULL_ATTENTION}
+    full = {str(i) for i, kind in enumerate(config.layer_types) if kind in _FULL}
     sizes = set()
     for index in layers.entries:
         layer = layers.block(index)

@@ -18,6 +18,7 @@ WITH_HEADS = [
 OTHERS = [
     *("qwen3", "qwen3_moe", "llama", "llama_draft", "granite", "qwen2", "gpt_oss", "gemma4"),
     *("mamba2", "granitemoehybrid", "falcon_h1", "lfm2", "kimi_linear", "gemma4_moe"),
+    "gemma4_shared",
 ]
 # Not nemotron_h_latent: which half of its experts competes is often a near tie.
 IN_BFLOAT16 = [

@@ -1,7 +1,7 @@
 """Grouped-query attention over paged keys and values, with optional rotation, norms and gate."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
@@ -51,22 +51,28 @@ class GroupedAttention(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         self.config = config
-        width, kv_width = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-        q_width = 2 * width if config.gated_attention else width
-        outputs = {"q_proj": q_width, "k_proj": kv_width}
-        if not config.keys_are_values:
-            outputs["v_proj"] = kv_width
         features, biased = config.attention_inputs or config.hidden_size, config.attention_biases
-        self.qkv = Linear(features, outputs, dtype, biased=biased)
+        self.qkv = Linear(features, self._outputs(config), dtype, biased=biased)
         initializers = jax.nn.initializers
         init = initializers.zeros if config.zero_centred_norms else initializers.ones
         # Norms of queries and keys in one matrix, which a kernel reads without a copy.
-        self.norms = declare((2, config.head_dim), dtype, init) if config.normed_heads else None
+        shape = len(self._normed), config.head_dim
+        self.norms = declare(shape, dtype, init) if config.normed_heads else None
+        width = config.num_heads * config.head_dim
         self.out = Linear(width, {"o_proj": config.hidden_size}, dtype, biased=biased)
         has_sinks = config.attention_sinks
         self.sinks = declare((config.num_heads,), jnp.float32, NO_BIAS) if has_sinks else None
         # Keys and values are stored divided by these.
         self.kv_scales = declare((2,), jnp.float32, initializers.ones) if config.scales_kv else None
+
+    _normed: ClassVar[tuple[str, ...]] = ("q_norm.weight", "k_norm.weight")
+
+    @staticmethod
+    def _outputs(config: ModelConfig) -> dict[str, int]:
+        """Return the columns of each output of the projection."""
+        width, kv_width = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+        outputs = {"q_proj": 2 * width if config.gated_attention else width, "k_proj": kv_width}
+        return outputs if config.keys_are_values else outputs | {"v_proj": kv_width}
 
     @property
     def projection(self) -> Linear:
@@ -107,7 +113,7 @@ class GroupedAttention(nnx.Module):
         prefix += "self_attn."
         yield from self.qkv.checkpoint(prefix)
         if self.norms is not None:
-            for row, name in enumerate(("q_norm.weight", "k_norm.weight")):
+            for row, name in enumerate(self._normed):
                 yield Placement(prefix + name, self.norms.shape[1:], self.norms, index=row)
         yield from self.out.checkpoint(prefix)
         if self.sinks is not None:
@@ -126,7 +132,7 @@ class Attention(GroupedAttention):
 
     pool = "kv"
 
-    def cache_specs(self, options: CacheOptions) -> tuple[PagedKV]:
+    def cache_specs(self, options: CacheOptions) -> tuple[PagedKV, ...]:
         heads, head_dim = self.config.num_kv_heads, self.config.head_dim
         return (PagedKV(self.pool, 1, heads, head_dim, options.kv_dtype),)
 
@@ -135,11 +141,10 @@ class Attention(GroupedAttention):
     ) -> tuple[AttentionTokens, Pools]:
         """Compute queries and gates, and write the keys and values of all tokens to their pages."""
         config = self.config
-        turns = inputs.rotation if inputs.full_rotation is None else inputs.full_rotation
         queries, kv = attention_inputs(
             self._with_values(projected),
             self._norm,
-            turns,
+            inputs.full_turns,
             pools[self.pool],
             layer,
             inputs.step.kv_slots,

@@ -11,6 +11,7 @@ from jaxspec.cache import CacheOptions, CacheSpec, Pools
 from jaxspec.models.config import (
     DENSE,
     DENSE_AND_SPARSE,
+    DOUBLE_DENSE,
     FULL_ATTENTION,
     KIMI_DELTA,
     LATENT_ATTENTION,
@@ -20,6 +21,8 @@ from jaxspec.models.config import (
     NO_FEED_FORWARD,
     NO_MIXER,
     PARALLEL,
+    SHARED_FULL,
+    SHARED_SLIDING,
     SHORT_CONV,
     SLIDING_ATTENTION,
     SPARSE,
@@ -34,12 +37,14 @@ from jaxspec.models.layers.latent_attention import LatentAttention
 from jaxspec.models.layers.latent_moe import LatentMoE
 from jaxspec.models.layers.mamba2 import Mamba2
 from jaxspec.models.layers.mixer import FeedForward, LayerInputs, Mixer, Projected, Stream
-from jaxspec.models.layers.mlp import GatedMLP, SquaredReluMLP
+from jaxspec.models.layers.mlp import DoubleGatedMLP, GatedMLP, SquaredReluMLP
 from jaxspec.models.layers.moe import MoE
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.output_norms import OutputNorms
 from jaxspec.models.layers.parallel import Parallel
 from jaxspec.models.layers.parameters import Placement
+from jaxspec.models.layers.per_layer_input import PerLayer, PerLayerInput, PerLayerSizes
+from jaxspec.models.layers.shared_attention import SharedAttention, SharedWindowAttention
 from jaxspec.models.layers.short_conv import ShortConv
 from jaxspec.models.layers.window_attention import WindowAttention
 from jaxspec.models.model_inputs import ModelInputs, Selection
@@ -50,6 +55,8 @@ from jaxspec.pallas.norm.residual import Pending
 MIXERS: dict[str, Callable[[ModelConfig, jnp.dtype], Mixer[Any]]] = {
     FULL_ATTENTION: Attention,
     SLIDING_ATTENTION: WindowAttention,
+    SHARED_FULL: SharedAttention,
+    SHARED_SLIDING: SharedWindowAttention,
     LATENT_ATTENTION: LatentAttention,
     KIMI_DELTA: KimiDelta,
     LINEAR_ATTENTION: GatedDeltaNet,
@@ -61,6 +68,7 @@ MIXERS: dict[str, Callable[[ModelConfig, jnp.dtype], Mixer[Any]]] = {
 # Entry of `ModelConfig.feed_forward_types` -> feed-forward layer.
 FEED_FORWARDS: dict[str, Callable[[ModelConfig, jnp.dtype], FeedForward]] = {
     DENSE: GatedMLP,
+    DOUBLE_DENSE: DoubleGatedMLP,
     SQUARED_RELU: SquaredReluMLP,
     SPARSE: MoE,
     DENSE_AND_SPARSE: DenseAndSparse,
@@ -100,13 +108,18 @@ class DecoderLayer(nnx.Module):
         self.mixer: Mixer[Any] | None = MIXERS[mixer](own, dtype) if mixes else None
         if self.mixer is not None:
             self.input_norm = residual_norm(config, dtype)
-            pools = [layer.mixer.pool for layer in earlier if layer.mixer is not None]
-            self.cache_layer = pools.count(self.mixer.pool)
+            pools = [each.mixer.pool for each in earlier if each.mixer and each.owns_cache]
+            before = pools.count(self.mixer.pool)
+            self.owns_cache = mixer not in (SHARED_FULL, SHARED_SLIDING)
+            self.cache_layer = before if self.owns_cache else before - 1
         make = FEED_FORWARDS[feed_forward] if feeds else None
         self.feed_forward: FeedForward | None = None if make is None else make(config, dtype)
         if feeds:
             self.feed_forward_norm = residual_norm(config, dtype)
         self.output_norms = OutputNorms(config, dtype) if config.normed_outputs else None
+        self.index = len(earlier)
+        has_own_input = config.find_part(PerLayerSizes) is not None
+        self.per_layer_input = PerLayerInput(config, dtype) if has_own_input else None
 
     def __call__(
         self, stream: Stream, pending: Pending, inputs: LayerInputs, pools: Pools
@@ -117,9 +130,12 @@ class DecoderLayer(nnx.Module):
         kernel, which for few rows also includes the matmul after the norm.
         """
         if self.mixer is None:
-            return *self._feed(stream, pending, inputs.step), pools
+            return *self._feed(stream, pending, inputs.step, self._own(inputs)), pools
         stream, projected = self.mixer.projection.after_norm(stream, pending, self.input_norm)
         return self.after_projection(stream, projected, inputs, pools)
+
+    def _own(self, inputs: LayerInputs) -> PerLayer | None:
+        return None if inputs.per_layer is None else inputs.per_layer[:, self.index]
 
     def select(
         self,
@@ -152,16 +168,13 @@ class DecoderLayer(nnx.Module):
         """
         assert self.mixer is not None
         tokens, pools = self.mixer.prepare(projected, inputs, pools, self.cache_layer)
-        if selection is None:
-            return self._finish(stream, tokens, inputs.step, pools)
-        stream, tokens = jax.tree.map(lambda x: x[selection.index], (stream, tokens))
-        return self._finish(stream, tokens, selection.inputs, pools)
-
-    def _finish(
-        self, stream: Stream, tokens: Any, inputs: ModelInputs, pools: Pools
-    ) -> tuple[Stream, Pending, Pools]:
-        pending, pools = self._mix(tokens, inputs, pools)
-        return *self._feed(stream, pending, inputs), pools
+        step, per_token = inputs.step, (stream, tokens, self._own(inputs))
+        if selection is not None:
+            step = selection.inputs
+            per_token = jax.tree.map(lambda x: x[selection.index], per_token)
+        stream, tokens, own = per_token
+        pending, pools = self._mix(tokens, step, pools)
+        return *self._feed(stream, pending, step, own), pools
 
     def _mix(self, tokens: Any, inputs: ModelInputs, pools: Pools) -> tuple[Pending, Pools]:
         """Run decode and prefill separately, and one output projection for both."""
@@ -181,15 +194,20 @@ class DecoderLayer(nnx.Module):
         return pending if self.output_norms is None else self.output_norms.after_mixer(pending)
 
     def _feed(
-        self, stream: Stream, pending: Pending, inputs: ModelInputs
+        self, stream: Stream, pending: Pending, inputs: ModelInputs, own: PerLayer | None
     ) -> tuple[Stream, Pending]:
         if self.feed_forward is None:
             return stream, pending
         norm = self.feed_forward_norm
         stream, pending = self.feed_forward(stream, pending, norm, inputs.live)
         pending = residual.of_devices(pending)
-        norms = self.output_norms
-        return (stream, pending) if norms is None else norms.after_feed_forward(stream, pending)
+        if self.output_norms is None:
+            return stream, pending
+        output = self.output_norms.after_feed_forward(pending)
+        if self.per_layer_input is not None:
+            assert own is not None
+            stream, output = self.per_layer_input(stream, output, own)
+        return self.output_norms.scaled(stream, output)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         if self.mixer is not None:
@@ -202,6 +220,8 @@ class DecoderLayer(nnx.Module):
             yield from self.feed_forward.checkpoint(prefix + "mlp.")
         if self.output_norms is not None:
             yield from self.output_norms.checkpoint(prefix)
+        if self.per_layer_input is not None:
+            yield from self.per_layer_input.checkpoint(prefix)
 
     def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
         """Return one layer of each of the mixer's pools."""

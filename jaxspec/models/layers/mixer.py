@@ -33,16 +33,26 @@ class LayerInputs:
     step: ModelInputs
     rotation: Rotation | None  # None for a model without position encoding
     full_rotation: Rotation | None = None  # of full attention, if it differs
+    per_layer: Float[Array, "tokens layers features"] | None = None  # `PerLayerEmbedding`
 
     @classmethod
     def of(
-        cls, inputs: ModelInputs, rope: RopeConfig | None, full_rope: RopeConfig | None = None
+        cls,
+        inputs: ModelInputs,
+        rope: RopeConfig | None,
+        full_rope: RopeConfig | None = None,
+        per_layer: Float[Array, "tokens layers features"] | None = None,
     ) -> "LayerInputs":
         """Compute the rotations, once for all layers."""
-        turns = (
+        turns, full_turns = (
             None if each is None else rotation(inputs.positions, each) for each in (rope, full_rope)
         )
-        return cls(inputs, *turns)
+        return cls(inputs, turns, full_turns, per_layer)
+
+    @property
+    def full_turns(self) -> Rotation | None:
+        """The rotation of full attention."""
+        return self.rotation if self.full_rotation is None else self.full_rotation
 
 
 class Mixer(Protocol[Tokens]):

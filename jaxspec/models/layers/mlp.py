@@ -1,5 +1,6 @@
 """Dense feed-forward layers: gated, or with squared ReLU and without a gate."""
 
+import dataclasses
 from collections.abc import Iterator
 
 import jax.numpy as jnp
@@ -42,6 +43,15 @@ class GatedMLP(nnx.Module):
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         yield from self.gate_up.checkpoint(prefix)
         yield from self.down.checkpoint(prefix)
+
+
+class DoubleGatedMLP(GatedMLP):
+    """A `GatedMLP` of twice the width (Gemma 4 E2B)."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+        super().__init__(
+            dataclasses.replace(config, intermediate_size=2 * config.intermediate_size), dtype
+        )
 
 
 class SquaredReluMLP(nnx.Module):

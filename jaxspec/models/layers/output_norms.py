@@ -25,10 +25,13 @@ class OutputNorms(nnx.Module):
     def after_mixer(self, pending: Pending) -> Float[Array, "tokens features"]:
         return normed(pending, self.of_mixer)
 
-    def after_feed_forward(self, stream: Stream, pending: Pending) -> tuple[Stream, Pending]:
-        """Return the stream and the normed output, both times the factor of their sum."""
+    def after_feed_forward(self, pending: Pending) -> Float[Array, "tokens features"]:
+        return normed(pending, self.of_feed_forward)
+
+    def scaled(self, stream: Stream, output: Stream) -> tuple[Stream, Stream]:
+        """Return both terms of the layer's sum, times its factor."""
         factor = self.scalar[...].reshape(())
-        return stream * factor, normed(pending, self.of_feed_forward) * factor
+        return stream * factor, output * factor
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         yield from self.of_mixer.checkpoint(prefix + "post_attention_layernorm")

@@ -12,6 +12,7 @@ from jaxspec.models.layers.decoder import DecoderLayer, residual_norm
 from jaxspec.models.layers.linear import Embedding, LMHead
 from jaxspec.models.layers.mixer import LayerInputs, Stream
 from jaxspec.models.layers.parameters import Placement
+from jaxspec.models.layers.per_layer_input import PerLayerEmbedding, PerLayerSizes
 from jaxspec.models.model_inputs import ForwardOutput, ModelInputs
 from jaxspec.pallas.norm import residual
 
@@ -33,6 +34,8 @@ class Trunk(nnx.Module):
         for kinds in zip(config.layer_types, config.feed_forward_types, strict=True):
             layers.append(DecoderLayer(config, *kinds, layers, dtype))
         self.layers = nnx.List(layers)
+        has_own_inputs = config.find_part(PerLayerSizes) is not None
+        self.per_layer = PerLayerEmbedding(config, dtype) if has_own_inputs else None
         self.norm = residual_norm(config, dtype)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, dtype, config.devices)
 
@@ -48,8 +51,9 @@ class Trunk(nnx.Module):
                 f"A tap must be the index of a layer, 0 to {count - 1} in this model, or {count} "
                 f"behind the last one, got {wrong}. Tap the residual stream at one of those."
             )
-        layer_inputs = LayerInputs.of(inputs, self.config.rope, self.config.full_rope)
         stream, pending, tapped = self.embed(inputs.tokens), None, {}
+        own = None if self.per_layer is None else self.per_layer(inputs.tokens, stream)
+        layer_inputs = LayerInputs.of(inputs, self.config.rope, self.config.full_rope, own)
         for index, layer in enumerate(self.layers):
             if index in taps:
                 pending = residual.reduced(pending)  # once: the tap and the layer both read it
@@ -66,6 +70,8 @@ class Trunk(nnx.Module):
         else:
             yield from self.embedding.checkpoint(embeddings)
             yield from self.lm_head.checkpoint("lm_head.weight")
+        if self.per_layer is not None:
+            yield from self.per_layer.checkpoint()
         for index, layer in enumerate(self.layers):
             yield from layer.checkpoint(f"{LAYERS}{index}.")
         yield from self.norm.checkpoint("model.norm")

@@ -1,5 +1,6 @@
 """Grouped-query attention over a sliding window of positions."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,33 @@ from jaxspec.pallas.attention.window import window_attention, window_prefill, wi
 from jaxspec.regions import TokenRegion
 
 _KVHeads = Float[Array, "tokens kv_heads head_dim"]
+
+
+LENT = "lent_window"
+"""Key in `Pools` of a step's keys and values, from the layer that lends them to the last reader."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowShare:
+    """How a layer takes part in a `SharedWindow`."""
+
+    lends: bool = False  # later layers attend to its keys and values
+    keeps: bool = True  # it writes the prompts' keys and values to the ring
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedWindow:
+    """Layers that attend to one layer's window: a part of a `ModelConfig`.
+
+    The last one writes the keys and values of prompts, which replace positions that all of them
+    read.
+    """
+
+    first: int  # layer that computes keys and values
+    last: int  # last layer that attends to them
+
+    def of_layer(self, index: int) -> WindowShare:
+        return WindowShare(index == self.first, not self.first <= index < self.last)
 
 
 @flax.struct.dataclass
@@ -50,8 +78,9 @@ class WindowAttention(GroupedAttention):
             )
         super().__init__(config, dtype)
         self.window = config.window
+        self.share = config.find_part(WindowShare) or WindowShare()
 
-    def cache_specs(self, options: CacheOptions) -> tuple[WindowKV]:
+    def cache_specs(self, options: CacheOptions) -> tuple[WindowKV, ...]:
         heads, head_dim = self.config.num_kv_heads, self.config.head_dim
         return (WindowKV(self.pool, 1, self.window, heads, head_dim, options.kv_dtype),)
 
@@ -69,7 +98,7 @@ class WindowAttention(GroupedAttention):
             config.num_heads,
             gated=False,
         )
-        return WindowTokens(*tokens), pools
+        return WindowTokens(*tokens), pools | {LENT: tokens[1:]} if self.share.lends else pools
 
     def decode(
         self, tokens: WindowTokens, inputs: ModelInputs, pools: Pools, layer: int
@@ -80,7 +109,7 @@ class WindowAttention(GroupedAttention):
         if not count:
             return tokens.queries, pools
         if isinstance(rows, TokenRegion):
-            return self._attended(window_scan, tokens, pools, layer, rows)
+            return self._read(window_scan, tokens, pools, layer, rows)
         rectangle = jax.tree.map(lambda x: x.reshape(count, inputs.width, *x.shape[1:]), tokens)
         heads, pools = self._attended(window_attention, rectangle, pools, layer, rows)
         return heads.reshape(tokens.queries.shape), pools
@@ -91,7 +120,14 @@ class WindowAttention(GroupedAttention):
         """Attend from each chunk's tokens, and write its newest keys and values to the ring."""
         chunks = inputs.prefill
         assert chunks is not None
-        return self._attended(window_prefill, tokens, pools, layer, chunks)
+        return self._read(window_prefill, tokens, pools, layer, chunks)
+
+    def _read(
+        self, op: Callable[..., Any], tokens: WindowTokens, pools: Pools, layer: int, region: Any
+    ) -> tuple[Heads, Pools]:
+        """Attend with an op that replaces positions of the ring which its tokens attend to."""
+        heads, written = self._attended(op, tokens, pools, layer, region)
+        return heads, written if self.share.keeps else pools
 
     def _attended(
         self, op: Callable[..., Any], tokens: WindowTokens, pools: Pools, layer: int, region: Any
