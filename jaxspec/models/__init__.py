@@ -138,6 +138,8 @@ HEADS = {
     "Eagle3Qwen3ForCausalLM": "jaxspec.models.eagle3:Eagle3Head",
     "Eagle3Speculator": "jaxspec.models.eagle3:Eagle3Head",
     "LlamaForCausalLMEagle3": "jaxspec.models.eagle3:Eagle3Head",
+    "Gemma4AssistantForCausalLM": "jaxspec.models.gemma4_assistant:Gemma4Assistant",
+    "Gemma4UnifiedAssistantForCausalLM": "jaxspec.models.gemma4_assistant:Gemma4Assistant",
 }
 
 
@@ -451,7 +453,8 @@ def family_of(architecture: str, source: Path | str) -> type[Model]:
         raise ValueError(
             f"{source} is that of {shown(architecture)}, a head that drafts for a model and is "
             "none itself. Load the model that it was trained for, with speculative_config="
-            '{"method": "eagle3", "model": <the folder or hub id of the head>}.'
+            f'{{"method": "{_imported(HEADS[architecture]).draft_method}", "model": <the folder or '
+            "hub id of the head>}."
         )
     if architecture not in MODELS:
         raise ValueError(

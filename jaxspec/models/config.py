@@ -11,6 +11,7 @@ FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 SHARED_FULL = "shared_full_attention"  # to the keys and values of an earlier layer
 SHARED_SLIDING = "shared_sliding_attention"  # likewise
+READ_SLIDING = "read_sliding_attention"  # to the keys and values that another model has written
 LINEAR_ATTENTION = "linear_attention"
 LATENT_ATTENTION = "latent_attention"
 KIMI_DELTA = "kimi_delta"
@@ -145,6 +146,7 @@ class ModelConfig:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]  # generation_config.json's, then config.json's
     tie_word_embeddings: bool | None  # None if config.json does not set it
+    embedding_factor: float = 1.0  # of embeddings as inputs; a tied output head is without it
     gated_attention: bool = False  # each query head has a gate for its output
     zero_centred_norms: bool = False  # RMS norms multiply by `1 + weight`
     normed_heads: bool = True  # RMS norms per head of queries and keys

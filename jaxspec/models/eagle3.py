@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Iterator
+from typing import ClassVar
 
 import flax.struct
 import jax.numpy as jnp
@@ -87,6 +88,8 @@ class Eagle3Head(CheckpointModule):
     target's residual stream; later passes take the previous pass's state instead. The head scores a
     reduced vocabulary, whose ids in the target's vocabulary are `ids`.
     """
+
+    draft_method: ClassVar[str] = "eagle3"
 
     def __init__(
         self, config: ModelConfig, dtype: jnp.dtype, tensors: Collection[str] | None = None

@@ -78,9 +78,9 @@ class LogitCap:
 class Gemma4(Model):
     """Gemma 4 E2B, E4B, 12B, 26B-A4B and 31B, as text models.
 
-    Three factors are applied to weights when these are loaded: of the embeddings, the square root
-    of the hidden size; of the router's inputs, its inverse; and of queries, the square root of the
-    head size, which undoes the factor of attention scores. The products are rounded to the dtype.
+    Two factors are applied to weights when these are loaded: of the router's inputs, the inverse
+    square root of the hidden size; and of queries, the square root of the head size, which undoes
+    the factor of attention scores. The products are rounded to the dtype.
     """
 
     @staticmethod
@@ -106,6 +106,7 @@ class Gemma4(Model):
             parts.append(PerLayerSizes(features, ids))
         return dataclasses.replace(
             config,
+            embedding_factor=math.sqrt(config.hidden_size),
             rope=_window_rope(fields, config.head_dim),
             full_attention=_full_attention(fields, config),
             window=fields.need("sliding_window", WINDOW) if slides else None,
@@ -134,22 +135,12 @@ class Gemma4(Model):
         return layer + rest
 
     def checkpoint(self) -> Iterator[Placement]:
-        """Yield the placements of all tensors, with the family's factors.
-
-        A tied output head has the embeddings' factor, too, and the final norm divides by it.
-        """
+        """Yield the placements of all tensors, with the factors of queries and routers."""
         root = math.sqrt(self.config.hidden_size)
-        embedding = float(jnp.asarray(root, self.trunk.norm.weight.dtype))  # as it was trained
-        tied = self.trunk.embedding is None
         for each in super().checkpoint():
-            name = each.name
-            if name == "model.embed_tokens.weight":
-                each = each.scaled(embedding)
-            elif name == "model.norm.weight" and tied:
-                each = each.scaled(1 / embedding)
-            elif name.endswith(".self_attn.q_norm.weight"):
+            if each.name.endswith(".self_attn.q_norm.weight"):
                 each = each.scaled(math.sqrt(each.shape[0]))
-            elif name.endswith(".mlp.router.scale"):
+            elif each.name.endswith(".mlp.router.scale"):
                 each = each.scaled(1 / root)
             yield each
 

@@ -109,14 +109,38 @@ class DraftModelOptions:
 
     def __post_init__(self) -> None:
         """Validate the fields."""
-        if self.model is None:
-            raise ValueError(
-                "The method 'draft_model' needs a model to draft with: give 'model', a folder or a "
-                "hub id of a smaller model with the same vocabulary."
-            )
-        object.__setattr__(self, "model", path("model", self.model))
-        if self.revision is not None:
-            object.__setattr__(self, "revision", text("revision", self.revision))
+        _keep_checkpoint(self, "draft_model", "a smaller model with the same vocabulary")
+
+
+@dataclasses.dataclass(frozen=True)
+class AssistantOptions:
+    """Drafts from the assistant that was published with a Gemma 4.
+
+    Attributes:
+        model: Folder or hub id of the assistant; required.
+        revision: Branch, tag or commit of a hub id.
+    """
+
+    model: str | Path | None = None
+    revision: str | None = None
+    num_drafts: ClassVar[int] = 3
+    has_distribution: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Validate the fields."""
+        _keep_checkpoint(self, "assistant", "the assistant that was published with the target")
+
+
+def _keep_checkpoint(options: Any, method: str, what: str) -> None:
+    """Validate `model` and `revision`, and store them."""
+    if options.model is None:
+        raise ValueError(
+            f"The method {method!r} needs a checkpoint to draft with: give 'model', a folder or a "
+            f"hub id of {what}."
+        )
+    object.__setattr__(options, "model", path("model", options.model))
+    if options.revision is not None:
+        object.__setattr__(options, "revision", text("revision", options.revision))
 
 
 _MOST = 16  # longest match; each of its tokens costs a comparison of all tokens per step
@@ -224,14 +248,7 @@ class Eagle3Options:
 
     def __post_init__(self) -> None:
         """Validate the fields and store the layers as Python integers."""
-        if self.model is None:
-            raise ValueError(
-                "The method 'eagle3' needs a head to draft with: give 'model', a folder or a hub "
-                "id of an EAGLE-3 head that was trained for the target."
-            )
-        object.__setattr__(self, "model", path("model", self.model))
-        if self.revision is not None:
-            object.__setattr__(self, "revision", text("revision", self.revision))
+        _keep_checkpoint(self, "eagle3", "an EAGLE-3 head that was trained for the target")
         object.__setattr__(self, "aux_layer_ids", _layer_ids(self.aux_layer_ids))
 
 

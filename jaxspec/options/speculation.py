@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from jaxspec.checks import is_integer, items, real, shown
 from jaxspec.options.draft_methods import (
+    AssistantOptions,
     CustomOptions,
     DraftModelOptions,
     Eagle3Options,
@@ -35,6 +36,7 @@ METHODS: dict[str, type[MethodOptions]] = {
     "ngram": NgramOptions,
     "draft_model": DraftModelOptions,
     "eagle3": Eagle3Options,
+    "assistant": AssistantOptions,
     "suffix": SuffixOptions,
     "extract_hidden_states": ExtractHiddenStatesOptions,
     "custom": CustomOptions,
@@ -133,6 +135,8 @@ class SpeculativeConfig:
     def of(value: "SpeculativeConfig | Mapping[str, Any]") -> "SpeculativeConfig":
         """Build a `SpeculativeConfig` from a dict with its fields and the method's options.
 
+        As in vLLM, the method "mtp" with a `model` is an assistant.
+
         A `SpeculativeConfig` is returned unchanged.
 
         Raises:
@@ -142,8 +146,12 @@ class SpeculativeConfig:
             return value
         if isinstance(nested := value.get("options"), Mapping):  # the format of `asdict`
             value = {**nested, **{key: value[key] for key in value if key != "options"}}
+        method = own_name(value.get("method", SpeculativeConfig.method))
+        if isinstance(method, str) and method == "mtp" and "model" in value:
+            method = "assistant"  # vLLM's spelling
+            value = {**value, "method": method}
         own = [field.name for field in dataclasses.fields(SpeculativeConfig)]
-        kind = options_class(own_name(value.get("method", SpeculativeConfig.method)))
+        kind = options_class(method)
         options = [field.name for field in dataclasses.fields(kind)]  # pyright: ignore
         _refuse_unknown(value, [*own, *options])
         given = {key: value[key] for key in value if key in options}

@@ -13,6 +13,7 @@ PROPOSERS = {
     "ngram": "jaxspec.proposers.ngram:NgramProposer",
     "draft_model": "jaxspec.proposers.draft_model:DraftModelProposer",
     "eagle3": "jaxspec.proposers.eagle3:Eagle3Proposer",
+    "assistant": "jaxspec.proposers.assistant:AssistantProposer",
     "suffix": "jaxspec.proposers.suffix:SuffixProposer",
     "extract_hidden_states": "jaxspec.proposers.extract_hidden_states:ExtractHiddenStatesProposer",
     "custom": "jaxspec.proposers.custom:CustomProposer",

@@ -52,7 +52,7 @@ class DraftModelProposer(Proposer):
         if not issubclass(drafter.family, Model):
             raise ValueError(
                 f"The method 'draft_model' needs a whole model, and {config.options.model} is a "
-                "head that drafts for one. Use the method 'eagle3' with it."
+                f"head that drafts for one. Use the method {drafter.family.draft_method!r} with it."
             )
         size = drafter.config.vocab_size
         if size != model.vocab_size:

@@ -6,7 +6,7 @@ from jaxspec.options import SpeculativeConfig
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "needs a model to draft with: give 'model'"),
+        ({}, "needs a checkpoint to draft with: give 'model'"),
         ({"model": 3}, "model must be a text or a Path, got 3"),
         ({"model": ""}, "model must be a path of 1 to"),
         ({"model": "a/b", "revision": 3}, "revision must be a text"),

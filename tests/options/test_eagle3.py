@@ -6,7 +6,7 @@ from jaxspec.options import SpeculativeConfig
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "needs a head to draft with: give 'model'"),
+        ({}, "needs a checkpoint to draft with: give 'model'"),
         ({"model": 3}, "model must be a text or a Path, got 3"),
         ({"model": "a/b", "revision": 3}, "revision must be a text"),
         ({"model": "a/b", "aux_layer_ids": []}, r"must list 1 to 16 .* got \[\]. Leave it out"),

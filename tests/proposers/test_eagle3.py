@@ -13,6 +13,7 @@ from harness import (
     SAMPLED,
     Harness,
     drafting,
+    heard_drafts,
     model,
     oracle,
     prompts,
@@ -25,6 +26,7 @@ from jaxspec.models.base import ModelSpec
 from jaxspec.models.eagle3 import Eagle3Config, Eagle3Head
 from jaxspec.options import SpeculativeConfig
 from jaxspec.options.draft_methods import DraftModelOptions, Eagle3Options
+from jaxspec.parallel import ALONE
 from jaxspec.proposers import make_proposer
 from jaxspec.requests.sampling_features import GREEDY as GREEDY_SAMPLER
 
@@ -70,7 +72,7 @@ def test_the_first_drafts_are_the_references(chunk):
 @pytest.fixture
 def plant(monkeypatch, fresh_programs):
     """Puts a bug into the head, and runs programs that no other test shares."""
-    drafting(HEAD)  # as the loader would not refuse it
+    drafting(HEAD, ALONE)  # as the harness asks for it: the loader would refuse it now
     return functools.partial(monkeypatch.setattr, Eagle3Head)
 
 
@@ -79,24 +81,6 @@ def test_the_reference_sees_offsets_that_are_taken_for_ids(plant):
     plant("ids", property(lambda self: self.offsets[...]))
     drafts, expected = first_drafts(None)
     assert drafts != expected
-
-
-def heard_drafts(engine, requests):
-    """(tokens, drafts) of every step of each request, of an engine that waits for its steps."""
-    heard = []
-    for prompt, params, seed in requests:
-        engine.add(prompt, params, seed)
-    while engine.engine.has_work:
-        engine.step()
-        rows = engine.runner.state.rows
-        for request in engine.scheduler.running:
-            count = int(rows.num_drafts[request.row])
-            # None is verified behind the end.
-            count = min(count, request.max_len - len(request.tokens))
-            if count > 0:
-                drafts = np.asarray(rows.drafts[request.row]).tolist()[:count]
-                heard.append((list(request.tokens), drafts))
-    return heard
 
 
 @pytest.mark.soak

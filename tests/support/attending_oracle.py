@@ -44,21 +44,38 @@ class GptOssRun(Run):
 
 
 class Gemma4Run(Run):
-    """Four norms a layer, two sizes of attention, and experts beside the dense layer."""
+    """Four norms a layer, two sizes of attention, and experts beside the dense layer.
+
+    Or layers that share keys and values, with embeddings of their own.
+    """
 
     def feed(self, token):
         oracle = self.oracle
         x = oracle.embedding[token] * np.sqrt(len(oracle.embedding[token]))
+        own = self._per_layer(token, x)
         for layer, memory in enumerate(self.memory):
             prefix = f"model.layers.{layer}."
             normed = self._norm(x, prefix + "input_layernorm")
             mixed = self._attention(normed, prefix + "self_attn.", memory)
             x = x + self._norm(mixed, prefix + "post_attention_layernorm")
             x = x + self._norm(self._both(x, prefix), prefix + "post_feedforward_layernorm")
+            if own is not None:
+                gate = _gelu(self._w(prefix + "per_layer_input_gate") @ x)
+                added = self._w(prefix + "per_layer_projection") @ (gate * own[layer])
+                x = x + self._norm(added, prefix + "post_per_layer_input_norm")
             x = x * oracle.weights[prefix + "layer_scalar"]
         self.position += 1
-        cap = oracle.config["final_logit_softcapping"]
-        return cap * np.tanh(oracle.head @ self._norm(x, "model.norm") / cap)
+        cap, self.hidden = oracle.config["final_logit_softcapping"], self._norm(x, "model.norm")
+        return cap * np.tanh(oracle.head @ self.hidden / cap)
+
+    def _per_layer(self, token, x):
+        width = self.oracle.config.get("hidden_size_per_layer_input")
+        if not width:
+            return None
+        of_id = self._w("model.embed_tokens_per_layer")[token].reshape(-1, width) * np.sqrt(width)
+        of_stream = self._w("model.per_layer_model_projection") @ x / np.sqrt(len(x))
+        of_stream = of_stream.reshape(-1, width)
+        return (self._norm(of_stream, "model.per_layer_projection_norm") + of_id) / np.sqrt(2)
 
     def _both(self, x, prefix):
         dense = self._mlp(self._norm(x, prefix + "pre_feedforward_layernorm"), prefix + "mlp.")
@@ -87,25 +104,39 @@ class Gemma4Run(Run):
         return y
 
     def _attention(self, x, prefix, memory):
-        config = self.oracle.config
-        kind = config["layer_types"][layer_of(prefix)]
-        query, key = (self._w(prefix + name) @ x for name in ("q_proj", "k_proj"))
-        is_full = kind == "full_attention"
-        value = key if is_full else self._w(prefix + "v_proj") @ x
-        dim = len(self._w(prefix + "k_norm"))
-        query, key, value = (each.reshape(-1, dim) for each in (query, key, value))
-        rope = config["rope_parameters"][kind]
+        config, layer = self.oracle.config, layer_of(prefix)
+        kinds = config["layer_types"]
+        kind, rope = kinds[layer], config["rope_parameters"][kinds[layer]]
+        own = len(kinds) - config.get("num_kv_shared_layers", 0)
+        dim = len(self._w(prefix + "q_norm"))
+        query = (self._w(prefix + "q_proj") @ x).reshape(-1, dim)
         query = self._turned(self._norm(query, prefix + "q_norm"), rope)
-        key = self._turned(self._norm(key, prefix + "k_norm"), rope)
+        if layer < own:
+            self._remember(x, prefix, memory, kind)
+        else:  # those of the last layer of its kind that has its own
+            memory = self.memory[max(i for i in range(own) if kinds[i] == kind)]
+        return self._w(prefix + "o_proj") @ self._mixed(query, memory["kv"])
+
+    def _mixed(self, query, kv):
+        keys, values = (np.stack(part) for part in zip(*kv, strict=True))
+        heads = keys.shape[1]
+        keys, values = (np.repeat(each, len(query) // heads, 1) for each in (keys, values))
+        scores = np.einsum("hd,thd->ht", query, keys)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        return np.einsum("ht,thd->hd", weights / weights.sum(-1, keepdims=True), values).ravel()
+
+    def _remember(self, x, prefix, memory, kind):
+        config, dim = self.oracle.config, len(self._w(prefix + "k_norm"))
+        is_full = kind == "full_attention"
+        key = (self._w(prefix + "k_proj") @ x).reshape(-1, dim)
+        value = key
+        if not (is_full and config["attention_k_eq_v"]):
+            value = (self._w(prefix + "v_proj") @ x).reshape(-1, dim)
+        key = self._norm(key, prefix + "k_norm")
+        key = self._turned(key, config["rope_parameters"][kind])
         memory.setdefault("kv", []).append((key, self._rms(value)))
         if not is_full:
             del memory["kv"][: -config["sliding_window"]]
-        keys, values = (np.stack(part) for part in zip(*memory["kv"], strict=True))
-        keys, values = (np.repeat(each, len(query) // len(key), 1) for each in (keys, values))
-        scores = np.einsum("hd,thd->ht", query, keys)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        mixed = np.einsum("ht,thd->hd", weights / weights.sum(-1, keepdims=True), values)
-        return self._w(prefix + "o_proj") @ mixed.ravel()
 
     def _turned(self, x, rope):
         """Rotate the pairs; those after the turning share stay."""

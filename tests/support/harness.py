@@ -286,3 +286,21 @@ def continuations(fixture: str, requests) -> list[tuple[int, ...]]:
         (*prompt, *expected(fixture, tuple(prompt), params, seed).tokens)
         for prompt, params, seed in requests
     ]
+
+
+def heard_drafts(engine, requests):
+    """(tokens, drafts) of every step of each request, of an engine that waits for its steps."""
+    heard = []
+    for prompt, params, seed in requests:
+        engine.add(prompt, params, seed)
+    while engine.engine.has_work:
+        engine.step()
+        rows = engine.runner.state.rows
+        for request in engine.scheduler.running:
+            count = int(rows.num_drafts[request.row])
+            # None is verified behind the end.
+            count = min(count, request.max_len - len(request.tokens))
+            if count > 0:
+                drafts = np.asarray(rows.drafts[request.row]).tolist()[:count]
+                heard.append((list(request.tokens), drafts))
+    return heard

@@ -65,6 +65,7 @@ class GroupedAttention(nnx.Module):
         # Keys and values are stored divided by these.
         self.kv_scales = declare((2,), jnp.float32, initializers.ones) if config.scales_kv else None
 
+    pool: str
     _normed: ClassVar[tuple[str, ...]] = ("q_norm.weight", "k_norm.weight")
 
     @staticmethod

@@ -21,6 +21,7 @@ from jaxspec.models.config import (
     NO_FEED_FORWARD,
     NO_MIXER,
     PARALLEL,
+    READ_SLIDING,
     SHARED_FULL,
     SHARED_SLIDING,
     SHORT_CONV,
@@ -44,7 +45,11 @@ from jaxspec.models.layers.output_norms import OutputNorms
 from jaxspec.models.layers.parallel import Parallel
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.per_layer_input import PerLayer, PerLayerInput, PerLayerSizes
-from jaxspec.models.layers.shared_attention import SharedAttention, SharedWindowAttention
+from jaxspec.models.layers.shared_attention import (
+    ReadWindowAttention,
+    SharedAttention,
+    SharedWindowAttention,
+)
 from jaxspec.models.layers.short_conv import ShortConv
 from jaxspec.models.layers.window_attention import WindowAttention
 from jaxspec.models.model_inputs import ModelInputs, Selection
@@ -57,6 +62,7 @@ MIXERS: dict[str, Callable[[ModelConfig, jnp.dtype], Mixer[Any]]] = {
     SLIDING_ATTENTION: WindowAttention,
     SHARED_FULL: SharedAttention,
     SHARED_SLIDING: SharedWindowAttention,
+    READ_SLIDING: ReadWindowAttention,
     LATENT_ATTENTION: LatentAttention,
     KIMI_DELTA: KimiDelta,
     LINEAR_ATTENTION: GatedDeltaNet,
@@ -108,10 +114,8 @@ class DecoderLayer(nnx.Module):
         self.mixer: Mixer[Any] | None = MIXERS[mixer](own, dtype) if mixes else None
         if self.mixer is not None:
             self.input_norm = residual_norm(config, dtype)
-            pools = [each.mixer.pool for each in earlier if each.mixer and each.owns_cache]
-            before = pools.count(self.mixer.pool)
-            self.owns_cache = mixer not in (SHARED_FULL, SHARED_SLIDING)
-            self.cache_layer = before if self.owns_cache else before - 1
+            pools = [layer.mixer.pool for layer in earlier if layer.mixer is not None]
+            self.cache_layer = pools.count(self.mixer.pool)
         make = FEED_FORWARDS[feed_forward] if feeds else None
         self.feed_forward: FeedForward | None = None if make is None else make(config, dtype)
         if feeds:

@@ -9,11 +9,14 @@ from jaxtyping import Array, Float
 
 from jaxspec.cache import CacheOptions, Pools
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.layers.attention import Attention, AttentionTokens, GroupedAttention
+from jaxspec.models.layers.attention import Attention, AttentionTokens, GroupedAttention, Heads
 from jaxspec.models.layers.mixer import LayerInputs, Projected
 from jaxspec.models.layers.window_attention import LENT, WindowAttention, WindowTokens
+from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.attention.inputs import Rotation, rotate
+from jaxspec.pallas.attention.window import window_read
 from jaxspec.pallas.norm.rms_norm import rms_norm
+from jaxspec.regions import TokenRegion
 
 
 class _QueriesOnly(GroupedAttention):
@@ -49,12 +52,15 @@ class _QueriesOnly(GroupedAttention):
             queries = rms_norm(queries, weight, norm.eps, zero_centred=norm.zero_centred)
         return queries if turns is None else rotate(queries, turns)
 
+    def _last_layer(self, pools: Pools) -> int:
+        return pools[self.pool].shape[0] - 1
+
     def cache_specs(self, options: CacheOptions) -> tuple[()]:
         return ()
 
 
 class SharedAttention(_QueriesOnly, Attention):
-    """`Attention` to the pages of an earlier layer."""
+    """`Attention` to the pages of the last layer that has its own."""
 
     def prepare(
         self, projected: Projected, inputs: LayerInputs, pools: Pools, layer: int
@@ -62,9 +68,58 @@ class SharedAttention(_QueriesOnly, Attention):
         """Compute queries; the pools are unchanged."""
         return AttentionTokens(self._queries(projected, inputs.full_turns), None), pools
 
+    def decode(
+        self, tokens: AttentionTokens, inputs: ModelInputs, pools: Pools, layer: int
+    ) -> tuple[Heads, Pools]:
+        return super().decode(tokens, inputs, pools, self._last_layer(pools))
 
-class SharedWindowAttention(_QueriesOnly, WindowAttention):
-    """`WindowAttention` to the keys and values of an earlier layer."""
+    def prefill(
+        self, tokens: AttentionTokens, inputs: ModelInputs, pools: Pools, layer: int
+    ) -> tuple[Heads, Pools]:
+        return super().prefill(tokens, inputs, pools, self._last_layer(pools))
+
+
+class _FromRing(_QueriesOnly, WindowAttention):
+    def _from_ring(
+        self, queries: Heads, inputs: ModelInputs, pools: Pools, window: int
+    ) -> tuple[Heads, Pools]:
+        rows = inputs.decode
+        if not (count := rows.slots.shape[0]):
+            return queries, pools
+        heads = window_read(
+            queries.reshape(count, inputs.width, *queries.shape[1:]),
+            pools[self.pool],
+            self._last_layer(pools),
+            rows,
+            window=window,
+            sinks=self._sinks,
+        )
+        return heads.reshape(queries.shape), pools
+
+
+class ReadWindowAttention(_FromRing):
+    """Attention of a token that is not in the ring yet, to the rest of its window.
+
+    The rows of a step are at the position before. There is no `prefill`.
+    """
+
+    def prepare(
+        self, projected: Projected, inputs: LayerInputs, pools: Pools, layer: int
+    ) -> tuple[WindowTokens, Pools]:
+        """Compute queries; the pools are unchanged."""
+        queries = self._queries(projected, inputs.rotation)
+        nothing = queries[:, :0]
+        return WindowTokens(queries, nothing, nothing), pools
+
+    def decode(
+        self, tokens: WindowTokens, inputs: ModelInputs, pools: Pools, layer: int
+    ) -> tuple[Heads, Pools]:
+        """Attend to the ring; the pools are unchanged."""
+        return self._from_ring(tokens.queries, inputs, pools, self.window - 1)
+
+
+class SharedWindowAttention(_FromRing):
+    """`WindowAttention` to the keys and values of an earlier layer, of this step's prompts, too."""
 
     def prepare(
         self, projected: Projected, inputs: LayerInputs, pools: Pools, layer: int
@@ -74,3 +129,19 @@ class SharedWindowAttention(_QueriesOnly, WindowAttention):
         if self.share.keeps:
             pools = {name: pool for name, pool in pools.items() if name != LENT}
         return WindowTokens(self._queries(projected, inputs.rotation), keys, values), pools
+
+    def decode(
+        self, tokens: WindowTokens, inputs: ModelInputs, pools: Pools, layer: int
+    ) -> tuple[Heads, Pools]:
+        """Attend from each row's tokens to its ring, which the earlier layer has written.
+
+        Of a `TokenRegion` it has not: positions are replaced that its tokens attend to.
+        """
+        if isinstance(inputs.decode, TokenRegion):
+            return WindowAttention.decode(self, tokens, inputs, pools, self._last_layer(pools))
+        return self._from_ring(tokens.queries, inputs, pools, self.window)
+
+    def prefill(
+        self, tokens: WindowTokens, inputs: ModelInputs, pools: Pools, layer: int
+    ) -> tuple[Heads, Pools]:
+        return super().prefill(tokens, inputs, pools, self._last_layer(pools))

@@ -40,7 +40,9 @@ class Trunk(nnx.Module):
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, dtype, config.devices)
 
     def embed(self, tokens: Int[Array, " tokens"]) -> Stream:
-        return self.lm_head.embed(tokens) if self.embedding is None else self.embedding(tokens)
+        table, factor = self.embedding, self.config.embedding_factor
+        embedded = self.lm_head.embed(tokens) if table is None else table(tokens)
+        return embedded if factor == 1.0 else embedded * jnp.asarray(factor, embedded.dtype)
 
     def forward(
         self, inputs: ModelInputs, pools: Pools, taps: tuple[int, ...] = ()

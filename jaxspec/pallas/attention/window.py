@@ -64,11 +64,31 @@ def window_attention(
     is_live = rows.is_live(num_slots)
     is_real = is_live[:, None] & real_tokens(rows.query_len, width)
     target = jnp.where(is_real, rows.slots[:, None], num_slots)
+    ahead = jnp.arange(width, dtype=jnp.int32)[None, :]
+    ring_rows = (ring_place(rows.num_computed, ring)[:, None] + ahead) % ring
+    new = jnp.stack(as_stored(keys, values, scales, pool.dtype), axis=2)
+    pool = pool.at[layer, target, ring_rows].set(new, mode="drop")
+    read = functools.partial(window_read, window=window, scales=scales, sinks=sinks)
+    return read(queries, pool, layer, rows), pool
+
+
+def window_read(
+    queries: _Decoded,
+    pool: WindowPool,
+    layer: int,
+    rows: DecodeRegion,
+    *,
+    window: int,
+    scales: KVScales | None = None,
+    sinks: Sinks | None = None,
+) -> _Decoded:
+    """Attend as `window_attention`, to keys and values that are in the ring already."""
+    width, history = queries.shape[1], window - 1
+    _, num_slots, ring, *_ = pool.shape
+    is_live = rows.is_live(num_slots)
+    is_real = is_live[:, None] & real_tokens(rows.query_len, width)
     context = jnp.arange(-history, width, dtype=jnp.int32)  # relative to the row's first token
     ring_rows = (ring_place(rows.num_computed, ring)[:, None] + context[None, :]) % ring
-    new = jnp.stack(as_stored(keys, values, scales, pool.dtype), axis=2)
-    pool = pool.at[layer, target, ring_rows[:, history:]].set(new, mode="drop")
-
     slot = jnp.clip(rows.slots, 0, num_slots - 1)
     seen = pool[layer, slot[:, None], ring_rows]
     has_position = context[None, :] >= -rows.num_computed[:, None]
@@ -77,7 +97,7 @@ def window_attention(
     is_draft = (context > 0)[None, :, None, None]
     values = seen[:, :, 1].astype(jnp.float32)
     values = jnp.where(written[:, :, None, None] & (~is_draft | jnp.isfinite(values)), values, 0.0)
-    return _attend(queries, seen[:, :, 0], values, sees, scales, sinks), pool
+    return _attend(queries, seen[:, :, 0], values, sees, scales, sinks)
 
 
 def window_scan(
