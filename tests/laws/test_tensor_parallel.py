@@ -24,7 +24,12 @@ from pairwise import soak
 
 from jaxspec import LLM, parallel
 from jaxspec.models.layers.moe import MoEConfig
-from jaxspec.options.draft_methods import DraftModelOptions, Eagle3Options, MTPOptions
+from jaxspec.options.draft_methods import (
+    AssistantOptions,
+    DraftModelOptions,
+    Eagle3Options,
+    MTPOptions,
+)
 from jaxspec.pallas.moe import feed_forward
 from jaxspec.pallas.norm.mailbox import Mailbox
 from jaxspec.parallel import Group
@@ -136,6 +141,7 @@ METHODS = {
     "mtp of whole experts": (MOE, None, MTPOptions()),
     "eagle3": ("llama", "llama_eagle3", Eagle3Options("somewhere")),
     "draft_model": ("llama", "llama_draft", DraftModelOptions("somewhere")),
+    "assistant": ("gemma4_shared", "gemma4_assistant", AssistantOptions("somewhere")),
 }
 
 
@@ -150,6 +156,7 @@ METHODS = {
                 ("mtp of whole experts", GREEDY, False),
                 ("mtp of some ids", SAMPLED, True),
                 ("eagle3", GREEDY, False),
+                ("assistant", GREEDY, False),
                 ("draft_model", SAMPLED, True),
             ]
         ),

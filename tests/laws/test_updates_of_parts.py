@@ -29,14 +29,19 @@ def check_equal(llm, other):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "method, drafter", [("draft_model", "llama_draft"), ("eagle3", "llama_eagle3")]
+    ("target", "method", "drafter"),
+    [
+        ("llama", "draft_model", "llama_draft"),
+        soak("llama", "eagle3", "llama_eagle3"),
+        soak("gemma4_shared", "assistant", "gemma4_assistant"),
+    ],
 )
-def test_drafters_have_trees_of_their_own(method, drafter):
+def test_drafters_have_trees_of_their_own(target, method, drafter):
     """L1; a tree of the drafter is not one of the model, and one alone changes nothing else."""
     folder = FIXTURES / drafter
-    tree, of_drafter = changed(tensors_of(FIXTURES / "llama")), changed(tensors_of(folder))
+    tree, of_drafter = changed(tensors_of(FIXTURES / target)), changed(tensors_of(folder))
     speculation = {"method": method, "num_speculative_tokens": 2, "model": str(folder)}
-    with LLM(FIXTURES / "llama", **SIZES, speculative_config=speculation) as llm:
+    with LLM(FIXTURES / target, **SIZES, speculative_config=speculation) as llm:
         assert llm.weight_specs("drafter") != llm.weight_specs()
         before = llm._runner.weights
         llm.update_weights(drafter=of_drafter)
@@ -46,7 +51,7 @@ def test_drafters_have_trees_of_their_own(method, drafter):
         llm.update_weights(tree)
         with copied_with(folder, of_drafter) as other:
             options = SIZES | {"speculative_config": speculation | {"model": str(other)}}
-            with LLM(FIXTURES / "llama", weights=tree, **options) as fresh:
+            with LLM(FIXTURES / target, weights=tree, **options) as fresh:
                 check_equal(llm, fresh)
 
 

@@ -8,7 +8,7 @@ from harness import drafting
 from jaxspec.models.checkpoint_module import ModelSpec
 
 
-@pytest.mark.parametrize("name", ["llama_draft", "llama_eagle3"])
+@pytest.mark.parametrize("name", ["llama_draft", "llama_eagle3", "gemma4_assistant"])
 def test_a_recipe_makes_the_same_module_again(name):
     made = drafting(name)
     model_spec = ModelSpec.of(made, jnp.dtype("float32"))

@@ -14,7 +14,11 @@ from jaxspec.proposers import Drafts, Proposer
 
 PROMPT = {"prompt_token_ids": [*range(1000, 1020), *range(1000, 1020)]}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-TARGETS = {"mtp": "nemotron-3.5-lightning-30b-a3b", "eagle3": "llama-3.1-8b"}
+TARGETS = {
+    "mtp": "nemotron-3.5-lightning-30b-a3b",
+    "eagle3": "llama-3.1-8b",
+    "assistant": "gemma-4-31b",
+}
 OTHERS = "lfm2-1.2b"  # the target of the other methods
 
 
@@ -36,6 +40,21 @@ def eagle3_head(folder):
     return PublishedModel({}, {}).write(folder, small | own)
 
 
+def assistant(folder):
+    """Two layers of half the target's width, with the clusters of ids that E2B's has."""
+    config = MODELS["gemma-4-31b"].small(2)
+    text = config["text_config"]
+    own = {"hidden_size": text["hidden_size"] // 2, "num_kv_shared_layers": 2}
+    config |= {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": text["hidden_size"],
+        "use_ordered_embeddings": True,
+        "text_config": text | own,
+    }
+    return PublishedModel({}, {}).write(folder, config)
+
+
 # What each method is told, given a folder of its own.
 SPECULATION = {
     "mtp": lambda folder: {},
@@ -43,6 +62,7 @@ SPECULATION = {
     "suffix": lambda folder: {},
     "draft_model": lambda folder: {"model": write_small(OTHERS, folder)},
     "eagle3": lambda folder: {"model": eagle3_head(folder), "aux_layer_ids": [0, 1, 2]},
+    "assistant": lambda folder: {"model": assistant(folder)},
     "extract_hidden_states": lambda folder: {"layers": [0, 2], "folder": folder},
     "custom": lambda folder: {"proposer": RepeatProposer()},
 }

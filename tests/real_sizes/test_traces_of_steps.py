@@ -136,6 +136,11 @@ METHODS = {  # of drafting: the target's fixture, the drafter's and the options
     "suffix": ("mamba2", None, {"method": "suffix"}),
     "draft_model": ("llama", "llama_draft", {"method": "draft_model", "model": "llama_draft"}),
     "eagle3": ("llama", "llama_eagle3", {"method": "eagle3", "model": "llama_eagle3"}),
+    "assistant": (
+        "gemma4_shared",
+        "gemma4_assistant",
+        {"method": "assistant", "model": "gemma4_assistant"},
+    ),
     "extract_hidden_states": (
         "qwen3",
         None,

@@ -33,6 +33,7 @@ def test_only_methods_of_the_host_have_paths():
     needed = {
         "draft_model": {"model": "a"},
         "eagle3": {"model": "a"},
+        "assistant": {"model": "a"},
         "extract_hidden_states": {"layers": [0], "folder": "a"},
         "custom": {"proposer": "a:B"},
     }
