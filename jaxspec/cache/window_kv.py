@@ -7,17 +7,19 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.cache.checkpoints import BySlot, SavedState
 from jaxspec.cache.specs import MemoryLabel, Moves, PoolSizes, write_at
+from jaxspec.pallas.attention.ring_tables import ring_length
 
 KV = Float[Array, "layers slots ring 2 kv_heads head_dim"]  # keys, then values
 
 
 @dataclasses.dataclass(frozen=True)
 class WindowKV(BySlot):
-    """Rings of positions, one per slot: `[layers, slots, window - 1 + width, 2, heads, head_dim]`.
+    """Rings of positions, one per slot: `[layers, slots, ring, 2, heads, head_dim]`.
 
-    Position p is in row p modulo the ring's length (`window_attention`), so a request of any length
-    has the memory of one window. Positions behind the window are overwritten by new ones, and those
-    of a rejected draft by the next token there, so no policy is needed.
+    A ring has a window, a step's tokens and the rest of their pages (`ring_length`). Position p is
+    in row p modulo the ring's length (`window_attention`), so a request of any length has the
+    memory of one window. Positions behind the window are overwritten by new ones, and those of a
+    rejected draft by the next token there, so no policy is needed.
     """
 
     window: int  # positions that a token sees, its own included
@@ -27,7 +29,7 @@ class WindowKV(BySlot):
     labels = {"window_kv": MemoryLabel("keys and values of sliding windows", ("slots",))}
 
     def allocate(self, sizes: PoolSizes) -> KV:
-        ring = self.window - 1 + sizes.width
+        ring = ring_length(self.window, sizes.width)
         shape = self.layers, sizes.num_slots, ring, 2, self.heads, self.head_dim
         return jnp.zeros(shape, self.dtype)
 

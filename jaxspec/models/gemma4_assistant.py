@@ -111,7 +111,9 @@ class Gemma4Assistant(CheckpointModule):
         """
         config = self.config
         (stream,), pending = self.before(jnp.concatenate([embedded, hidden], axis=-1)), None
-        turns = LayerInputs.of(dataclasses.replace(rows, positions=positions), config.rope, config.full_rope)
+        turns = LayerInputs.of(
+            dataclasses.replace(rows, positions=positions), config.rope, config.full_rope
+        )
         for layer in self.layers:
             stream, pending, _ = layer(stream, pending, turns, pools)
         _, scored = self.norm.add(stream, pending)

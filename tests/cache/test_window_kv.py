@@ -13,7 +13,8 @@ def test_there_is_room_for_a_window_and_a_steps_tokens_however_long_requests_are
     for num_pages in (2, 10**6):
         sizes = PoolSizes(num_pages, page_size=2, num_slots=4, width=4)
         pool = SPEC.allocate(sizes)
-        assert pool.shape == (2, 4, 5 + 4, 2, 3, 4) and pool.dtype == jnp.bfloat16
+        # 5 positions and a step's 4, whose first page has up to 15 before them.
+        assert pool.shape == (2, 4, 32, 2, 3, 4) and pool.dtype == jnp.bfloat16
 
 
 def test_a_copied_slot_has_its_keys_and_padding_copies_nothing():

@@ -19,6 +19,7 @@ from benchmarks.measure.shapes import ATTENTION, GDN, MAMBA2
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.attention.inputs import QKNorm
 from jaxspec.pallas.attention.output_gate import OutputGate
+from jaxspec.pallas.attention.ring_tables import ring_length
 from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnRing, GdnTokens
 from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params, Mamba2Ring, Mamba2Tokens
 from jaxspec.pallas.matmul.activation import Activation
@@ -76,7 +77,7 @@ def weight(inner, outer):
 NORM = Norm(half(HIDDEN), 1e-6)
 KV = half(2, 2, PAGES, PAGE_SIZE, HEADS.kv_heads, HEADS.head_dim)
 LATENTS = half(2, PAGES, PAGE_SIZE, LATENT + ROPE)
-KV_RINGS = half(2, SLOTS, SLIDING - 1 + WIDTH, 2, HEADS.kv_heads, HEADS.head_dim)
+KV_RINGS = half(2, SLOTS, ring_length(SLIDING, WIDTH), 2, HEADS.kv_heads, HEADS.head_dim)
 TABLES = ints(SLOTS, 8)
 GATED_COLUMNS = 2 * (HEADS.heads + HEADS.kv_heads) * HEADS.head_dim
 ANGLES = HEADS.head_dim // 8
@@ -220,6 +221,9 @@ OPS = {
         *[half(n, WIDTH, HEADS.kv_heads, HEADS.head_dim)] * 2,
         *(KV_RINGS, 1, region(n)),
     ),
+    "window_read": lambda n: (
+        *(half(n, WIDTH, HEADS.heads, HEADS.head_dim), KV_RINGS, 1, region(n)),
+    ),
     "window_scan": lambda n: (
         half(n, HEADS.heads, HEADS.head_dim),
         *[half(n, HEADS.kv_heads, HEADS.head_dim)] * 2,
@@ -283,7 +287,8 @@ OPTIONS = {
     "slot_mapping": {"page_size": PAGE_SIZE},
     "attention_inputs": {"heads": HEADS.heads, "gated": True},
     **dict.fromkeys(["latent_attention", "latent_prefill_attention"], OF_LATENTS),
-    **dict.fromkeys(["window_attention", "window_scan", "window_prefill"], {"window": SLIDING}),
+    **dict.fromkeys(["window_attention", "window_read"], {"window": SLIDING}),
+    **dict.fromkeys(["window_scan", "window_prefill"], {"window": SLIDING}),
 }
 SUFFIXES = "_reference", "_xla"
 

@@ -51,7 +51,8 @@ def paged_attention(
     num_rows, width, heads, head_dim = queries.shape
     if gate is not None:
         gate.check(num_rows * width, heads, head_dim)
-    if dispatch.runs_kernel("paged_attention", _why_not_kernel(queries, kv, scales), rows=num_rows):
+    why = why_not_kernel(queries, kv, kv.shape[3], scales)
+    if dispatch.runs_kernel("paged_attention", why, rows=num_rows):
         from jaxspec.pallas.attention.paged_kernel import paged_attention_kernel
 
         on_device = dispatch.layer_index(kv, layer)
@@ -113,8 +114,12 @@ def softmax_factor(head_dim: int, scales: KVScales | None) -> float | Float[Arra
     return head_dim**-0.5 if scales is None else head_dim**-0.5 * scales[0]
 
 
-def _why_not_kernel(queries, kv, scales):
-    width, page_size, head_dim = queries.shape[1], kv.shape[3], kv.shape[5]
+def why_not_kernel(queries, kv, page_size, scales):
+    """Return the reason why the kernel does not take these operands; None if it does.
+
+    `kv` is a `KVPool` or a `WindowPool`, whose last axes are the same.
+    """
+    width, head_dim = queries.shape[1], kv.shape[5]
     group = queries.shape[2] // kv.shape[4]
     if width > _MAX_KERNEL_WIDTH:
         return f"{width} tokens a row, more than {_MAX_KERNEL_WIDTH}"

@@ -32,6 +32,7 @@ class BlockSizes:
     group: int  # query heads that share a key head
     tokens: int  # tokens per query tile, each with all heads of the group
     pages: PageTiles
+    window: int | None  # positions that a token attends to, its own included; None means all
 
     @property
     def query_tiles(self) -> int:
@@ -53,7 +54,7 @@ class Refs(NamedTuple):
     """Operands and outputs of the kernel, as references to global memory."""
 
     queries: Any  # [tokens of all rows, heads, head_dim]
-    pool: Any  # from `flatten_pool`
+    pool: Any  # from `flatten_pool` or `flatten_rings`
     layer: Any  # [1]
     page_tables: Any  # [slots, pages]
     slots: Any  # [rows], like the next two
@@ -136,6 +137,11 @@ class Block:
         """Return the last position that a row of the query tile attends to, -1 for padding."""
         token = self.index.first_token + lax.div(query_row, jnp.int32(self.sizes.group))
         return jnp.where(token < self.row.query_len, self.row.start + token, -1)
+
+    def is_seen(self, position, newest):
+        """Return whether tokens whose last position is `newest` attend to `position`."""
+        seen, window = position <= newest, self.sizes.window
+        return seen if window is None else seen & (position > newest - window)
 
     def store_heads(self, attended):
         """Store the heads of a row that is not split, gated if the kernel has gates.

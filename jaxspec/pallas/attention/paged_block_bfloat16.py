@@ -59,7 +59,7 @@ def attend(block: Block):
         plgpu.barrier_wait(smem.k_produced.at[stage])
         scores = tensor_cores.product(smem.q_tile, smem.keys.at[stage].transpose((1, 0)))
         pl.when(refill < kv.count)(lambda: kv.fetch_keys(refill, stage, pages))
-        scores = jnp.where(position <= newest - base, scores, -jnp.inf)
+        scores = jnp.where(block.is_seen(position, newest - base), scores, -jnp.inf)
         weights, state = softmax.update(state, scores, dim**-0.5 * softmax.LOG2E)
         plgpu.barrier_wait(smem.v_produced.at[stage])
         values = smem.values.at[stage]

@@ -64,7 +64,8 @@ def attend(block: Block):
         for r, state in enumerate(states):
             query = access.load(smem.q_rows.at[r], layout.reduce(0))
             score = jnp.sum(key * lax.broadcast_in_dim(query, key.shape, (1,)), axis=1)
-            score = jnp.where(position <= newest[r], score * (dim**-0.5 * softmax.LOG2E), -jnp.inf)
+            score = score * (dim**-0.5 * softmax.LOG2E)
+            score = jnp.where(block.is_seen(position, newest[r]), score, -jnp.inf)
             updated.append(_update(state, score, value))
         return tuple(updated)
 

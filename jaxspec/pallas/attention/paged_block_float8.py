@@ -86,7 +86,7 @@ def attend(block: Block):
         next_tile = j + tiling.stages  # next tile in this stage
         plgpu.barrier_wait(smem.k_produced.at[stage])
         scores = _products(smem, stage, parts)
-        scores = jnp.where(position <= newest - base, scores, -jnp.inf)
+        scores = jnp.where(block.is_seen(position, newest - base), scores, -jnp.inf)
         scores = scores * factor
         m_new = jnp.maximum(m_i, scores.max(axis=0))
         m_safe = softmax.finite(m_new)

@@ -27,11 +27,12 @@ from jaxspec.pallas.attention import (
 )
 from jaxspec.pallas.attention.paged_block import Block, BlockSizes, Refs, run
 from jaxspec.pallas.attention.paged_tiling import MERGED_AT_ONCE, choose_tiling, max_query_rows
+from jaxspec.pallas.attention.ring_tables import PAGE
 from jaxspec.pallas.gpu import access, layouts
-from jaxspec.pallas.paging.page_tiles import PageTiles, flatten_pool
+from jaxspec.pallas.paging.page_tiles import PageTiles, flatten_pool, flatten_rings
 
 
-@functools.partial(jax.jit, static_argnames=("tiling", "interpret"))
+@functools.partial(jax.jit, static_argnames=("window", "tiling", "interpret"))
 def paged_attention_kernel(
     queries,
     kv,
@@ -42,15 +43,21 @@ def paged_attention_kernel(
     scales=None,
     sinks=None,
     *,
+    window=None,
     tiling=None,
     interpret=None,
 ):
     """Run `paged_attention`; `tiling` None means that of `choose_tiling`.
 
+    With a `window`, `kv` is a `WindowPool`, whose pages have `ring_tables.PAGE` positions, and a
+    token attends to the `window` newest positions, its own included.
+
     With sinks a row has two splits or more: the merge adds a head's sink as one split more.
     """
     num_rows, width, heads, head_dim = queries.shape
     page_size, kv_heads = kv.shape[3:5]
+    if window is not None:
+        page_size = PAGE
     group = heads // kv_heads
     tokens = min(width, max_query_rows(kv.dtype, head_dim) // group)
     if tiling is None:
@@ -59,11 +66,15 @@ def paged_attention_kernel(
         tiling = choose_tiling(blocks, context, head_dim, kv.dtype.itemsize, tokens * group)
     if sinks is not None:
         tiling = dataclasses.replace(tiling, splits=max(2, tiling.splits))
-    pages = PageTiles.of(kv, page_tables, tiling.block_kv)
-    sizes = BlockSizes(tiling, width, group, tokens, pages)
+    if window is None:
+        pages, pool = PageTiles.of(kv, page_tables, tiling.block_kv), flatten_pool(kv)
+    else:
+        pages = PageTiles.of_rings(kv, page_size, page_tables, tiling.block_kv)
+        pool = flatten_rings(kv)
+    sizes = BlockSizes(tiling, width, group, tokens, pages, window)
     operands = {
         "queries": queries.reshape(num_rows * width, heads, head_dim),
-        "pool": flatten_pool(kv),
+        "pool": pool,
         "layer": layer[None],
         "page_tables": page_tables,
         "slots": rows.slots,

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas.attention.paged import softmax_factor
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.attention.paged import softmax_factor, why_not_kernel
 from jaxspec.pallas.attention.references import Sinks, in_tiles, masked_softmax
+from jaxspec.pallas.attention.ring_tables import PAGE, in_pages, kept_length, why_no_pages
 from jaxspec.pallas.paging.kv_write import KVScales, as_stored
 from jaxspec.pallas.recurrent.conv_ring import past_rows, ring_place
 from jaxspec.regions import DecodeRegion, PrefillRegion, TokenRegion, real_tokens
@@ -48,7 +50,7 @@ def window_attention(
         after        p6  p7  t8  d9 d10  p5
         next        p12  p7  t8 t9' d10' d11' ... the token at 9 sees p6 to p8
 
-    It runs in XLA on every device, and reads `window` - 1 + width positions of each row.
+    XLA writes them; see `window_read` for the kernel.
 
     Raises:
         ValueError: the ring is too short for the tokens of a row.
@@ -82,7 +84,25 @@ def window_read(
     scales: KVScales | None = None,
     sinks: Sinks | None = None,
 ) -> _Decoded:
-    """Attend as `window_attention`, to keys and values that are in the ring already."""
+    """Attend as `window_attention`, to keys and values that are in the ring already.
+
+    The kernel is that of `paged_attention`, for rings of whole pages (`ring_tables`).
+    """
+    num_rows, width, *_ = queries.shape
+    _, num_slots, ring, *_ = pool.shape
+    why = why_no_pages(ring, window, width) or why_not_kernel(queries, pool, PAGE, scales)
+    if dispatch.runs_kernel("window_attention", why, rows=num_rows):
+        from jaxspec.pallas.attention.paged_kernel import paged_attention_kernel
+
+        tables, region = in_pages(rows, num_slots, ring, window, width)
+        operands = dispatch.layer_index(pool, layer), tables, region, None, scales, sinks
+        return paged_attention_kernel(queries, pool, *operands, window=window)
+    return window_read_reference(
+        queries, pool, layer, rows, window=window, scales=scales, sinks=sinks
+    )
+
+
+def window_read_reference(queries, pool, layer, rows, *, window, scales=None, sinks=None):
     width, history = queries.shape[1], window - 1
     _, num_slots, ring, *_ = pool.shape
     is_live = rows.is_live(num_slots)
@@ -174,8 +194,8 @@ def window_prefill(
     """`window_attention` for flat prompt chunks, of any length.
 
     A chunk attends to its own keys and values, and to those before it in the ring, which then holds
-    the `window` - 1 newest, with zeros before the first position. Its memory does not grow with the
-    prompt. The output of padding is 0.
+    the newest, as many as `kept_length`, with zeros before the first position. Its memory does not
+    grow with the prompt. The output of padding is 0.
     """
     num_tokens, num_seqs = queries.shape[0], chunks.slots.shape[0]
     if not num_tokens or not num_seqs:
@@ -184,7 +204,8 @@ def window_prefill(
     history, computed = window - 1, chunks.num_computed
     is_live = chunks.is_live(num_slots)
     slot = jnp.clip(chunks.slots, 0, num_slots - 1)
-    past = pool[layer, slot[:, None], past_rows(computed, history, ring)]
+    kept = min(kept_length(window), ring)
+    past = pool[layer, slot[:, None], past_rows(computed, kept, ring)]
     new = jnp.stack(as_stored(keys, values, scales, pool.dtype), axis=1)
 
     def at(
@@ -193,7 +214,7 @@ def window_prefill(
         """Return keys and values at offsets in chunks; zeros before the first position."""
         seq = seq[..., None]
         own = new[jnp.clip(chunks.query_start[seq] + offset, 0, num_tokens - 1)]
-        earlier = past[seq, jnp.clip(history + offset, 0, history - 1)]
+        earlier = past[seq, jnp.clip(kept + offset, 0, kept - 1)]
         found = jnp.where((offset >= 0)[..., None, None, None], own, earlier)
         is_there = computed[seq] + offset >= 0
         return jnp.where(is_there[..., None, None, None], found, jnp.zeros((), found.dtype))
@@ -215,10 +236,10 @@ def window_prefill(
     out = in_tiles(queries, chunks, is_live, attend, tile=tile, scores=scores)
 
     every = jnp.arange(num_seqs, dtype=jnp.int32)
-    ago = jnp.arange(-history, 0, dtype=jnp.int32)[None, :]
+    ago = jnp.arange(-kept, 0, dtype=jnp.int32)[None, :]
     newest = at(every, chunks.query_len[:, None] + ago)
     target = jnp.where(is_live, chunks.slots, num_slots)
-    ring_rows = past_rows(ring_place(computed, ring) + chunks.query_len, history, ring)
+    ring_rows = past_rows(ring_place(computed, ring) + chunks.query_len, kept, ring)
     return out, pool.at[layer, target[:, None], ring_rows].set(newest, mode="drop")
 
 

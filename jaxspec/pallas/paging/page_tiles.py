@@ -25,10 +25,16 @@ def flatten_pool(kv):
     return kv.reshape(layers * 2 * num_pages * page_size, kv_heads * head_dim)
 
 
+def flatten_rings(pool):
+    """Reshape a `WindowPool` for kernels: `[layers * slots * ring, 2 * kv_heads * head_dim]`."""
+    layers, num_slots, ring, _, kv_heads, head_dim = pool.shape
+    return pool.reshape(layers * num_slots * ring, 2 * kv_heads * head_dim)
+
+
 class PoolHead(NamedTuple):
     """One key head of one layer of the pool."""
 
-    pool: Any  # from `flatten_pool`, in global memory
+    pool: Any  # from `flatten_pool` or `flatten_rings`, in global memory
     layer: Any
     head: Any
 
@@ -46,12 +52,23 @@ class PageTiles:
     page_size: int
     num_slots: int
     table_width: int  # pages per row of the page table
+    layer_pages: int  # pages of a layer, those of keys and those of values
+    value_pages: int  # pages from keys to their values
+    value_columns: int  # columns likewise
 
     @classmethod
     def of(cls, kv, page_tables, block_kv: int) -> "PageTiles":
         num_pages, page_size, _, head_dim = kv.shape[2:]
-        num_slots, table_width = page_tables.shape
-        return cls(block_kv, head_dim, num_pages, page_size, num_slots, table_width)
+        sizes = block_kv, head_dim, num_pages, page_size, *page_tables.shape
+        return cls(*sizes, layer_pages=2 * num_pages, value_pages=num_pages, value_columns=0)
+
+    @classmethod
+    def of_rings(cls, pool, page_size: int, page_tables, block_kv: int) -> "PageTiles":
+        """Return the tiles of a `WindowPool`, whose rings have whole pages."""
+        num_slots, ring, _, kv_heads, head_dim = pool.shape[1:]
+        pages = num_slots * ring // page_size
+        sizes = block_kv, head_dim, pages, page_size, *page_tables.shape
+        return cls(*sizes, layer_pages=pages, value_pages=0, value_columns=kv_heads * head_dim)
 
     @property
     def context(self) -> int:
@@ -83,10 +100,12 @@ class PageTiles:
         `pages` is the result of `find_pages`; the barrier `produced` completes with the copies.
         """
         for i, page in enumerate(pages):
-            start = ((source.layer * 2 + kind) * self.num_pages + page) * self.page_size
+            start = source.layer * self.layer_pages + kind * self.value_pages + page
+            start = start * self.page_size
             if self.page_size > self.copy_size:
                 start += lax.rem(tile * self.block_kv + i * self.copy_size, self.page_size)
-            channels = pl.ds(source.head * self.head_dim, self.head_dim)
+            first = kind * self.value_columns + source.head * self.head_dim
+            channels = pl.ds(first, self.head_dim)
             plgpu.copy_gmem_to_smem(
                 source.pool.at[pl.ds(start, self.copy_size), channels],
                 target.at[pl.ds(i * self.copy_size, self.copy_size)],

@@ -8,9 +8,9 @@ from attention import attention_oracle, decode_rows, int32, kv_slots_of, normal
 
 from jaxspec.pallas.attention.output_gate import OutputGate
 from jaxspec.pallas.attention.paged import (
-    _why_not_kernel,
     paged_attention,
     paged_attention_reference,
+    why_not_kernel,
 )
 from jaxspec.pallas.paging.kv_write import kv_write
 
@@ -126,5 +126,7 @@ def test_heads_that_share_a_key_head_fit_in_a_query_tile(dtype, dim, max_group):
     fits, exceeds = (
         jax.ShapeDtypeStruct((1, 1, heads, dim), wide) for heads in (max_group, max_group + 1)
     )
-    assert _why_not_kernel(fits, kv, None) is None
-    assert f"{max_group + 1} heads that share a key head" in _why_not_kernel(exceeds, kv, None)
+    assert why_not_kernel(fits, kv, kv.shape[3], None) is None
+    assert f"{max_group + 1} heads that share a key head" in why_not_kernel(
+        exceeds, kv, kv.shape[3], None
+    )

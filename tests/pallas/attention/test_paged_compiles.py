@@ -5,6 +5,7 @@ import pytest
 from sm90 import array, assert_lean, compile_for
 
 from benchmarks.measure.shapes import ATTENTION, AttentionShape
+from jaxspec.pallas import dispatch
 from jaxspec.pallas.attention.output_gate import OutputGate
 from jaxspec.pallas.attention.paged_tiling import choose_tiling, max_query_rows
 from jaxspec.regions import DecodeRegion
@@ -89,3 +90,28 @@ def stages(shape, dtype, rows, width):
     tokens = min(width, max_query_rows(dtype, shape.head_dim) // group)
     blocks, itemsize = rows * shape.kv_heads * -(-width // tokens), jnp.dtype(dtype).itemsize
     return choose_tiling(blocks, CONTEXT, shape.head_dim, itemsize, tokens * group).stages
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32])
+@pytest.mark.parametrize(("rows", "width"), [(1, 4), (64, 4)])
+@pytest.mark.parametrize(
+    ("shape", "window"), [(AttentionShape(64, 8, 64), 128), (AttentionShape(32, 16, 256), 1024)]
+)
+def test_attention_to_a_window(h200, monkeypatch, capfd, dtype, rows, width, shape, window):
+    """The heads and windows of gpt-oss and Gemma 4; the rings are written and not copied."""
+    from jaxspec.pallas.attention.ring_tables import ring_length
+    from jaxspec.pallas.attention.window import window_attention
+
+    def step(queries, keys, values, pool, region):
+        return window_attention(queries, keys, values, pool, 1, region, window=window)
+
+    monkeypatch.setattr(dispatch, "kernels_here", lambda: (True, None))
+    wide = jnp.bfloat16 if dtype == jnp.float8_e4m3fn else dtype
+    heads = shape.kv_heads, shape.head_dim
+    pool = array(2, rows + 1, ring_length(window, width), 2, *heads, dtype=dtype)
+    tokens = array(rows, width, *heads, dtype=wide)
+    region = DecodeRegion(*[array(rows, dtype=jnp.int32)] * 5)
+    queries = array(rows, width, shape.heads, shape.head_dim, dtype=wide)
+    operands = queries, tokens, tokens, pool, region
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=3)
+    assert_lean(compiled, capfd.readouterr().out, pool, spills=20)
