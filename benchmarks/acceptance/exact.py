@@ -18,6 +18,7 @@ from benchmarks.acceptance.models import (
     EXACT_CHUNK,
     NGRAM,
     config_of,
+    drafts_of,
     exact_options,
     folder_of,
 )
@@ -56,7 +57,7 @@ def exact(rows: Rows) -> None:
             return Arm(folder, rows, options)
 
         arms = {}
-        with arm(model.drafts) as engine:
+        with arm(drafts_of(job.model, folder)) as engine:
             arms["drafts"] = engine.run()
             arms["without"] = engine.run(num_speculative_tokens=0)
             gap = functools.partial(engine.generate_and_score, arms["drafts"])
@@ -76,17 +77,14 @@ def exact(rows: Rows) -> None:
 
 def deterministic(rows: Rows) -> None:
     """Compare log-probabilities with scores, which have the same bits in a deterministic engine."""
-    job, model = rows.job, ALL_MODELS[rows.job.model]
+    job = rows.job
     config = config_of(job.model, is_small=job.is_small, exact=True)
-    options = exact_options(
-        Path(job.cache),
-        dtype="bfloat16",
-        deterministic=True,
-        speculative_config=model.drafts,
-    )
-    with folder_of(job.model, config) as folder, Arm(folder, rows, options) as engine:
-        tokens = engine.run()
-        rows.measure("generate and score", functools.partial(engine.generate_and_score, tokens))
+    with folder_of(job.model, config) as folder:
+        drafts = drafts_of(job.model, folder)
+        others = {"dtype": "bfloat16", "deterministic": True, "speculative_config": drafts}
+        with Arm(folder, rows, exact_options(Path(job.cache), **others)) as engine:
+            gap = functools.partial(engine.generate_and_score, engine.run())
+            rows.measure("generate and score", gap)
 
 
 def exact_on_devices(rows: Rows) -> None:
@@ -159,7 +157,7 @@ def _written(rows: Rows, write: Callable[[Path], object]) -> Iterator[Path]:
 
 
 def _arm(rows: Rows, folder: Path, **others: Any) -> "Arm":
-    drafts = ALL_MODELS[rows.job.model].drafts
+    drafts = drafts_of(rows.job.model, folder)
     options = {"load_format": "auto", "speculative_config": drafts, **others}
     return Arm(folder, rows, exact_options(Path(rows.job.cache), **options))
 

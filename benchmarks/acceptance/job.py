@@ -69,9 +69,10 @@ class Job:
     cache: str
     is_small: bool = False
 
-    def options(self) -> dict[str, Any]:
+    def options(self, folder: Path) -> dict[str, Any]:
+        """Return the options of the engine that runs the model in `folder`."""
         own = OPTIONS.get(self.part) or NAMED_OPTIONS.get(self.part, {})
-        return options_of(self.model, self.sizes, Path(self.cache), **own)
+        return options_of(self.model, folder, self.sizes, Path(self.cache), **own)
 
 
 def parts_of(model: str) -> tuple[str, ...]:

@@ -11,9 +11,13 @@ from typing import Any, NamedTuple
 from benchmarks.measure.model_shapes import SHAPES
 from benchmarks.measure.words import write_words
 from benchmarks.published import MODELS as PUBLISHED
+from benchmarks.published import PublishedModel
+from benchmarks.published.gemma import assistant_of
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+_ASSISTANT = "assistant"  # also its folder in that of the model
+ASSISTANT = {"method": _ASSISTANT, "num_speculative_tokens": 3}
 LAYERS = 4  # of a model that is cut: they cover each kind of layer
 EXACT_ROWS, EXACT_CHUNK = 8, 64
 
@@ -56,6 +60,7 @@ OTHERS = {  # run only if they are named
     "mistral-7b-v0.3": Model(NGRAM),
     "gemma-4-31b": Model(NGRAM),
     "gemma-4-26b-a4b": Model(NGRAM),
+    "gemma-4-e2b": Model(ASSISTANT),
     "glm-4.7-flash": Model(MTP),
     "glm-4.5-air": Model(MTP),
     "ling-3.0-flash": Model(MTP),
@@ -106,15 +111,25 @@ def folder_of(name: str, config: dict[str, Any]) -> Iterator[Path]:
             (folder / "config.json").write_text(json.dumps(config))
         else:
             PUBLISHED[name].write(folder, config)
+        if ALL_MODELS[name].drafts is ASSISTANT:
+            PublishedModel({}, {}).write(folder / _ASSISTANT, assistant_of(config))
         write_words(folder, config.get("text_config", config)["vocab_size"])
         yield folder
 
 
-def options_of(name: str, sizes: Sizes, cache: Path | None, **others: Any) -> dict[str, Any]:
+def drafts_of(name: str, folder: Path) -> dict[str, Any]:
+    """Return the model's draft method; an assistant is read from the model's `folder`."""
+    drafts = ALL_MODELS[name].drafts
+    return {**drafts, "model": str(folder / _ASSISTANT)} if drafts is ASSISTANT else drafts
+
+
+def options_of(
+    name: str, folder: Path, sizes: Sizes, cache: Path | None, **others: Any
+) -> dict[str, Any]:
     """Return the options of the engine of features; `others` replace them."""
     return {
         "load_format": "dummy",
-        "speculative_config": ALL_MODELS[name].drafts,
+        "speculative_config": drafts_of(name, folder),
         "enable_return_routed_experts": ALL_MODELS[name].returns_routes,
         "max_num_seqs": sizes.rows,
         "max_model_len": sizes.longest,

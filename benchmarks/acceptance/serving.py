@@ -40,7 +40,7 @@ def serving(rows: Rows) -> None:
     """Add a row per API; engines have the options of the part with the features."""
     job = rows.job
     with folder_of(job.model, config_of(job.model, is_small=job.is_small)) as folder:
-        llm, figures = ready(folder, job.options(), ["greedy"])
+        llm, figures = ready(folder, job.options(folder), ["greedy"])
         rows.add("ready", **figures)
         bench = Bench(llm, rows)
         rows.measure("kept prefix", lambda: kept_prefix(bench))
@@ -81,7 +81,7 @@ def moved(bench: Bench, folder: Path, rows: Rows) -> Row:
     tokens = bench.sizes.tokens
     (prompt,), params = bench.prompts(1), _greedy(tokens)
     whole = bench.llm.generate([prompt], params)[0].outputs[0].token_ids
-    other, figures = ready(folder, rows.job.options(), ["greedy"])
+    other, figures = ready(folder, rows.job.options(folder), ["greedy"])
     try:
         with bench.llm.stream(prompt, params, request_id="moves") as pieces:
             ids = next(pieces).token_ids
@@ -184,7 +184,7 @@ def by_tasks(folder: Path, rows: Rows) -> Row:
     """Run a task per row, with all features in turn."""
     sizes, start = rows.job.sizes, time.perf_counter()
     with asyncio.Runner() as runner:
-        llm = runner.run(_async_llm(folder, rows.job.options()))
+        llm = runner.run(_async_llm(folder, rows.job.options(folder)))
         try:
             seconds = {"ready_seconds": time.perf_counter() - start}
             params = params_of(MIXED, sizes.rows, sizes.tokens, llm.get_default_sampling_params())
@@ -221,7 +221,7 @@ def by_http(bench: Bench, folder: Path, rows: Rows) -> Row:
         for prompt, asked in zip(prompts, itertools.cycle(ASKED), strict=False)
     ]
     start = time.perf_counter()
-    with server_of(folder, rows.job.options()) as server:
+    with server_of(folder, rows.job.options(folder)) as server:
         figures: Row = {"ready_seconds": time.perf_counter() - start, "clients": CLIENTS}
         for name in ("first", "again"):
             with bench.alone(), HTTPClient(server.port, bodies, CLIENTS) as client:

@@ -112,7 +112,7 @@ def _features(rows: Rows, table: Sequence[Feature]) -> None:
     job = rows.job
     config = config_of(job.model, is_small=job.is_small)
     with folder_of(job.model, config) as folder:
-        llm, figures = ready(folder, job.options())
+        llm, figures = ready(folder, job.options(folder))
         rows.add("ready", **figures, implementations=llm.metrics()["implementations"])
         bench, events = Bench(llm, rows), CompileEvents()
         for feature in table:
@@ -136,7 +136,7 @@ def option(rows: Rows) -> None:
     with folder_of(job.model, config_of(job.model, is_small=job.is_small)) as folder:
 
         def measure() -> dict[str, Any]:
-            llm, figures = ready(folder, job.options(), kinds)
+            llm, figures = ready(folder, job.options(folder), kinds)
             bench = Bench(llm, rows)
             bench.run(feature, FIRST_TOKENS)  # what only the first requests cost is no speed
             return figures | bench.speed(feature)

@@ -79,6 +79,36 @@ _MOE = _config(
         "top_k_experts": 8,
     }
 )
+
+
+def assistant_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of an assistant for a target's, like those that Google publishes.
+
+    Three layers have a window, and one full attention. The stream has 256 channels, as E4B's, or
+    1,024, as 12B's, but at most half of the target's.
+    """
+    text = config["text_config"]
+    hidden = text["hidden_size"]
+    own = {
+        "hidden_size": min(hidden // 2, 256 if text["num_kv_shared_layers"] else 1024),
+        "intermediate_size": min(text["intermediate_size"], 2048),
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 4,
+        "enable_moe_block": False,
+        "use_double_wide_mlp": False,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+    }
+    return {
+        **config,
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": hidden,
+        "text_config": {**text, **own},
+    }
+
+
 _GENERATION = {
     "bos_token_id": 2,
     "do_sample": True,

@@ -5,9 +5,10 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 from pairwise import soak
-from real_models import make_llm, write_small
+from real_models import LAYERS, make_llm, write_small
 
 from benchmarks.published import MODELS, PublishedModel
+from benchmarks.published.gemma import assistant_of
 from jaxspec import SamplingParams
 from jaxspec.options import METHODS
 from jaxspec.proposers import Drafts, Proposer
@@ -17,7 +18,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 TARGETS = {
     "mtp": "nemotron-3.5-lightning-30b-a3b",
     "eagle3": "llama-3.1-8b",
-    "assistant": "gemma-4-31b",
+    "assistant": "gemma-4-e2b",
 }
 OTHERS = "lfm2-1.2b"  # the target of the other methods
 
@@ -41,18 +42,8 @@ def eagle3_head(folder):
 
 
 def assistant(folder):
-    """Two layers of half the target's width, with the clusters of ids that E2B's has."""
-    config = MODELS["gemma-4-31b"].small(2)
-    text = config["text_config"]
-    own = {"hidden_size": text["hidden_size"] // 2, "num_kv_shared_layers": 2}
-    config |= {
-        "architectures": ["Gemma4AssistantForCausalLM"],
-        "model_type": "gemma4_assistant",
-        "backbone_hidden_size": text["hidden_size"],
-        "use_ordered_embeddings": True,
-        "text_config": text | own,
-    }
-    return PublishedModel({}, {}).write(folder, config)
+    small = MODELS[TARGETS["assistant"]].small(LAYERS[TARGETS["assistant"]])
+    return PublishedModel({}, {}).write(folder, assistant_of(small))
 
 
 # What each method is told, given a folder of its own.

@@ -16,6 +16,7 @@ LAYERS = {
     "nemotron-3.5-lightning-30b-a3b": 3,
     "lfm2-8b-a1b": 3,
     "kimi-linear-48b-a3b": 3,
+    "gemma-4-e2b": 4,
     "ling-3.0-flash": 3,
     "ling-3.0-tiny": 3,
 }
