@@ -2,7 +2,7 @@
 
 All texts are one prefill region, as in a step of prompts, through the same layers. Their ops run
 references (`dispatch.reference`), so the layers have one implementation. Each layer gets empty
-pools, which nothing reads afterwards.
+pools, which only layers without keys and values of their own read afterwards.
 """
 
 import contextlib
@@ -192,11 +192,17 @@ def _trunk(model: Model, texts: _FlatTexts, routes: _Routes | None = None) -> _H
     """Return the trunk's output after the final norm, and zeros for padding."""
     trunk, inputs = model.trunk, texts.inputs()
     given = iter(() if routes is None else jnp.unstack(texts.routes(routes), axis=1))
-    layer_inputs = LayerInputs.of(inputs, trunk.config.rope, trunk.config.full_rope)
     stream, pending = trunk.embed(inputs.tokens), None
+    layer_inputs = trunk.layer_inputs(inputs, stream)
+    shared = {layer.mixer.pool for layer in trunk.layers if layer.mixer and not layer.owns_cache}
+    lent: dict[str, Pools] = {}  # those that the last layer with its own keys and values left
     for layer, kind in zip(trunk.layers, trunk.config.feed_forward_types, strict=True):
         experts = next(given, None) if kind in ROUTED else None
-        stream, pending = _run(layer, stream, pending, layer_inputs, texts, experts)
+        pool = layer.mixer.pool if layer.mixer else ""
+        pools = None if layer.owns_cache else lent[pool]
+        stream, pending, after = _run(layer, stream, pending, layer_inputs, texts, pools, experts)
+        if layer.owns_cache and pool in shared:
+            lent[pool] = after
     _, hidden = trunk.norm.add(stream, pending)
     return jnp.where(inputs.live[:, None], hidden, 0)
 
@@ -207,21 +213,21 @@ def _run(
     pending: Pending,
     inputs: LayerInputs,
     texts: _FlatTexts,
+    lent: Pools | None,
     experts: Int[Array, "tokens top_k"] | None,
-) -> tuple[Stream, Pending]:
+) -> tuple[Stream, Pending, Pools]:
     """Run a layer; the backward pass runs it again instead of keeping what it computed."""
     graph, params = nnx.split(layer)
 
     @jax.checkpoint
-    def run(params, stream, pending, experts):
+    def run(params, stream, pending, lent, experts):
         alone = nnx.merge(graph, params)
         alone.cache_layer = 0  # its pools have one layer
-        pools = texts.pools(alone, stream.dtype)
+        pools = texts.pools(alone, stream.dtype) if lent is None else lent
         with routing.replayed(experts):
-            stream, pending, _ = alone(stream, pending, inputs, pools)
-        return stream, pending
+            return alone(stream, pending, inputs, pools)
 
-    return run(params, stream, pending, experts)
+    return run(params, stream, pending, lent, experts)
 
 
 def _draft_head(model: Model, frozen: Model, texts: _FlatTexts, hidden: _Hidden) -> _Hidden:

@@ -23,7 +23,7 @@ WITH_HEADS += ["glm4_moe"]
 QUICK = ["qwen3_5"]
 OTHERS = ["nemotron_h_latent", "qwen3_moe", "falcon_h1", "lfm2"]
 OTHERS += ["qwen3_next", "mamba2", "granitemoehybrid", "llama", "qwen2"]
-OTHERS += ["deepseek_v3", "deepseek_v32", "kimi_linear", "glm4_moe"]
+OTHERS += ["deepseek_v3", "deepseek_v32", "kimi_linear", "glm4_moe", "gemma4_shared"]
 UNTIED = ["qwen3_5", "qwen3_moe", "nemotron_h_latent"]
 # What only chooses: the correction of experts' scores, and the index of tokens.
 NOT_TRAINED = ["correction", "['indexer']"]

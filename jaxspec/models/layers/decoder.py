@@ -112,6 +112,7 @@ class DecoderLayer(nnx.Module):
         mixes, feeds = mixer != NO_MIXER, feed_forward != NO_FEED_FORWARD
         own = config.of_mixer(mixer)
         self.mixer: Mixer[Any] | None = MIXERS[mixer](own, dtype) if mixes else None
+        self.owns_cache = mixer not in (SHARED_FULL, SHARED_SLIDING, READ_SLIDING)
         if self.mixer is not None:
             self.input_norm = residual_norm(config, dtype)
             pools = [layer.mixer.pool for layer in earlier if layer.mixer is not None]

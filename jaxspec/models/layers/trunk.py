@@ -44,6 +44,17 @@ class Trunk(nnx.Module):
         embedded = self.lm_head.embed(tokens) if table is None else table(tokens)
         return embedded if factor == 1.0 else embedded * jnp.asarray(factor, embedded.dtype)
 
+    def layer_inputs(self, inputs: ModelInputs, embedded: Stream) -> LayerInputs:
+        """Return the inputs of all layers, given those of the first one."""
+        own = None if self.per_layer is None else self.per_layer(inputs.tokens, embedded)
+        return LayerInputs.of(inputs, self.config.rope, self.config.full_rope, own)
+
+    @property
+    def lookups(self) -> tuple[Embedding, ...]:
+        """Tables of which a token reads one row. A tied embedding is an output head, too."""
+        tables = self.embedding, self.per_layer and self.per_layer.table
+        return tuple(table for table in tables if table is not None)
+
     def forward(
         self, inputs: ModelInputs, pools: Pools, taps: tuple[int, ...] = ()
     ) -> tuple[ForwardOutput, Pools]:
@@ -54,8 +65,7 @@ class Trunk(nnx.Module):
                 f"behind the last one, got {wrong}. Tap the residual stream at one of those."
             )
         stream, pending, tapped = self.embed(inputs.tokens), None, {}
-        own = None if self.per_layer is None else self.per_layer(inputs.tokens, stream)
-        layer_inputs = LayerInputs.of(inputs, self.config.rope, self.config.full_rope, own)
+        layer_inputs = self.layer_inputs(inputs, stream)
         for index, layer in enumerate(self.layers):
             if index in taps:
                 pending = residual.reduced(pending)  # once: the tap and the layer both read it
