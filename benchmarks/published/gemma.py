@@ -1,6 +1,6 @@
-"""Gemma 4 31B and 26B-A4B: attention over a window, dense or with experts beside a dense layer.
+"""Gemma 4 31B, 26B-A4B, E2B and E4B: attention over a window, dense or with experts beside.
 
-The sizes are those of the published config.json files, without the vision tower's.
+The sizes are those of the published config.json files, without those of the towers.
 """
 
 from typing import Any
@@ -79,6 +79,54 @@ _MOE = _config(
         "top_k_experts": 8,
     }
 )
+# Fields of E2B that E4B has, too.
+_SMALL = {
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 256,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 8,
+    "num_global_key_value_heads": None,
+    "sliding_window": 512,
+    "vocab_size_per_layer_input": 262144,
+}
+_E2B = _config(
+    {
+        **_SMALL,
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "layer_types": _PATTERN[1:] * 7,
+        "num_hidden_layers": 35,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
+    }
+)
+_E4B = _config(
+    {
+        **_SMALL,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "layer_types": _PATTERN * 7,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 2,
+        "num_kv_shared_layers": 18,
+    }
+)
+_GENERATION = {
+    "bos_token_id": 2,
+    "do_sample": True,
+    "eos_token_id": [1, 106],
+    "pad_token_id": 0,
+    "temperature": 1.0,
+    "top_k": 64,
+    "top_p": 0.95,
+}
+GEMMA_MODELS = {
+    "gemma-4-31b": PublishedModel(_DENSE, _GENERATION),
+    "gemma-4-26b-a4b": PublishedModel(_MOE, _GENERATION),
+    "gemma-4-e2b": PublishedModel(_E2B, _GENERATION),
+    "gemma-4-e4b": PublishedModel(_E4B, _GENERATION),
+}
 
 
 def assistant_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -107,18 +155,3 @@ def assistant_of(config: dict[str, Any]) -> dict[str, Any]:
         "backbone_hidden_size": hidden,
         "text_config": {**text, **own},
     }
-
-
-_GENERATION = {
-    "bos_token_id": 2,
-    "do_sample": True,
-    "eos_token_id": [1, 106],
-    "pad_token_id": 0,
-    "temperature": 1.0,
-    "top_k": 64,
-    "top_p": 0.95,
-}
-GEMMA_MODELS = {
-    "gemma-4-31b": PublishedModel(_DENSE, _GENERATION),
-    "gemma-4-26b-a4b": PublishedModel(_MOE, _GENERATION),
-}

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.models import parse_config
-from jaxspec.models.config import DENSE, KIMI_DELTA, LATENT_ATTENTION, ModelConfig
+from jaxspec.models.config import (
+    DENSE,
+    KIMI_DELTA,
+    LATENT_ATTENTION,
+    SHARED_FULL,
+    SHARED_SLIDING,
+    ModelConfig,
+)
 
 HIDDEN = 128  # channels of the residual stream of a small model
 _ALIGNED = 32  # widths of a small model are multiples of it
@@ -29,6 +36,7 @@ _WIDTHS = (
     "shared_intermediate_size",
     "shared_expert_intermediate_size",
     "moe_shared_expert_intermediate_size",
+    "hidden_size_per_layer_input",
 )
 # The words of `layer_types` for layers in groups.
 _KINDS_OF_GROUPS = {LATENT_ATTENTION: "full_attention", KIMI_DELTA: "linear_attention"}
@@ -76,7 +84,7 @@ class PublishedModel:
         for heads in _HEADS:
             if heads in fields:
                 _cut_heads(fields, heads)
-        if _GLOBAL_GROUPS in fields:
+        if fields.get(_GLOBAL_GROUPS):
             fields[_GLOBAL_GROUPS] = 1
         for width in _WIDTHS:
             if width in fields:
@@ -117,6 +125,9 @@ def _keep(fields: dict[str, Any], published: ModelConfig, kept: list[int]) -> No
     if "first_k_dense_replace" in fields:
         feed_forwards = [published.feed_forward_types[layer] for layer in kept]
         fields["first_k_dense_replace"] = feed_forwards.count(DENSE)
+    if "num_kv_shared_layers" in fields:
+        mixers = [published.layer_types[layer] for layer in kept]
+        fields["num_kv_shared_layers"] = mixers.count(SHARED_FULL) + mixers.count(SHARED_SLIDING)
     if "linear_attn_config" in fields:
         _keep_counted_from_1(fields["linear_attn_config"], kept)
     elif "hybrid_override_pattern" in fields:

@@ -53,13 +53,13 @@ def parameters(model: Model, placements: Iterable[Placement]) -> Parameters:
     share = 1.0
     if (experts := model.experts) is not None:
         share = experts.routing.num_chosen / experts.routing.num_experts
-    embedding = model.trunk.embedding
+    tables = [table.weight for table in model.trunk.lookups]
     published = {placement.name: placement for placement in placements}
     total, active = 0, 0.0
     for name, placement in published.items():
         size = math.prod(placement.shape)
         total += size
-        if embedding is None or placement.param is not embedding.weight:
+        if all(placement.param is not table for table in tables):
             active += size * (share if _ROUTED in name else 1)
     return Parameters(total, round(active))
 

@@ -198,9 +198,7 @@ class Fields(Block):
         vocab_size = self.need("vocab_size", _VOCABULARY)
         max_positions = max_positions or self.need("max_position_embeddings", _POSITIONS)
         feed_forward_types = feed_forward_types or (DENSE,) * len(layer_types)
-        has_dense = not {DENSE, DOUBLE_DENSE, SQUARED_RELU, DENSE_AND_SPARSE}.isdisjoint(
-            feed_forward_types
-        )
+        has_dense = not _WITH_DENSE.isdisjoint(feed_forward_types)
         if beyond := [i for i in self.eos_token_ids if i >= vocab_size]:
             raise ValueError(
                 f"config.json and generation_config.json: `eos_token_id` must be in the vocabulary "

@@ -13,17 +13,25 @@ from jaxspec.models import load_model, parse_config
 from jaxspec.models.config import (
     DENSE,
     DENSE_AND_SPARSE,
+    DOUBLE_DENSE,
     FULL_ATTENTION,
+    SHARED_FULL,
+    SHARED_SLIDING,
     SLIDING_ATTENTION,
     ProportionalScaling,
 )
 from jaxspec.models.gemma4 import Gemma4, LogitCap
 from jaxspec.models.layers.moe import MoEConfig
+from jaxspec.models.layers.per_layer_input import PerLayerSizes
 from jaxspec.models.layers.rope import frequencies
+from jaxspec.models.layers.window_attention import SharedWindow, WindowShare
 from jaxspec.pallas.matmul.activation import Activation
 
-DENSE_MODEL, MOE_MODEL = (MODELS[f"gemma-4-{size}"].config for size in ("31b", "26b-a4b"))
+DENSE_MODEL, MOE_MODEL, E2B, E4B = (
+    MODELS[f"gemma-4-{size}"].config for size in ("31b", "26b-a4b", "e2b", "e4b")
+)
 KINDS = (*[SLIDING_ATTENTION] * 5, FULL_ATTENTION)
+SHARED_KINDS = (*[SHARED_SLIDING] * 5, SHARED_FULL)
 
 
 def with_text(config, changes):
@@ -52,6 +60,38 @@ def test_published_configurations_are_read():
     assert parse_config(shorter).layer_types == (*KINDS, SLIDING_ATTENTION, FULL_ATTENTION)
 
 
+def test_published_configurations_with_shared_keys_and_values_are_read():
+    small, large = parse_config(E2B), parse_config(E4B)
+    assert small.layer_types == KINDS[1:] * 3 + SHARED_KINDS[1:] * 4
+    assert small.feed_forward_types == (DENSE,) * 15 + (DOUBLE_DENSE,) * 20
+    assert large.layer_types == KINDS * 4 + SHARED_KINDS * 3
+    assert large.feed_forward_types == (DENSE,) * 42
+    for config, kv_heads in ((small, 1), (large, 2)):
+        assert (config.window, config.num_heads) == (512, 8)
+        for kind, head_dim in zip(KINDS[-2:] + SHARED_KINDS[-2:], [256, 512] * 2, strict=True):
+            sizes = config.of_mixer(kind)
+            assert (sizes.num_kv_heads, sizes.head_dim) == (kv_heads, head_dim)
+            assert not sizes.keys_are_values
+        assert config.part(PerLayerSizes) == PerLayerSizes(256, 262144)
+    # The last layers with their own, and the last that read these.
+    assert small.part(SharedWindow) == SharedWindow(13, 33)
+    assert large.part(SharedWindow) == SharedWindow(22, 40)
+    assert small.num_full_attention_layers == 3 and large.num_full_attention_layers == 4
+
+
+def test_one_layer_lends_its_window_and_the_last_reader_writes_the_ring():
+    config = parse_config(E2B)
+    shares = [config.of_layer(index).find_part(WindowShare) for index in range(35)]
+    assert [index for index, share in enumerate(shares) if share.lends] == [13]
+    assert [index for index, share in enumerate(shares) if not share.keeps] == [*range(13, 33)]
+
+
+def test_shared_layers_read_the_pool_of_the_last_layer_with_its_own(fixture_folder):
+    """Windows in layers 0 and 2, pages in 1 and 3."""
+    layers = load_model(fixture_folder("gemma4_shared"), jnp.float32).trunk.layers
+    assert [layer.cache_layer for layer in layers] == [0, 0, 1, 1, 1, 1, 1]
+
+
 def test_the_text_of_a_unified_model_is_read_alike():
     """Gemma 4 12B, whose class and model type are others."""
     text = {"model_type": "gemma4_unified_text"}
@@ -64,7 +104,14 @@ def test_the_text_of_a_unified_model_is_read_alike():
 
 
 @pytest.mark.parametrize(
-    ("name", "total", "active"), [soak("31b", 30.7e9, 30.7e9), ("26b-a4b", 25.2e9, 3.8e9)]
+    ("name", "total", "active"),
+    [
+        soak("31b", 30.7e9, 30.7e9),
+        ("26b-a4b", 25.2e9, 3.8e9),
+        # Without the towers, which are 0.5 billion of the published 5.1 and 8.
+        ("e2b", 4.63e9, 2.28e9),
+        soak("e4b", 7.46e9, 4.64e9),
+    ],
 )
 def test_published_models_have_the_published_numbers_of_parameters(name, total, active, tmp_path):
     published = MODELS[f"gemma-4-{name}"]
@@ -84,11 +131,13 @@ def test_only_the_first_pairs_of_a_proportional_rotation_turn():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"num_kv_shared_layers": 55}, "a layer of each kind .* 55 of 60 .* no full_attention"),
+        ({"num_kv_shared_layers": 60}, "`num_kv_shared_layers` must be .* to 59.*, got 60"),
+        ({"hidden_size_per_layer_input": 256}, "must give `vocab_size_per_layer_input`"),
         (
-            {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 20},
-            "`hidden_size_per_layer_input` must be 0, got 256: .* Gemma 4 E2B and E4B",
+            {"use_double_wide_mlp": True, "enable_moe_block": True},
+            "`use_double_wide_mlp` must be false with `enable_moe_block`",
         ),
-        ({"num_kv_shared_layers": 20}, "`num_kv_shared_layers` must be 0, got 20: .* Use Gemma 4"),
         ({"use_bidirectional_attention": "all"}, "`use_bidirectional_attention` must be 'vision'"),
         ({"hidden_activation": "silu"}, "`hidden_activation` must be 'gelu_pytorch_tanh'"),
         ({"layer_types": [SLIDING_ATTENTION] * 59}, "for each of 60 layers; it has 59 entries"),
@@ -135,6 +184,26 @@ def test_sizes_by_layer_are_those_of_all_layers_with_full_attention():
 )
 def test_tensors_have_the_names_of_layers(name, canonical):
     assert Gemma4.canonical_name(name, parse_config(MOE_MODEL)) == canonical
+
+
+@pytest.mark.parametrize(
+    ("name", "is_read"),
+    [
+        ("layers.15.self_attn.k_proj.weight", False),
+        ("layers.19.self_attn.v_proj.weight", False),
+        ("layers.34.self_attn.k_norm.weight", False),
+        ("layers.34.self_attn.v_norm.weight", False),
+        ("layers.15.self_attn.q_proj.weight", True),
+        ("layers.15.self_attn.q_norm.weight", True),
+        ("layers.14.self_attn.k_proj.weight", True),
+        ("layers.13.self_attn.v_proj.weight", True),
+        ("layers.15.per_layer_input_gate.weight", True),
+        ("embed_tokens_per_layer.weight", True),
+    ],
+)
+def test_keys_and_values_of_shared_layers_are_not_read(name, is_read):
+    expected = f"model.{name}" if is_read else None
+    assert Gemma4.canonical_name(f"model.language_model.{name}", parse_config(E2B)) == expected
 
 
 def test_logits_are_bounded(fixture_folder):

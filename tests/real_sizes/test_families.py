@@ -32,6 +32,7 @@ OTHER_NAMES = [
     "mistral-7b-v0.3",
     "gpt-oss-20b",
     "gemma-4-26b-a4b",
+    "gemma-4-e2b",
     "mamba2-2.7b",
     "lfm2-1.2b",
     "deepseek-v3",
