@@ -32,7 +32,7 @@ DRAFTS = {"method": "suffix", "num_speculative_tokens": 3}
 FAMILIES = [
     *("llama", "qwen3_5_moe", "mamba2", "nemotron_h", "falcon_h1", "lfm2", "gpt_oss"),
     *("kimi_linear", "deepseek_v3", "deepseek_v32", "granitemoehybrid", "nemotron_h_latent"),
-    *("bailing_hybrid", "gemma4_moe"),
+    *("bailing_hybrid", "gemma4_moe", "gemma4_shared"),
 ]
 
 

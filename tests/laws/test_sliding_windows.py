@@ -1,6 +1,6 @@
 """Laws of attention over sliding windows: qwen2, gpt-oss with sinks and experts, and Gemma 4.
 
-Gemma 4 has two sizes of attention, in pages and in windows.
+Gemma 4 has two sizes of attention, in pages and in windows, and layers that share either.
 """
 
 import json
@@ -18,7 +18,7 @@ from jaxspec import LLM, SamplingParams
 from jaxspec.pallas.attention.ring_tables import ring_length
 
 WINDOW = 8  # of all fixtures
-FAMILIES = ["gpt_oss", "qwen2", "gemma4", "gemma4_moe"]
+FAMILIES = ["gpt_oss", "qwen2", "gemma4", "gemma4_moe", "gemma4_shared"]
 EACH = pytest.mark.parametrize("fixture", FAMILIES)
 PROMPTS = prompts(5, seed=7)
 MIXED = (0.8, 0.5, 0.5)
@@ -66,7 +66,7 @@ def test_speculation_never_changes_output(fixture, params):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("fixture", ["gpt_oss", soak("qwen2"), soak("gemma4")])
+@pytest.mark.parametrize("fixture", ["gpt_oss", *map(soak, ["qwen2", "gemma4", "gemma4_shared"])])
 def test_a_hit_before_at_and_behind_the_border_of_a_window_changes_no_token(fixture):
     """A cached prefix of every length from 1 to two windows and more, then one that goes on."""
     prompt = tuple(np.random.default_rng(5).integers(0, 256, 2 * WINDOW + 4).tolist())
@@ -128,6 +128,14 @@ def test_the_oracle_masks_the_window(fixture):
         ("gpt_oss", {"Attention + MoE": 2, "WindowAttention + MoE": 2}),
         ("gemma4", {"Attention + GatedMLP": 2, "WindowAttention + GatedMLP": 2}),
         ("gemma4_moe", {"Attention + DenseAndSparse": 1, "WindowAttention + DenseAndSparse": 2}),
+        (
+            "gemma4_shared",
+            {
+                **{"Attention + GatedMLP": 2, "WindowAttention + GatedMLP": 2},
+                "SharedAttention + DoubleGatedMLP": 1,
+                "SharedWindowAttention + DoubleGatedMLP": 2,
+            },
+        ),
         ("gpt_oss_mxfp4", {"Attention + MoE": 2, "WindowAttention + MoE": 2}),
     ],
 )

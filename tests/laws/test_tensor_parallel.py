@@ -93,6 +93,7 @@ def assert_equal_on_all_devices(engine: Harness) -> None:
                 ("gpt_oss", FOUR, SNAPSHOT, 3, GREEDY),
                 ("gemma4", FOUR, SNAPSHOT, 3, GREEDY),
                 ("gemma4_moe", PAIR, SNAPSHOT, 0, GREEDY),
+                ("gemma4_shared", PAIR, SNAPSHOT, 3, GREEDY),
                 ("mamba2", FOUR, REPLAY, 3, SAMPLED),
                 ("lfm2", FOUR, SNAPSHOT, 3, GREEDY),
                 ("deepseek_v3", FOUR, SNAPSHOT, 3, SAMPLED),

@@ -642,6 +642,19 @@ GEMMA_FIELDS = {
     "rope_parameters.sliding_attention.rope_theta": [],
     "rope_parameters.sliding_attention.partial_rotary_factor": [*NONE, 1],
 }
+SIZES_BY_LAYER = [f"per_layer_config.{layer}" for layer in (1, 3, 6)]
+# The same of Gemma 4 with shared keys and values, and embeddings of each layer.
+GEMMA_SHARED_FIELDS = {
+    "hidden_size_per_layer_input": [],
+    "vocab_size_per_layer_input": [],
+    "num_kv_shared_layers": [],
+    "use_double_wide_mlp": [True],
+    "enable_moe_block": [*NONE, False],
+    "attention_k_eq_v": [*NONE, False],
+    "per_layer_config": [],
+}
+for own in SIZES_BY_LAYER:
+    GEMMA_SHARED_FIELDS |= {own: [], f"{own}.head_dim": [], f"{own}.num_key_value_heads": NONE}
 DEEPSEEK_FIELDS = {
     "q_lora_rank": [],
     "kv_lora_rank": [],
@@ -811,7 +824,7 @@ LING_RAW_FIELDS = LING_FIELDS | {
 TABLES = FIELDS | EXPERT_FIELDS | LLAMA_FIELDS | FALCON_FIELDS | LFM2_FIELDS
 TABLES |= LFM2_RAW_FIELDS | NEMOTRON_FIELDS | MAMBA2_FIELDS | GRANITE_FIELDS
 TABLES |= KIMI_FIELDS | KIMI_RAW_FIELDS | QWEN2_FIELDS | GPT_OSS_FIELDS | DEEPSEEK_FIELDS
-TABLES |= GLM_FIELDS | GEMMA_FIELDS | LING_SAVED_FIELDS | LING_RAW_FIELDS
+TABLES |= GLM_FIELDS | GEMMA_FIELDS | GEMMA_SHARED_FIELDS | LING_SAVED_FIELDS | LING_RAW_FIELDS
 # An id that stands for the end of a text is right or wrong by its value alone.
 NOT_WRONG = {"eos_token_id": [0, [1]]}
 # Here they mean another model of the same tensors.
@@ -843,6 +856,11 @@ CULPRITS = {
     "n_shared_experts": "mlp.shared_experts",  # without it there are none
     "mamba_conv_bias": "mamba.conv1d.bias",
     "enable_moe_block": "experts",
+    "hidden_size_per_layer_input": "per_layer_input_gate",  # without it there are none
+    "num_kv_shared_layers": "self_attn",  # then layers have their own
+    "use_double_wide_mlp": "mlp.down_proj",
+    "per_layer_config": "global_head_dim",  # the other field of the same
+    **dict.fromkeys(SIZES_BY_LAYER, "per_layer_config"),
     "attention_k_eq_v": "self_attn",  # values of their own, and other heads
     "num_global_key_value_heads": "k_proj",
     "use_conv_bias": "mixer.conv1d.bias",
@@ -878,7 +896,8 @@ def is_among(value, values):
 def with_field(config, path, value):
     """`config` with the field at `path` set to `value` or taken away."""
     name, _, rest = path.partition(".")
-    if rest and name.startswith(("rope", "linear_attn", "full_att", "sliding_att")):
+    blocks = "rope", "linear_attn", "full_att", "sliding_att", "per_layer_config"
+    if rest and (name.startswith(blocks) or name.isdigit()):
         return {**config, name: with_field(config.get(name) or {}, rest, value)}
     return {key: v for key, v in config.items() if key != name} | (
         {} if value is ABSENT else {name: value}
@@ -904,6 +923,7 @@ def with_field(config, path, value):
         ("deepseek_v32", DEEPSEEK_FIELDS, NOT_WRONG_OF_DEEPSEEK),
         soak("glm4_moe", GLM_FIELDS, NOT_WRONG),
         soak("gemma4_moe", GEMMA_FIELDS, NOT_WRONG_OF_GEMMA),
+        soak("gemma4_shared", GEMMA_SHARED_FIELDS, NOT_WRONG),
         ("kimi_linear", KIMI_FIELDS, NOT_WRONG),
         ("kimi_linear_raw", KIMI_RAW_FIELDS, NOT_WRONG),
         soak("bailing_hybrid", LING_SAVED_FIELDS, NOT_WRONG_OF_LING),
@@ -913,7 +933,8 @@ def with_field(config, path, value):
     ids=[
         *("dense", "experts", "llama", "Falcon-H1", "LFM2", "LFM2 raw"),
         *("Nemotron", "Mamba2", "Granite hybrid", "Granite", "Qwen2", "gpt-oss"),
-        *("DeepSeek", "GLM", "Gemma", "Kimi-Linear", "Kimi-Linear raw", "Ling", "Ling raw"),
+        *("DeepSeek", "GLM", "Gemma", "Gemma shared"),
+        *("Kimi-Linear", "Kimi-Linear raw", "Ling", "Ling raw"),
     ],
 )
 def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
@@ -945,6 +966,7 @@ def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
             "glm4_moe",
             "glm4_moe_lite",
             "gemma4_moe",
+            "gemma4_shared",
             "kimi_linear",
             "kimi_linear_raw",
             "bailing_hybrid",

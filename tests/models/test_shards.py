@@ -38,6 +38,7 @@ SHARED = {
     "gpt_oss": 4,
     "gemma4": 4,
     "gemma4_moe": 2,
+    "gemma4_shared": 4,
     "mamba2": 4,
     "lfm2": 4,
     "deepseek_v3": 4,

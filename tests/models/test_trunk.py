@@ -72,6 +72,7 @@ def test_each_layer_has_the_feed_forward_half_that_the_config_names():
         ("lfm2", Snapshot()),
         ("gpt_oss", Snapshot()),
         ("gemma4_moe", Snapshot()),
+        ("gemma4_shared", Snapshot()),
         ("deepseek_v32", Snapshot()),
         ("mamba2", Snapshot()),
     ],

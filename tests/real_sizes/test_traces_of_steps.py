@@ -174,6 +174,7 @@ def test_steps_of_every_method_trace(engine_of, name):
 FAMILIES = (
     *("qwen3_5", "qwen3_next", "falcon_h1", "granitemoehybrid", "lfm2", "mamba2"),
     *("nemotron_h_latent", "deepseek_v32", "kimi_linear", "gpt_oss", "gemma4_moe"),
+    "gemma4_shared",
 )
 
 

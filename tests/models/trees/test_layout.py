@@ -25,7 +25,7 @@ FAMILIES = (
     *("qwen3", "qwen3_moe", "llama", "lfm2", "falcon_h1", "granitemoehybrid", "mamba2"),
     *("nemotron_h", "nemotron_h_latent", "granite", "qwen2", "gpt_oss", "gemma4", "gemma4_moe"),
     *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite"),
-    *("kimi_linear", "bailing_hybrid"),
+    *("kimi_linear", "bailing_hybrid", "gemma4_shared"),
 )
 FP8 = {"quantization": "fp8", "activation_dtype": "float8_e4m3fn"}
 """Matrices are held in FP8 without a kernel, too."""
