@@ -3,10 +3,10 @@
 A verify reads the weights of the trunk and the output head once, each draft those of the draft head
 and, in 8 bits, the columns of the output head that score its vocabulary. A layer with experts reads
 those that some token chose: each expert is as likely as any other, and tokens choose independently.
-Keys and values of the context are read by each attention layer and by each draft. A recurrent layer
-reads its state and writes what it keeps: one after each token (snapshot), or one now and then, with
-a ring of tokens beside it (replay). Left out are norms and logits, and what need not leave the
-chip.
+Keys and values of the context are read by each attention layer and by each draft; layers that share
+them write none. A recurrent layer reads its state and writes what it keeps: one after each token
+(snapshot), or one now and then, with a ring of tokens beside it (replay). Left out are norms,
+logits and rows of embeddings, and what need not leave the chip.
 
 With the sizes of one device of a group (`ModelConfig.local`), all counts are those of that device.
 Whole experts are counted as if tokens chose equally many of each device. Sums over the devices are
@@ -19,6 +19,7 @@ from typing import NamedTuple
 from jaxspec.models.config import (
     DENSE,
     DENSE_AND_SPARSE,
+    DOUBLE_DENSE,
     FULL_ATTENTION,
     KIMI_DELTA,
     LATENT_ATTENTION,
@@ -27,6 +28,8 @@ from jaxspec.models.config import (
     NO_FEED_FORWARD,
     NO_MIXER,
     PARALLEL,
+    SHARED_FULL,
+    SHARED_SLIDING,
     SHORT_CONV,
     SLIDING_ATTENTION,
     SPARSE,
@@ -38,6 +41,7 @@ from jaxspec.models.layers.kimi_delta import KimiDeltaConfig
 from jaxspec.models.layers.latent_attention import LatentAttentionConfig
 from jaxspec.models.layers.mamba2 import Mamba2Config
 from jaxspec.models.layers.moe import MoEConfig
+from jaxspec.models.layers.per_layer_input import PerLayerSizes
 from jaxspec.models.layers.short_conv import ShortConvConfig
 from jaxspec.models.layers.token_indexer import TokenIndexConfig
 from jaxspec.pallas.moe.route import Routing
@@ -165,6 +169,9 @@ def mixer_size(config: ModelConfig, kind: str) -> int:
         return 0
     if kind in (FULL_ATTENTION, LATENT_ATTENTION, SLIDING_ATTENTION):
         return attention_size(config.of_mixer(kind))
+    if kind in (SHARED_FULL, SHARED_SLIDING):
+        own = config.of_mixer(kind)
+        return 2 * own.num_heads * own.head_dim * own.hidden_size
     if kind == SHORT_CONV:
         return config.hidden_size * (4 * config.hidden_size + config.part(ShortConvConfig).taps)
     beside = attention_size(config) if kind == PARALLEL else 0
@@ -180,8 +187,8 @@ def feed_forward_size(config: ModelConfig, kind: str, tokens: float) -> float:
     """Weights of a feed-forward layer that so many tokens read."""
     if kind == NO_FEED_FORWARD:
         return 0
-    if kind in (DENSE, SQUARED_RELU):
-        return (3 if kind == DENSE else 2) * config.hidden_size * config.intermediate_size
+    if kind in (matrices := {SQUARED_RELU: 2, DENSE: 3, DOUBLE_DENSE: 6}):
+        return matrices[kind] * config.hidden_size * config.intermediate_size
     if kind == DENSE_AND_SPARSE:
         return sum(feed_forward_size(config, part, tokens) for part in (DENSE, SPARSE))
     sizes = config.part(MoEConfig)
@@ -206,13 +213,20 @@ def output_head_size(config: ModelConfig) -> int:
     return config.hidden_size * (ids if ids % config.devices else ids // config.devices)
 
 
+def per_layer_size(config: ModelConfig) -> int:
+    """Weights of the projections of per-layer embeddings, three for each layer."""
+    sizes = config.find_part(PerLayerSizes)
+    features = 0 if sizes is None else sizes.features
+    return 3 * len(config.layer_types) * config.hidden_size * features
+
+
 def forward_size(config: ModelConfig, tokens: float) -> float:
     """Weights that one pass of so many tokens over the trunk and the output head reads."""
     feed_forward = sum(
         feed_forward_size(config, kind, tokens) for kind in config.feed_forward_types
     )
     mixers = sum(mixer_size(config, kind) for kind in config.layer_types)
-    return mixers + feed_forward + output_head_size(config)
+    return mixers + feed_forward + per_layer_size(config) + output_head_size(config)
 
 
 def step_bytes(
@@ -261,14 +275,18 @@ def step_bytes(
         window = _window(config.part(ShortConvConfig).taps, drafts)
         # Of each token B, C and v, and the output.
         io += rows * layers * size * config.hidden_size * (4 * width + window)
-    attention = config.num_full_attention_layers
+    attention, shared, sliding, shared_sliding = (
+        config.num_full_attention_layers,
+        *map(config.layer_types.count, (SHARED_FULL, SLIDING_ATTENTION, SHARED_SLIDING)),
+    )
     seen = min(context, config.window or context)  # by a token of a layer with a window
-    windows = config.layer_types.count(SLIDING_ATTENTION) * rows * (seen + width)
+    windows = rows * (sliding * (seen + width) + shared_sliding * seen)
     output_head = output_head_size(config)
     layers = forward_size(config, rows * width + prompt_tokens) - output_head
     return {
         "weights": weight_size * layers + size * output_head,
-        "kv": attention * (rows * read + (rows * width + prompt_tokens) * kv_token)
+        "kv": attention * (rows * width + prompt_tokens) * kv_token
+        + (attention + shared) * rows * read
         + windows * kv_size * stored_size(config),
         "io": io,
         "states": state,

@@ -290,11 +290,15 @@ BOUNDED = 64 * (5 * 96 + 4) + 96 * 64 + 4 * 3 * 96
 GATED = 64 * (4 * 36 + 44 + 4) + 32 * 4 * (24 + 20) + 4 * 20 * 64
 # Gemma 4: 4 query heads of 16 and 2 of keys and values; in full attention of 32, and one of keys.
 WINDOW, FULL = 64 * 16 * (4 + 2 + 2 + 4), 64 * 32 * (4 + 1 + 4)
+# With shared keys and values: queries and outputs alone.
+SHARED_WINDOW, SHARED = 64 * 16 * (4 + 4), 64 * 32 * (4 + 4)
 MIXERS = [
     *(("falcon_h1", "parallel", FALCON), ("lfm2", "short_conv", 64 * (3 * 64 + 64 + 3))),
     *(("kimi_linear", "kimi_delta", KDA), ("kimi_linear", "latent_attention", LATENT)),
     *(("bailing_hybrid", "kimi_delta", BOUNDED), ("bailing_hybrid", "latent_attention", GATED)),
     *(("gemma4", "full_attention", FULL), ("gemma4_moe", "sliding_attention", WINDOW)),
+    ("gemma4_shared", "shared_sliding_attention", SHARED_WINDOW),
+    ("gemma4_shared", "shared_full_attention", SHARED),
 ]
 
 
@@ -305,6 +309,7 @@ def test_the_floor_counts_mixers(floor, fixture, kind, weights):
     published = {placement.name: placement.shape for placement in model.checkpoint()}
     if "lm_head.weight" in published:  # else the embeddings are the output head
         del published["model.embed_tokens.weight"]
+    published.pop("model.embed_tokens_per_layer.weight", None)  # a row for each token
     # Rates of decays are a vector, too, though with four axes.
     matrices = (shape for shape in published.values() if sum(size > 1 for size in shape) > 1)
     sizes = [math.prod(shape) for shape in matrices]
@@ -360,10 +365,12 @@ def test_the_floor_of_a_step_of_these_mixers(floor):
     """In float32: 2 rows of 10 tokens and a draft, by hand."""
     counts = {"rows": 2, "context": 10, "drafts": 1, "emitted": 1.0, "dtype": "float32"}
     snapshot = counts | {"states": StateConfig("snapshot", "float32")}
-    falcon, lfm2, kimi = (
+    falcon, lfm2, kimi, gemma = (
         floor.step_bytes(load_model(FIXTURES / name, jnp.float32).config, **snapshot)
-        for name in ("falcon_h1", "lfm2", "kimi_linear")
+        for name in ("falcon_h1", "lfm2", "kimi_linear", "gemma4_shared")
     )
+    # 2 layers of pages and one that shares them, 2 windows of 8 and 2 layers that share one.
+    assert gemma["kv"] == 2 * (2 * (10 + 2) + 10) * 64 * 4 + 2 * (2 * (8 + 2) + 2 * 8) * 32 * 4
     assert kimi["kv"] == 1 * 2 * (10 + 2) * 48 * 4
     assert kimi["states"] == 3 * 2 * (1 + 2) * (4 * 16 * 16) * 4
     assert kimi["io"] == 3 * 2 * (3 * 64 * (2 + 2 * 3 + 1) + 2 * 64 * 2) * 4
