@@ -206,6 +206,23 @@ def test_keys_and_values_of_shared_layers_are_not_read(name, is_read):
     assert Gemma4.canonical_name(f"model.language_model.{name}", parse_config(E2B)) == expected
 
 
+@pytest.mark.soak
+def test_a_ring_that_is_written_before_its_last_reader_is_seen(
+    monkeypatch, fixture_folder, reference, single_request
+):
+    of_layer = SharedWindow.of_layer
+
+    def early(shared, index):
+        share = of_layer(shared, index)
+        return dataclasses.replace(share, keeps=share.keeps or share.lends)
+
+    monkeypatch.setattr(SharedWindow, "of_layer", early)
+    model, expected = (each("gemma4_shared") for each in (fixture_folder, reference))
+    model = load_model(model, jnp.float32)
+    _, logits = single_request(model).prefill(expected["prompt_ids"], 64)
+    assert np.abs(logits - expected["logits_full"][: len(logits)]).max() > 0.1
+
+
 def test_logits_are_bounded(fixture_folder):
     model = load_model(fixture_folder("gemma4"), jnp.float32)
     cap = model.config.part(LogitCap).cap

@@ -24,7 +24,7 @@ OTHERS = [
 IN_BFLOAT16 = [
     *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_vl", "qwen3_next", "nemotron_h", "nemotron_h_wide"),
     *("qwen3_moe", "llama", "llama_draft", "mamba2", "granitemoehybrid", "falcon_h1", "lfm2"),
-    *("granite", "qwen2", "gpt_oss", "gemma4"),
+    *("granite", "qwen2", "gpt_oss", "gemma4", "gemma4_shared"),
     *("deepseek_v3", "glm4_moe", "glm4_moe_lite"),
 ]
 # Ops whose kernels a fixture's sizes allow.
