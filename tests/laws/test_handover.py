@@ -74,6 +74,11 @@ PAIRS = {
         {"drafts": 3, **NGRAM},
         {"drafts": 0, "page_size": 8, "max_in_flight": 0},
     ),
+    "shared windows": (
+        "gemma4_shared",
+        {"drafts": 3, **NGRAM},
+        {"drafts": 0, "page_size": 8, "max_in_flight": 0},
+    ),
     "side by side": (
         "falcon_h1",
         {"drafts": 2, "states": REPLAY, **NGRAM},
