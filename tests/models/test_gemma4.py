@@ -86,10 +86,11 @@ def test_one_layer_lends_its_window_and_the_last_reader_writes_the_ring():
     assert [index for index, share in enumerate(shares) if not share.keeps] == [*range(13, 33)]
 
 
-def test_shared_layers_read_the_pool_of_the_last_layer_with_its_own(fixture_folder):
-    """Windows in layers 0 and 2, pages in 1 and 3."""
+def test_shared_layers_have_no_cache(fixture_folder):
+    """Windows in layers 0 and 2, pages in 1 and 3; the others read those of 2 and 3."""
     layers = load_model(fixture_folder("gemma4_shared"), jnp.float32).trunk.layers
-    assert [layer.cache_layer for layer in layers] == [0, 0, 1, 1, 1, 1, 1]
+    assert [layer.owns_cache for layer in layers] == [True] * 4 + [False] * 3
+    assert [layer.cache_layer for layer in layers if layer.owns_cache] == [0, 0, 1, 1]
 
 
 def test_the_text_of_a_unified_model_is_read_alike():
