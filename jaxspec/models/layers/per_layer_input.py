@@ -31,7 +31,7 @@ class PerLayerEmbedding(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         sizes, count = config.part(PerLayerSizes), len(config.layer_types)
-        self.features = sizes.features
+        self.shape = count, sizes.features
         columns = count * sizes.features
         self.table = Embedding(sizes.vocab_size, columns, dtype)
         self.projection = Linear(config.hidden_size, {"per_layer_model_projection": columns}, dtype)
@@ -43,10 +43,10 @@ class PerLayerEmbedding(nnx.Module):
         self, tokens: Int[Array, " tokens"], embedded: Stream
     ) -> Float[Array, "tokens layers features"]:
         """Return each layer's input."""
-        shape = len(tokens), -1, self.features
+        shape = len(tokens), *self.shape
         (projected,) = self.projection(embedded)
         of_stream = self.norm(projected.reshape(shape)).astype(jnp.float32)
-        of_ids = self.table(tokens).reshape(shape).astype(jnp.float32) * self.features**0.5
+        of_ids = self.table(tokens).reshape(shape).astype(jnp.float32) * self.shape[1] ** 0.5
         return ((of_stream + of_ids) * 0.5**0.5).astype(embedded.dtype)
 
     def checkpoint(self) -> Iterator[Placement]:

@@ -46,7 +46,8 @@ class _QueriesOnly(GroupedAttention):
         self, projected: Projected, turns: Rotation | None
     ) -> Float[Array, "tokens heads head_dim"]:
         (queries,) = self.qkv.split(projected)
-        queries = queries.reshape(-1, self.config.num_heads, self.config.head_dim)
+        heads = self.config.num_heads, self.config.head_dim
+        queries = queries.reshape(queries.shape[0], *heads)
         if (norm := self._norm) is not None:
             weight = norm.weights[0]
             queries = rms_norm(queries, weight, norm.eps, zero_centred=norm.zero_centred)

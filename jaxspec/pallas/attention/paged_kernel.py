@@ -55,26 +55,23 @@ def paged_attention_kernel(
     With sinks a row has two splits or more: the merge adds a head's sink as one split more.
     """
     num_rows, width, heads, head_dim = queries.shape
-    page_size, kv_heads = kv.shape[3:5]
-    if window is not None:
-        page_size = PAGE
+    kv_heads = kv.shape[4]
     group = heads // kv_heads
     tokens = min(width, max_query_rows(kv.dtype, head_dim) // group)
     if tiling is None:
         blocks = num_rows * kv_heads * -(-width // tokens)
-        context = page_tables.shape[1] * page_size
+        context = page_tables.shape[1] * (kv.shape[3] if window is None else PAGE)
         tiling = choose_tiling(blocks, context, head_dim, kv.dtype.itemsize, tokens * group)
     if sinks is not None:
         tiling = dataclasses.replace(tiling, splits=max(2, tiling.splits))
     if window is None:
-        pages, pool = PageTiles.of(kv, page_tables, tiling.block_kv), flatten_pool(kv)
+        pages = PageTiles.of(kv, page_tables, tiling.block_kv)
     else:
-        pages = PageTiles.of_rings(kv, page_size, page_tables, tiling.block_kv)
-        pool = flatten_rings(kv)
+        pages = PageTiles.of_rings(kv, PAGE, page_tables, tiling.block_kv)
     sizes = BlockSizes(tiling, width, group, tokens, pages, window)
     operands = {
         "queries": queries.reshape(num_rows * width, heads, head_dim),
-        "pool": pool,
+        "pool": flatten_pool(kv) if window is None else flatten_rings(kv),
         "layer": layer[None],
         "page_tables": page_tables,
         "slots": rows.slots,
