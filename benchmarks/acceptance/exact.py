@@ -15,6 +15,7 @@ from benchmarks.acceptance.features import DEFAULTS, EVERYTHING, GREEDY, TWO_IDS
 from benchmarks.acceptance.job import EXACT_ON_DEVICES, Row, Rows
 from benchmarks.acceptance.models import (
     ALL_MODELS,
+    ASSISTANT,
     EXACT_CHUNK,
     NGRAM,
     config_of,
@@ -157,7 +158,8 @@ def _written(rows: Rows, write: Callable[[Path], object]) -> Iterator[Path]:
 
 
 def _arm(rows: Rows, folder: Path, **others: Any) -> "Arm":
-    drafts = drafts_of(rows.job.model, folder)
+    drafts = ALL_MODELS[rows.job.model].drafts
+    drafts = NGRAM if drafts is ASSISTANT else drafts  # an assistant's folder has no weights
     options = {"load_format": "auto", "speculative_config": drafts, **others}
     return Arm(folder, rows, exact_options(Path(rows.job.cache), **options))
 

@@ -1,4 +1,4 @@
-"""Gemma 4 31B, 26B-A4B, E2B and E4B: attention over a window, dense or with experts beside.
+"""Gemma 4 31B, 26B-A4B, E2B and E4B, and configurations of their assistants.
 
 The sizes are those of the published config.json files, without those of the towers.
 """

@@ -16,8 +16,8 @@ KV = Float[Array, "layers slots ring 2 kv_heads head_dim"]  # keys, then values
 class WindowKV(BySlot):
     """Rings of positions, one per slot: `[layers, slots, ring, 2, heads, head_dim]`.
 
-    A ring has a window, a step's tokens and the rest of their pages (`ring_length`). Position p is
-    in row p modulo the ring's length (`window_attention`), so a request of any length has the
+    A ring has a window and a step's tokens, rounded up to whole pages (`ring_length`). Position p
+    is in row p modulo the ring's length (`window_attention`), so a request of any length has the
     memory of one window. Positions behind the window are overwritten by new ones, and those of a
     rejected draft by the next token there, so no policy is needed.
     """
@@ -38,7 +38,7 @@ class WindowKV(BySlot):
         return write_at(pool, 1, moves.target_slots, pool[:, moves.source_slots])
 
     def taps_of(self, part: str) -> int:
-        return self.window
+        return self.window  # an imported ring has zeros before the window
 
     def allocate_checkpoints(self, sizes: PoolSizes) -> KV:
         return self.allocate(sizes)

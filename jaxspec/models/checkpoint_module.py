@@ -27,7 +27,7 @@ class CheckpointModule(nnx.Module, abc.ABC):
     # Canonical names of tensors that a checkpoint may have twice, and those of the originals. A
     # copy must be equal and is not loaded.
     copies: ClassVar[Mapping[str, str]] = {}
-    draft_method: ClassVar[str] = "draft_model"  # which drafts with it
+    draft_method: ClassVar[str] = "draft_model"  # method of a `speculative_config` with it
 
     @abc.abstractmethod
     def __init__(

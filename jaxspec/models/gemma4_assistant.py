@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ _NO_PARTS = {
 }
 # A choice of ids to score, instead of all (E2B, E4B): `token_ordering` and centroids of clusters.
 _CLUSTERS = "masked_embedding."
+_EMBEDDINGS = "model.embed_tokens.weight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Gemma4Assistant(CheckpointModule):
     """
 
     draft_method: ClassVar[str] = "assistant"
+    copies: ClassVar[Mapping[str, str]] = {"lm_head.weight": _EMBEDDINGS}
 
     def __init__(
         self, config: ModelConfig, dtype: jnp.dtype, tensors: Collection[str] | None = None
@@ -73,10 +75,23 @@ class Gemma4Assistant(CheckpointModule):
 
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        """Read the layers' fields as Gemma 4's, and an `AssistantConfig`."""
+        """Read the layers' fields as Gemma 4's, and an `AssistantConfig`.
+
+        Raises:
+            ValueError: A field is missing, malformed or not implemented.
+        """
         fields.refuse_all_but(_NO_PARTS)
-        own = Fields({**fields.entries, "num_kv_shared_layers": 0, "text_config": None})
+        if fields.tie_word_embeddings is False:
+            raise ValueError(
+                "config.json: `tie_word_embeddings` must be true in an assistant of Gemma 4, got "
+                "false: it has one table of embeddings, which is its output head. Take the "
+                "config.json that was published with the weights."
+            )
+        others = {"num_kv_shared_layers": 0, "text_config": None}
+        others["final_logit_softcapping"] = None  # of the target: transformers does not apply it
+        own = Fields({**fields.entries, **others})
         config = Gemma4.parse_config(own)
+        fields.sizes.update(own.sizes)
         target = AssistantConfig(fields.need("backbone_hidden_size", SIZE))
         return dataclasses.replace(
             config,
@@ -86,8 +101,7 @@ class Gemma4Assistant(CheckpointModule):
 
     @staticmethod
     def canonical_name(name: str, config: ModelConfig) -> str | None:
-        is_read = not name.startswith((_CLUSTERS, "lm_head."))  # a tied copy
-        return Gemma4.canonical_name(name, config) if is_read else None
+        return None if name.startswith(_CLUSTERS) else Gemma4.canonical_name(name, config)
 
     def __call__(
         self,
@@ -111,11 +125,11 @@ class Gemma4Assistant(CheckpointModule):
         """
         config = self.config
         (stream,), pending = self.before(jnp.concatenate([embedded, hidden], axis=-1)), None
-        turns = LayerInputs.of(
+        layer_inputs = LayerInputs.of(
             dataclasses.replace(rows, positions=positions), config.rope, config.full_rope
         )
         for layer in self.layers:
-            stream, pending, _ = layer(stream, pending, turns, pools)
+            stream, pending, _ = layer(stream, pending, layer_inputs, pools)
         _, scored = self.norm.add(stream, pending)
         (output,) = self.after(scored)
         return output, scored
@@ -128,4 +142,4 @@ class Gemma4Assistant(CheckpointModule):
                 yield each.scaled(math.sqrt(each.shape[0])) if is_query_norm else each
         yield from self.norm.checkpoint("model.norm")
         yield from self.after.checkpoint("")
-        yield from self.lm_head.checkpoint("model.embed_tokens.weight")
+        yield from self.lm_head.checkpoint(_EMBEDDINGS)

@@ -1,4 +1,4 @@
-"""Options of each draft method: MTP, draft model, n-gram, suffix, EAGLE-3, and custom proposers.
+"""Options of each draft method: MTP, draft model, assistant, n-gram, suffix, EAGLE-3, custom.
 
 `ExtractHiddenStatesOptions` configures a method that drafts nothing and saves hidden states. Each
 class has the ClassVars of `speculation.MethodOptions`: `num_drafts` and `has_distribution`.

@@ -147,7 +147,7 @@ class SpeculativeConfig:
         if isinstance(nested := value.get("options"), Mapping):  # the format of `asdict`
             value = {**nested, **{key: value[key] for key in value if key != "options"}}
         method = own_name(value.get("method", SpeculativeConfig.method))
-        if isinstance(method, str) and method == "mtp" and "model" in value:
+        if isinstance(method, str) and method == "mtp" and value.get("model") is not None:
             method = "assistant"  # vLLM's spelling
             value = {**value, "method": method}
         own = [field.name for field in dataclasses.fields(SpeculativeConfig)]

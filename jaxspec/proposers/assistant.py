@@ -42,7 +42,7 @@ class AssistantProposer(Proposer):
                 "draft with the target's own head, use the method 'mtp' without 'model'; with it, "
                 f"use {drafter.family.draft_method!r}."
             )
-        for what, own, of_target in _sizes(drafter.config, model.config):
+        for what, own, of_target in _sizes(drafter.config.whole, model.config.whole):
             if own != of_target:
                 raise ValueError(
                     f"An assistant must have the target's {what}, which is {of_target}, and {name} "
@@ -50,8 +50,9 @@ class AssistantProposer(Proposer):
                 )
         if model.config.scales_kv:
             raise ValueError(
-                "An assistant reads the target's keys and values without scales, and these have "
-                "them. Leave kv_cache_dtype out, or use the method 'ngram'."
+                "An assistant reads keys and values without scales, and the target's are stored "
+                "with those of its folder. Leave out kv_dtype='float8_e4m3fn', or draft by the "
+                "method 'ngram'."
             )
         is_drawn = config.draft_sample_method == "probabilistic"
         return cls(config.num_drafts, drafter, is_drawn)

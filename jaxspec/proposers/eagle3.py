@@ -43,8 +43,9 @@ class Eagle3Proposer(Proposer):
         name = config.options.model
         if not issubclass(drafter.family, Eagle3Head):
             raise ValueError(
-                f"The method 'eagle3' needs an EAGLE-3 head, and {name} is a whole model. Use the "
-                "method 'draft_model' with it, or give a head that was trained for the target."
+                f"The method 'eagle3' needs an EAGLE-3 head, and {name} is none. Use the method "
+                f"{drafter.family.draft_method!r} with it, or give a head that was trained for the "
+                "target."
             )
         own = drafter.config.part(Eagle3Config)
         _check_size(name, "ids", drafter.config.vocab_size, model.vocab_size)

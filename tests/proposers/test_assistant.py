@@ -1,7 +1,9 @@
 """An assistant drafts, inside the engine, what transformers' assistant drafts."""
 
 import dataclasses
+import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,13 +24,20 @@ from safetensors import safe_open
 
 from jaxspec import LLM, SamplingParams, inspect
 from jaxspec.models.base import ModelSpec
+from jaxspec.models.fields import Fields
+from jaxspec.models.gemma4_assistant import Gemma4Assistant
 from jaxspec.options import SpeculativeConfig
 from jaxspec.options.draft_methods import AssistantOptions, DraftModelOptions
 from jaxspec.proposers import make_proposer
 
 TARGET, ASSISTANT = "gemma4_shared", "gemma4_assistant"
 PROMPTS = prompts(5, seed=4, longest=40)
+CONFIG = json.loads((FIXTURES / ASSISTANT / "config.json").read_text())
 LENGTHS = [5, 20, 45, 70]  # of prompts; the window is 8
+
+
+def parse_config(content):
+    return Gemma4Assistant.parse_config(Fields(content))
 
 
 def make(*, drafts=3, **options):
@@ -129,6 +138,21 @@ def test_heads_and_models_are_not_taken_for_assistants():
     config = SpeculativeConfig("draft_model", options=DraftModelOptions("a/b"))
     with pytest.raises(ValueError, match="is a head that drafts for one. Use .* 'assistant'"):
         make_proposer(config, model(TARGET), spec_of())
+
+
+def test_keys_and_values_with_scales_are_refused():
+    config = dataclasses.replace(parse_config(CONFIG), scales_kv=True)
+    with pytest.raises(ValueError, match="stored without scales.* Leave out kv_dtype"):
+        jax.eval_shape(lambda: Gemma4Assistant(config, jnp.float32).norm.weight[...])
+
+
+def test_an_assistant_has_one_table_and_its_clusters_are_not_read():
+    for name in ("masked_embedding.centroids.weight", "masked_embedding.token_ordering"):
+        assert Gemma4Assistant.canonical_name(name, parse_config(CONFIG)) is None
+    assert Gemma4Assistant.copies == {"lm_head.weight": "model.embed_tokens.weight"}
+    untied = {"tie_word_embeddings": False}
+    with pytest.raises(ValueError, match="`tie_word_embeddings` must be true"):
+        parse_config(CONFIG | untied | {"text_config": CONFIG["text_config"] | untied})
 
 
 @pytest.mark.soak

@@ -236,7 +236,7 @@ def test_a_head_of_another_model_is_refused(target, layers, changes, message):
 
 def test_heads_and_models_are_not_taken_for_each_other():
     config = SpeculativeConfig("eagle3", options=Eagle3Options("a/b"))
-    with pytest.raises(ValueError, match="a/b is a whole model. Use the method 'draft_model'"):
+    with pytest.raises(ValueError, match="a/b is none. Use the method 'draft_model'"):
         make_proposer(config, model("llama"), recipe_of("llama_draft"))
     config = SpeculativeConfig("draft_model", options=DraftModelOptions("a/b"))
     with pytest.raises(ValueError, match="a/b is a head that drafts for one. Use .* 'eagle3'"):

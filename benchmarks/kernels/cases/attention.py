@@ -1,6 +1,7 @@
 """The cases of attention and of the pages it reads; `table.OPS` lists them."""
 
 import functools
+import math
 from collections.abc import Iterator
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.case import FEW, INPUTS, MANY, Case, about, live_rows
-from benchmarks.measure.shapes import ATTENTION
+from benchmarks.measure.shapes import ATTENTION, AttentionShape
 from jaxspec.pallas.attention.inputs import (
     QKNorm,
     attention_inputs,
@@ -16,6 +17,8 @@ from jaxspec.pallas.attention.inputs import (
 )
 from jaxspec.pallas.attention.paged import paged_attention, paged_attention_reference
 from jaxspec.pallas.attention.prefill import prefill_attention
+from jaxspec.pallas.attention.ring_tables import ring_length
+from jaxspec.pallas.attention.window import window_read, window_read_reference
 from jaxspec.pallas.paging.slot_mapping import slot_mapping, slot_mapping_reference
 from jaxspec.regions import DecodeRegion, PrefillRegion
 
@@ -110,6 +113,46 @@ def paged_attention_cases() -> Iterator[Case]:
                 yield _paged_attention_case(model, rows, context, 4, dtype="float8_e4m3fn")
         if model == "qwen3.5-9b":
             yield _paged_attention_case(model, 64, 4096, 4, dtype="float32")
+
+
+def window_attention_cases() -> Iterator[Case]:
+    """Reads of rings, with the heads and windows of gpt-oss 20B, Gemma 4 26B-A4B and E2B."""
+    for model, shape, window in (
+        ("gpt-oss-20b", AttentionShape(64, 8, 64), 128),
+        ("gemma-4-26b-a4b", AttentionShape(16, 8, 256), 1024),
+        ("gemma-4-e2b", AttentionShape(8, 1, 256), 512),
+    ):
+        for rows in (1, 64):
+            yield _window_attention_case(model, shape, window, rows, width=4)
+
+
+def _window_attention_case(model, shape, window, rows, width):
+    rng, dtype, ring = np.random.default_rng(0), jnp.dtype("bfloat16"), ring_length(window, width)
+    region = newest_tokens(_int32(1 + rng.permutation(rows)), 8 * ring, width)
+    heads = shape.kv_heads, shape.head_dim
+    layer_bytes = 2 * rows * (window - 1 + width) * math.prod(heads) * dtype.itemsize
+
+    def pool(layers):
+        """The rings, and the queries: a call's output, so that the calls follow each other."""
+        keys = jax.random.split(jax.random.key(0))
+        shapes = (layers, rows + 1, ring, 2, *heads), (rows, width, shape.heads, shape.head_dim)
+        return tuple(map(functools.partial(jax.random.normal, dtype=dtype), keys, shapes))
+
+    def run(op, pool, layer, region):
+        rings, queries = pool
+        out = op(queries, rings, layer, region, window=window)
+        return out, (rings, out)
+
+    return Case(
+        op="window_attention",
+        about=about(model, shape, dtype, rows=rows, window=window, width=width),
+        run=functools.partial(run, window_read),
+        reference=functools.partial(run, window_read_reference),
+        pool=pool,
+        layer_bytes=layer_bytes,
+        operands=(region,),
+        total_bytes=layer_bytes,
+    )
 
 
 def _paged_attention_case(model, rows, context, width, page_size=PAGE_SIZE, dtype="bfloat16"):

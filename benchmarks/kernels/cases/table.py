@@ -8,6 +8,7 @@ from benchmarks.kernels.cases.attention import (
     paged_attention_cases,
     prefill_attention_cases,
     slot_mapping_cases,
+    window_attention_cases,
 )
 from benchmarks.kernels.cases.conv import (
     conv_update_cases,
@@ -63,5 +64,6 @@ OPS = {
     "slot_mapping": slot_mapping_cases,
     "latent_attention": latent_attention_cases,
     "paged_attention": paged_attention_cases,
+    "window_attention": window_attention_cases,
     "prefill_attention": prefill_attention_cases,
 }

@@ -30,11 +30,15 @@ class _QueriesOnly(GroupedAttention):
         Raises:
             ValueError: The config has a gate of the output, or scales of keys and values.
         """
-        if config.gated_attention or config.scales_kv:
+        if config.gated_attention:
             raise ValueError(
-                "A layer that shares keys and values has no gate, and its keys and values have no "
-                f"scales, got gated_attention={config.gated_attention} and "
-                f"scales_kv={config.scales_kv}. Leave kv_cache_dtype out."
+                "A layer that shares keys and values has no gate of its output, got "
+                "gated_attention=True. Let the family read another mixer."
+            )
+        if config.scales_kv:
+            raise ValueError(
+                "Keys and values that layers share are stored without scales, and this folder has "
+                "scales. Leave out kv_dtype='float8_e4m3fn': the model's own dtype needs none."
             )
         super().__init__(config, dtype)
 
@@ -101,7 +105,7 @@ class _FromRing(_QueriesOnly, WindowAttention):
 class ReadWindowAttention(_FromRing):
     """Attention of a token that is not in the ring yet, to the rest of its window.
 
-    The rows of a step are at the position before. There is no `prefill`.
+    The rows of a step are at the position before. Drafters run it, which have no prompts.
     """
 
     def prepare(
@@ -117,6 +121,11 @@ class ReadWindowAttention(_FromRing):
     ) -> tuple[Heads, Pools]:
         """Attend to the ring; the pools are unchanged."""
         return self._from_ring(tokens.queries, inputs, pools, self.window - 1)
+
+    def prefill(
+        self, tokens: WindowTokens, inputs: ModelInputs, pools: Pools, layer: int
+    ) -> tuple[Heads, Pools]:
+        raise NotImplementedError("A ring does not hold what the tokens of a prompt attend to.")
 
 
 class SharedWindowAttention(_FromRing):
@@ -136,7 +145,8 @@ class SharedWindowAttention(_FromRing):
     ) -> tuple[Heads, Pools]:
         """Attend from each row's tokens to its ring, which the earlier layer has written.
 
-        Of a `TokenRegion` it has not: positions are replaced that its tokens attend to.
+        For a `TokenRegion` the last reader writes it, because new positions replace ones that these
+        tokens attend to.
         """
         if isinstance(inputs.decode, TokenRegion):
             return WindowAttention.decode(self, tokens, inputs, pools, self._last_layer(pools))

@@ -98,7 +98,9 @@ class WindowAttention(GroupedAttention):
             config.num_heads,
             gated=False,
         )
-        return WindowTokens(*tokens), pools | {LENT: tokens[1:]} if self.share.lends else pools
+        if self.share.lends:
+            pools = pools | {LENT: tokens[1:]}
+        return WindowTokens(*tokens), pools
 
     def decode(
         self, tokens: WindowTokens, inputs: ModelInputs, pools: Pools, layer: int

@@ -98,12 +98,7 @@ def latent_attention_kernel(
     """Run `latent_attention` without an index; `splits` None means `_choose_splits`."""
     num_rows, width, heads, features = queries.shape
     layers, num_pages, page_size, _ = latents.shape
-    pages = PageTiles(
-        *(_BLOCK_KV, features, num_pages, page_size, *page_tables.shape),
-        layer_pages=num_pages,
-        value_pages=0,
-        value_columns=0,
-    )
+    pages = PageTiles(_BLOCK_KV, features, num_pages, page_size, *page_tables.shape)
     tiles = -(-width * heads // softmax.ROWS)
     splits = splits or _choose_splits(num_rows * tiles, pages.context)
     half, shared = value_dim // _WARPGROUPS, features - value_dim

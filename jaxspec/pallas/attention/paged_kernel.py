@@ -112,7 +112,7 @@ class _DtypeBlock(NamedTuple):
 
 
 def _block_of(sizes, query_dtype, pool_dtype, interpreted) -> _DtypeBlock:
-    """Return the block for these dtypes, which `_why_not_kernel` has accepted."""
+    """Return the block for these dtypes, which `why_not_kernel` has accepted."""
     # With inferred layouts (Warpgroup semantics), jax 0.11.2 also swizzles buffers that have no
     # transforms. `store_heads` would then read a token's heads of 64, fewer than eight rows, from
     # wrong addresses. In float32 all views have one row, so buffers are not swizzled.

@@ -14,14 +14,18 @@ PAGE = 16
 def ring_length(window: int, width: int) -> int:
     """Return the positions of a slot's ring, for steps of up to `width` tokens per row.
 
-    It has whole pages, and the positions of a row's windows do not share a page with themselves:
-    the first page has up to `PAGE` - 1 positions before the window.
+    It has whole pages, and no two positions that a step reads are in the same row of the ring: the
+    first page of a window has up to `PAGE` - 1 positions before it.
     """
     return -(-_span(window, width) // PAGE) * PAGE
 
 
 def kept_length(window: int) -> int:
-    """Return the number of positions before the next one that its pages have."""
+    """Return how many positions before the next token a ring must hold.
+
+    These are a window's, and up to `PAGE` - 1 before it in its first page. The kernel multiplies
+    the values of the latter by 0, so they must be finite: of the request, or zeros.
+    """
     return window - 1 + PAGE - 1
 
 

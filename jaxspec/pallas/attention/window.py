@@ -86,7 +86,8 @@ def window_read(
 ) -> _Decoded:
     """Attend as `window_attention`, to keys and values that are in the ring already.
 
-    The kernel is that of `paged_attention`, for rings of whole pages (`ring_tables`).
+    The kernel is that of `paged_attention`, for rings of whole pages (`ring_tables`). With 8-bit
+    rings it does not protect earlier tokens from a draft that is NaN.
     """
     num_rows, width, *_ = queries.shape
     _, num_slots, ring, *_ = pool.shape

@@ -52,15 +52,15 @@ class PageTiles:
     page_size: int
     num_slots: int
     table_width: int  # pages per row of the page table
-    layer_pages: int  # pages of a layer, those of keys and those of values
-    value_pages: int  # pages from keys to their values
-    value_columns: int  # columns likewise
+    layer_pages: int = 0  # pages per layer: keys, then values
+    value_pages: int = 0  # pages between a key page and its value page
+    value_columns: int = 0  # columns between a key and its value
 
     @classmethod
     def of(cls, kv, page_tables, block_kv: int) -> "PageTiles":
         num_pages, page_size, _, head_dim = kv.shape[2:]
         sizes = block_kv, head_dim, num_pages, page_size, *page_tables.shape
-        return cls(*sizes, layer_pages=2 * num_pages, value_pages=num_pages, value_columns=0)
+        return cls(*sizes, layer_pages=2 * num_pages, value_pages=num_pages)
 
     @classmethod
     def of_rings(cls, pool, page_size: int, page_tables, block_kv: int) -> "PageTiles":
@@ -68,7 +68,7 @@ class PageTiles:
         num_slots, ring, _, kv_heads, head_dim = pool.shape[1:]
         pages = num_slots * ring // page_size
         sizes = block_kv, head_dim, pages, page_size, *page_tables.shape
-        return cls(*sizes, layer_pages=pages, value_pages=0, value_columns=kv_heads * head_dim)
+        return cls(*sizes, layer_pages=pages, value_columns=kv_heads * head_dim)
 
     @property
     def context(self) -> int:

@@ -11,6 +11,7 @@ from attention import attention_oracle, decode_rows, normal, prompt_chunks
 
 from jaxspec.pallas.attention import references
 from jaxspec.pallas.attention import window as window_op
+from jaxspec.pallas.attention.ring_tables import PAGE, in_pages, ring_length
 from jaxspec.pallas.attention.window import window_attention, window_prefill, window_scan
 from jaxspec.regions import TokenRegion
 
@@ -25,11 +26,11 @@ prefill = jax.jit(window_prefill, static_argnums=4, static_argnames="window")
 class Sequences:
     """Keys and values of one sequence per slot, and the pool with those that are computed."""
 
-    def __init__(self, window, has_sinks=False):
+    def __init__(self, window, has_sinks=False, ring=None):
         self.rng = rng = np.random.default_rng(window)
         self.window, self.computed = window, np.zeros(SLOTS, int)
         self.keys, self.values = (normal(rng, SLOTS, LENGTH, KV_HEADS, DIM) for _ in range(2))
-        ring = window - 1 + WIDTH
+        ring = ring or window - 1 + WIDTH
         self.pool = jnp.full((2, SLOTS, ring, 2, KV_HEADS, DIM), jnp.nan, jnp.float32)
         self.sinks = normal(rng, HEADS) if has_sinks else None
         self.options = {"window": window, "sinks": self.sinks}
@@ -92,6 +93,23 @@ def test_each_token_sees_its_window(window, has_sinks):
         rows.decode(slots, np.where(slots, most, 0), np.where(slots, accepted, 0))
     rows.prefill([2, 3], [20, 5])  # as of a request that was preempted
     assert rows.computed[1:].min() > 100
+
+
+@pytest.mark.parametrize("window", [2, 17, 90])
+def test_what_the_kernel_reads_of_a_ring_is_finite(window):
+    """Positions before the window, too, whose values it multiplies by 0; the pool was NaN."""
+    rows = Sequences(window, ring=ring_length(window, WIDTH))
+    rows.prefill([1, 2, 3], [70, 1, 69])
+    rows.prefill([3, 2, 1], [1, 9, 2])
+    for step in range(12):
+        slots, accepted = np.array([1, 2, 3]), np.array([1, 2, 1 + step % 2])
+        region = decode_rows(slots, rows.computed[slots], accepted)
+        tables, region = in_pages(region, SLOTS, rows.pool.shape[2], window, WIDTH)
+        pages = np.asarray(rows.pool[1]).reshape(-1, PAGE, 2, KV_HEADS, DIM)
+        for row, before in enumerate(np.asarray(region.num_computed)):
+            read = pages[np.asarray(tables[row + 1])].reshape(-1, 2, KV_HEADS, DIM)
+            assert np.isfinite(read[:before]).all()
+        rows.decode(slots, np.array([3, 3, 3]), accepted)
 
 
 @pytest.mark.parametrize("at_once", [2, 3])

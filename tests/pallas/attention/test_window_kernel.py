@@ -108,6 +108,32 @@ def test_the_kernel_equals_its_reference_without_races(
     check(run, *case, window, sinks)
 
 
+@pytest.mark.mosaic
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_draft_that_is_nan_changes_no_token_before_it(dtype):
+    width, window = 4, 40
+    queries, pool, rows = case_of(AttentionShape(2, 1, 64), dtype, window, width)
+    run, failed = interpreted(splits=2), pool
+    for row in REAL:
+        for draft in range(2, int(rows.query_len[row])):
+            place = (int(rows.num_computed[row]) + draft) % pool.shape[2]
+            failed = failed.at[1, SLOTS[row], place].set(jnp.nan)
+    sound, out = (
+        np.asarray(run(queries, each, 1, rows, window=window), np.float32)
+        for each in (pool, failed)
+    )
+    for row in REAL:
+        np.testing.assert_array_equal(out[row, :2], sound[row, :2])
+        assert np.isnan(out[row, 2 : int(rows.query_len[row])]).all()
+
+
+@pytest.mark.mosaic
+def test_a_smaller_window_of_a_ring_is_read():
+    """As by an assistant, whose token takes one place of the window."""
+    case = case_of(AttentionShape(2, 1, 64), jnp.bfloat16, 40, 1)
+    check(interpreted(splits=1), *case, window=39)
+
+
 @pytest.mark.parametrize("window", [2, 17, 128])
 def test_pages_have_each_position_of_a_window_once(window):
     """Those that a row's tokens see are where the ring has them."""
