@@ -1008,6 +1008,7 @@ def test_a_size_that_is_near_the_right_one_is_refused(corpus):
     # What the tensors do not show.
     free = {"max_position_embeddings", "mtp_num_hidden_layers", "num_experts_per_tok"}
     free |= {"num_nextn_predict_layers", "block_multiple_of", "n_group", "topk_group"}
+    free |= {"sliding_window"}
     free |= {"index_topk", "model_max_length", "num_expert_group", "num_experts_per_token"}
     if "kv_lora_rank" in config:
         free |= {"num_key_value_heads"}
