@@ -29,13 +29,13 @@ from jaxspec.models.layers.trunk import LAYERS
 from jaxspec.models.model_inputs import ModelInputs
 
 _READING = {FULL_ATTENTION: SHARED_FULL, SLIDING_ATTENTION: READ_SLIDING}
-# Parts of a Gemma 4 that no assistant has, with the values that mean so.
+# Fields of parts that no assistant has, with the values that turn them off.
 _NO_PARTS = {
     "hidden_size_per_layer_input": (0,),
     "enable_moe_block": (False,),
     "use_double_wide_mlp": (False,),
 }
-# A choice of ids to score, instead of all (E2B, E4B): `token_ordering` and centroids of clusters.
+# Tensors of E2B's and E4B's that choose the ids to score: centroids of clusters, and their ids.
 _CLUSTERS = "masked_embedding."
 _EMBEDDINGS = "model.embed_tokens.weight"
 
@@ -51,9 +51,9 @@ class Gemma4Assistant(CheckpointModule):
     """A few Gemma 4 layers of queries only, on the keys and values of the target's last layers.
 
     A pass takes a token's embedding and the target's output before it, and returns an output of the
-    target's size for the next pass. All passes of a step read the same positions. The published
-    files of E2B and E4B have clusters of ids, which save most of the output head; here it scores
-    all ids.
+    target's size for the next pass. All passes of a step attend to the same positions. Published
+    files of E2B and E4B have clusters of ids, of which only some are scored; this class scores all
+    ids.
     """
 
     draft_method: ClassVar[str] = "assistant"

@@ -129,7 +129,7 @@ class ReadWindowAttention(_FromRing):
 
 
 class SharedWindowAttention(_FromRing):
-    """`WindowAttention` to the keys and values of an earlier layer, of this step's prompts, too."""
+    """`WindowAttention` to an earlier layer's keys and values, in the ring and in this step."""
 
     def prepare(
         self, projected: Projected, inputs: LayerInputs, pools: Pools, layer: int

@@ -22,7 +22,10 @@ _KVHeads = Float[Array, "tokens kv_heads head_dim"]
 
 
 LENT = "lent_window"
-"""Key in `Pools` of a step's keys and values, from the layer that lends them to the last reader."""
+"""Key of a step's keys and values in `Pools`, from the layer that lends them to the last reader.
+
+They are not a pool: the entry exists within one forward pass.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
