@@ -392,7 +392,8 @@ class ModelRunner:
             step, place = jitted_step(self._config, program), self._place(program)
             features = program.features if isinstance(program, Program) else GREEDY
             results = jax.tree.structure((args[2], DeviceOutput.structure(features)))
-            self._steps[program] = program_cache.kept(place, step, args, results, donated=2)
+            options = self._config.jit_options
+            self._steps[program] = program_cache.kept(place, step, args, results, options)
         return self._steps[program]
 
     def _run(

@@ -53,7 +53,7 @@ from jaxspec.runner.draft_inputs import draft_inputs
 from jaxspec.runner.logprobs import emitted_logprobs, prompt_logprobs
 from jaxspec.runner.output import DeviceOutput, pack_output
 from jaxspec.runner.prepare import StepInputs, prepare
-from jaxspec.runner.programs import XLA_OPTIONS
+from jaxspec.runner.programs import LOOP_OPTIONS, XLA_OPTIONS
 from jaxspec.runner.propose import allowed_drafts, num_dropped, propose
 from jaxspec.runner.remap import (
     remap,
@@ -83,6 +83,12 @@ class StepConfig:
     mailbox: Mailbox | None = None  # of each device; None if all-reduces sum
     matmul_precision: str | None = None  # None means JAX's default
     is_deterministic: bool = False  # a token's logits have the same bits in any step
+
+    @property
+    def jit_options(self) -> dict[str, Any]:
+        """Keyword arguments of `jax.jit` for all programs: the state is donated."""
+        options = LOOP_OPTIONS if self.is_deterministic else XLA_OPTIONS
+        return {"donate_argnums": 2, "compiler_options": options}
 
     @contextlib.contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -118,7 +124,7 @@ def new_step(config: StepConfig, program: AnyProgram) -> jax.stages.Wrapped:
     if config.mailbox is not None:
         step = _with_mailbox(step, config.mailbox)
     step = config.group.on_each(step, whole=3, equal=(False, True))
-    return jax.jit(step, donate_argnums=2, compiler_options=XLA_OPTIONS)
+    return jax.jit(step, **config.jit_options)
 
 
 def _with_mailbox(step: Callable[..., Any], mailbox: Mailbox) -> Callable[..., Any]:

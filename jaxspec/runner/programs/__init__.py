@@ -1,6 +1,6 @@
 """Caches on disk of traced and compiled programs, parallel tracing, and compile options."""
 
-XLA_OPTIONS: dict[str, bool | int] = {
+XLA_OPTIONS: dict[str, bool | int | str] = {
     # Keep all roundings to 16 bits. XLA would drop different ones in the fusions of each program,
     # and a request's results would depend on which programs ran it.
     "xla_allow_excess_precision": False,
@@ -10,4 +10,12 @@ XLA_OPTIONS: dict[str, bool | int] = {
     "xla_gpu_enable_triton_gemm": False,
     # Time cuBLAS's algorithms without comparing their results.
     "xla_gpu_autotune_level": 1,
+}
+
+# Loops run inside of CUDA graphs, as the rest of a step does. Otherwise the host waits for each
+# iteration's condition and launches its kernels one by one. XLA takes a whole list of commands.
+LOOP_OPTIONS = XLA_OPTIONS | {
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+    )
 }

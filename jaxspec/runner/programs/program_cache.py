@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import weakref
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from jax import export
 
 from jaxspec import device
 from jaxspec.pallas import dispatch
-from jaxspec.runner.programs import XLA_OPTIONS, program_key
+from jaxspec.runner.programs import program_key
 from jaxspec.runner.programs.own_files import own_folder, read_own, write_own
 
 _log = logging.getLogger(__name__)
@@ -35,7 +36,11 @@ _handed: dict[str, bytes] = {}  # unused programs from other processes, by file 
 
 
 def kept(
-    file: Path | None, function: Any, args: tuple[Any, ...], results: Any, *, donated: int
+    file: Path | None,
+    function: Any,
+    args: tuple[Any, ...],
+    results: Any,
+    options: Mapping[str, Any],
 ) -> jax.stages.Wrapped:
     """Return a function equivalent to `function`, from the cache if possible.
 
@@ -44,7 +49,7 @@ def kept(
         function: The jitted function, traced and cached if the file does not exist.
         args: Arguments, of which only shapes, dtypes and placement are used.
         results: PyTreeDef of the function's results.
-        donated: Number of the donated argument.
+        options: Keyword arguments of `jax.jit` with which `function` was jitted.
 
     Returns:
         The function, which is `function` itself if `file` is None or the export fails.
@@ -54,11 +59,11 @@ def kept(
     call = _calls.get(file.name)
     if call is None:
         try:
-            call = _found(file, function, args, results, donated)
+            call = _found(file, function, args, results, options)
             if call is None:
                 content = traced(function, args, platform())
                 keep(file, content)
-                call = _jitted(content, function, args, results, donated)
+                call = _jitted(content, function, args, results, options)
         except Exception as error:  # JAX can't export everything, such as `jax.debug.print`
             _log.info("a program is not kept: %r", error)
             return function
@@ -108,14 +113,14 @@ def hand_over(file: Path, content: bytes) -> None:
 
 
 def _found(
-    file: Path, function: Any, args: tuple[Any, ...], results: Any, donated: int
+    file: Path, function: Any, args: tuple[Any, ...], results: Any, options: Mapping[str, Any]
 ) -> jax.stages.Wrapped | None:
     """Load a program from another process or the cache; None if there is none that works."""
     content = _handed.pop(file.name, None) or _read(own_folder(file.parent) / file.name)
     if content is None:
         return None
     try:
-        return _jitted(content, function, args, results, donated)
+        return _jitted(content, function, args, results, options)
     except Exception as error:
         _log.info("a program is traced anew: %r", error)
         return None
@@ -156,7 +161,7 @@ def platform() -> str:
 
 
 def _jitted(
-    content: bytes, function: Any, args: tuple[Any, ...], results: Any, donated: int
+    content: bytes, function: Any, args: tuple[Any, ...], results: Any, options: Mapping[str, Any]
 ) -> jax.stages.Wrapped:
     chosen, _, program = content.partition(b"\n")
     for op, what, level in json.loads(chosen):
@@ -176,7 +181,7 @@ def _jitted(
         return jax.tree.unflatten(results, exported.call(*jax.tree.leaves(args)))
 
     call.__name__ = function.__name__  # for profiles and compilation logs
-    return jax.jit(call, donate_argnums=donated, compiler_options=XLA_OPTIONS)
+    return jax.jit(call, **options)
 
 
 # Files; after any error the program is traced again

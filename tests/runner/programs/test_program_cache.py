@@ -61,7 +61,7 @@ class Counted:
         args = {"x": jnp.arange(size)}, np.int32(2)
         results = jax.tree.structure(({"x": 0}, 0))
         file = place(self.jitted, args, closed_over)
-        return kept(file, self.jitted, args, results, donated=0)
+        return kept(file, self.jitted, args, results, {"donate_argnums": 0})
 
 
 @pytest.fixture
@@ -348,7 +348,7 @@ def test_a_program_that_jax_does_not_export_is_compiled_all_the_same(folder, cap
 
     jitted, args = jax.jit(step, donate_argnums=0), (jnp.arange(4),)
     file = place(jitted, args, "print")
-    assert kept(file, jitted, args, jax.tree.structure(0), donated=0) is jitted
+    assert kept(file, jitted, args, jax.tree.structure(0), {}) is jitted
     assert "a program is not kept" in caplog.text and files(folder) == []
 
 

@@ -21,5 +21,6 @@ def test_a_rounding_to_16_bits_is_kept():
 def test_a_program_from_disk_is_compiled_with_the_options():
     content = program_cache.traced(jax.jit(squares), (X,), "cpu")
     results = jax.tree.structure([0])
-    program = program_cache._jitted(content, squares, (X,), results, donated=())
+    options = {"compiler_options": XLA_OPTIONS}
+    program = program_cache._jitted(content, squares, (X,), results, options)
     np.testing.assert_array_equal(program(X)[0], SQUARES)
