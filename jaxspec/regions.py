@@ -83,3 +83,13 @@ def is_live(
 def real_tokens(query_len: Int[Array, " rows"], width: int) -> Bool[Array, "rows width"]:
     """Mask of a rectangle's real tokens: the first `query_len` of each row."""
     return jnp.arange(width, dtype=jnp.int32)[None, :] < query_len[:, None]
+
+
+def owner_of(index: Int[Array, "*n"], ends: Int[Array, " parts"]) -> Int[Array, "*n"]:
+    """Return which of adjacent parts each index is in; the last one for indices after all.
+
+    `ends` of the parts do not decrease. They are compared one by one: a search would be a loop,
+    which interrupts a GPU's queue of kernels.
+    """
+    owner = jnp.sum(index[..., None] >= ends, axis=-1, dtype=jnp.int32)
+    return jnp.minimum(owner, len(ends) - 1)

@@ -22,7 +22,7 @@ from jaxspec.models.layers.mixer import LayerInputs
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.moe import routes as routing
 from jaxspec.pallas.norm.residual import Pending, Stream
-from jaxspec.regions import NO_SLOT, DecodeRegion, PrefillRegion
+from jaxspec.regions import NO_SLOT, DecodeRegion, PrefillRegion, owner_of
 
 _PIECE = 256  # tokens scored at once: the logits of all would not fit into memory
 
@@ -104,8 +104,7 @@ class _FlatTexts:
         lengths = jnp.clip(lengths, 0, length)
         start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
         place = jnp.arange(count * length, dtype=jnp.int32)
-        text = jnp.searchsorted(start[1:], place, side="right").astype(jnp.int32)
-        text = jnp.minimum(text, count - 1)
+        text = owner_of(place, start[1:])
         position = place - start[text]
         flat = tokens[text, jnp.minimum(position, length - 1)]
         return cls(flat, text, position, start, length)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.base import Model
+from jaxspec.regions import owner_of
 from jaxspec.requests.request import INT32_MAX
 from jaxspec.requests.sampling_features import (
     LOGPROBS,
@@ -99,5 +100,5 @@ def _columns_of_tokens(inputs: StepInputs, count: int) -> dict[str, Array]:
     _, rows = inputs.places.split_rows(sampling_inputs(inputs.active).columns)
     assert inputs.model.prefill is not None
     ends = inputs.model.prefill.query_start[1:]
-    chunk = jnp.searchsorted(ends, jnp.arange(count, dtype=jnp.int32), side="right")
-    return jax.tree.map(lambda column: column[jnp.minimum(chunk, len(ends) - 1)], rows)
+    chunk = owner_of(jnp.arange(count, dtype=jnp.int32), ends)
+    return jax.tree.map(lambda column: column[chunk], rows)

@@ -16,7 +16,7 @@ from jaxspec.cache import Pools
 from jaxspec.models.base import ForwardOutput, Model, ModelInputs
 from jaxspec.pallas.attention.references import whole_context
 from jaxspec.pallas.row_tiles import carry_over_tiles
-from jaxspec.regions import NO_SLOT, DecodeRegion, TokenRegion
+from jaxspec.regions import NO_SLOT, DecodeRegion, TokenRegion, owner_of
 
 # Tokens per tile, by platform. On a CPU, LLVM may compile the rows at the end of a tile otherwise
 # than the first ones, so each token has its own. A GPU reads all weights for each tile, which takes
@@ -77,8 +77,7 @@ def _rows(inputs: ModelInputs) -> tuple[DecodeRegion, Int[Array, " tokens"]]:
     )
     if (chunks := inputs.prefill) is not None:
         token = jnp.arange(len(inputs.tokens) - len(slots), dtype=jnp.int32)
-        seq = jnp.searchsorted(chunks.query_start[1:], token, side="right").astype(jnp.int32)
-        seq = jnp.minimum(seq, len(chunks.slots) - 1)
+        seq = owner_of(token, chunks.query_start[1:])
         is_first = token == chunks.query_start[seq]
         slots = jnp.concatenate([slots, chunks.slots[seq]])
         starts = jnp.concatenate([starts, jnp.where(is_first, chunks.state_offset[seq], 0)])

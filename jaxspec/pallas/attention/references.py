@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import device
 from jaxspec.pallas import dispatch
-from jaxspec.regions import DecodeRegion, PrefillRegion
+from jaxspec.regions import DecodeRegion, PrefillRegion, owner_of
 
 _MIN_CONTEXT = 128  # positions read per row, however short the rows are
 _SCORES_AT_ONCE = 2**22  # of tiles side by side, for gradients
@@ -117,8 +117,7 @@ def in_tiles(
         return jnp.where(seq > 0, tiles_end[jnp.maximum(seq - 1, 0)], 0)
 
     def attend_tile(number):
-        seq = jnp.searchsorted(tiles_end, number, side="right").astype(jnp.int32)
-        seq = jnp.minimum(seq, num_seqs - 1)
+        seq = owner_of(number, tiles_end)
         offset = (number - first_tile(seq)) * tile
         start = chunks.query_start[seq] + offset
         own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, tile), padded)
@@ -139,8 +138,7 @@ def in_tiles(
         tiles = tiles.reshape(tiles.shape[0] * group, *tiles.shape[2:])
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    seq = jnp.searchsorted(chunks.query_start[1:], token, side="right").astype(jnp.int32)
-    seq = jnp.minimum(seq, num_seqs - 1)
+    seq = owner_of(token, chunks.query_start[1:])
     offset = token - chunks.query_start[seq]
     real = (offset >= 0) & (offset < length[seq])
     place = jnp.where(real, first_tile(seq) + offset // tile, 0)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.recurrent.state_select import state_select, why_not_states
-from jaxspec.regions import PrefillRegion
+from jaxspec.regions import PrefillRegion, owner_of
 
 CHUNK = 64  # tokens per chunk; a chunk never spans two sequences
 
@@ -53,8 +53,7 @@ def _one_by_one(step, tokens, initial, query_start, length):
 
     def take_chunk(chunk, carry):
         state, out, final = carry
-        seq = jnp.searchsorted(chunks_end, chunk, side="right").astype(jnp.int32)
-        seq = jnp.minimum(seq, len(length) - 1)
+        seq = owner_of(chunk, chunks_end)
         first = jnp.where(seq > 0, chunks_end[jnp.maximum(seq - 1, 0)], 0)
         offset = (chunk - first) * CHUNK
         start = query_start[seq] + offset
@@ -99,8 +98,7 @@ def _side_by_side(step, tokens, initial, query_start, length):
     final, out = jax.lax.scan(at_once, initial, jax.tree.map(taken, tokens))
     out = out.swapaxes(0, 1).reshape(seqs, count * size, *out.shape[3:])
     token = jnp.arange(jax.tree.leaves(tokens)[0].shape[0], dtype=jnp.int32)
-    owner = jnp.searchsorted(query_start[1:], token, side="right").astype(jnp.int32)
-    owner = jnp.minimum(owner, seqs - 1)
+    owner = owner_of(token, query_start[1:])
     offset = token - query_start[owner]
     real = (offset >= 0) & (offset < length[owner])
     out = out[owner, jnp.where(real, offset, 0)]
@@ -119,8 +117,7 @@ def token_by_token(
     initial = _initial_states(states, layer, chunks)
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = jnp.searchsorted(start[1:], token, side="right").astype(jnp.int32)
-    owner = jnp.clip(owner, 0, seqs - 1)
+    owner = owner_of(token, start[1:])
     real = (token >= start[0]) & (token < start[-1]) & live[owner]
 
     def take_token(current, scanned):

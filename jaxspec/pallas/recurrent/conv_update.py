@@ -15,7 +15,7 @@ from jaxspec.pallas.recurrent.conv_ring import (
     past_rows,
     ring_place,
 )
-from jaxspec.regions import DecodeRegion, PrefillRegion
+from jaxspec.regions import DecodeRegion, PrefillRegion, owner_of
 
 Taps = Float[Array, "kernel channels"]
 Bias = Float[Array, " channels"] | None
@@ -152,8 +152,7 @@ def conv_prefill(
     past = jnp.where((chunks.num_computed > 0)[:, None, None], past, jnp.zeros((), x.dtype))
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = jnp.searchsorted(start[1:], token, side="right").astype(jnp.int32)
-    owner = jnp.clip(owner, 0, seqs - 1)
+    owner = owner_of(token, start[1:])
     offset = token - start[owner]
     is_real = (token >= start[0]) & (token < start[-1])
 
