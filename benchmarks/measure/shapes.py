@@ -58,6 +58,12 @@ ATTENTION = {
     "nemotron-3-nano": AttentionShape(32, 2, 128),
     "llama-3.2-1b": AttentionShape(32, 8, 64),
 }
+WIDE_ATTENTION = {  # full attention beside windows
+    "gemma-4-e2b": AttentionShape(8, 1, 512),
+    "gemma-4-e4b": AttentionShape(8, 2, 512),
+    "gemma-4-26b-a4b": AttentionShape(16, 2, 512),
+    "gemma-4-31b": AttentionShape(32, 4, 512),
+}
 
 
 @dataclass(frozen=True)

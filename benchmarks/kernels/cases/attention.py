@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.case import FEW, INPUTS, MANY, Case, about, live_rows
-from benchmarks.measure.shapes import ATTENTION, AttentionShape
+from benchmarks.measure.shapes import ATTENTION, WIDE_ATTENTION, AttentionShape
 from jaxspec.pallas.attention.inputs import (
     QKNorm,
     attention_inputs,
@@ -23,6 +23,7 @@ from jaxspec.pallas.paging.slot_mapping import slot_mapping, slot_mapping_refere
 from jaxspec.regions import DecodeRegion, PrefillRegion
 
 PAGE_SIZE = 16
+SHAPES = ATTENTION | WIDE_ATTENTION
 
 
 def attention_inputs_cases() -> Iterator[Case]:
@@ -113,6 +114,8 @@ def paged_attention_cases() -> Iterator[Case]:
                 yield _paged_attention_case(model, rows, context, 4, dtype="float8_e4m3fn")
         if model == "qwen3.5-9b":
             yield _paged_attention_case(model, 64, 4096, 4, dtype="float32")
+    for rows, context in ((64, 4096), (1, 32768)):
+        yield _paged_attention_case("gemma-4-26b-a4b", rows, context, 4)
 
 
 def window_attention_cases() -> Iterator[Case]:
@@ -156,7 +159,7 @@ def _window_attention_case(model, shape, window, rows, width):
 
 
 def _paged_attention_case(model, rows, context, width, page_size=PAGE_SIZE, dtype="bfloat16"):
-    rng, shape, dtype = np.random.default_rng(0), ATTENTION[model], jnp.dtype(dtype)
+    rng, shape, dtype = np.random.default_rng(0), SHAPES[model], jnp.dtype(dtype)
     pages = rows * context // page_size
     tables = page_tables(rng, rows, pages)
     slots = _int32(1 + rng.permutation(rows))
@@ -198,10 +201,11 @@ def prefill_attention_cases() -> Iterator[Case]:
         for seqs, length in ((1, 8192), (8, 1024)):
             for context in (0, 4096):
                 yield _prefill_attention_case(model, seqs, length, context)
+    yield _prefill_attention_case("gemma-4-26b-a4b", 1, 2048, 4096)
 
 
 def _prefill_attention_case(model, seqs, length, context):
-    rng, shape = np.random.default_rng(0), ATTENTION[model]
+    rng, shape = np.random.default_rng(0), SHAPES[model]
     pages = seqs * (context + length) // PAGE_SIZE
     tables = page_tables(rng, seqs, pages)
     slots = _int32(1 + rng.permutation(seqs))

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec import device
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.attention.chunk_rows import attend_by_rows
 from jaxspec.pallas.attention.references import in_tiles, masked_softmax, over_longest_row
 from jaxspec.pallas.attention.token_index import TokenIndex
 from jaxspec.pallas.paging.kv_write import VectorPool
@@ -38,9 +39,11 @@ def latent_attention(
     an `index`, over `[rows, width]` tokens, each token attends to those that it selects.
     """
     sizes = {"value_dim": value_dim, "scale": scale}
-    why = _why_not_kernel(queries, latents, value_dim, index)
+    why, width = _why_not_kernel(queries, latents, value_dim, index), queries.shape[1]
+    if width > _MAX_KERNEL_WIDTH:
+        why = f"{width} tokens a row, more than {_MAX_KERNEL_WIDTH}"
     if dispatch.runs_kernel("latent_attention", why, rows=queries.shape[0]):
-        from jaxspec.pallas.attention.latent_kernel import latent_attention_kernel
+        from jaxspec.pallas.attention.wide_kernel import latent_attention_kernel
 
         on_device = dispatch.layer_index(latents, layer)
         return latent_attention_kernel(queries, latents, on_device, page_tables, rows, **sizes)
@@ -78,10 +81,20 @@ def latent_prefill_attention(
     Chunks, positions and padding are as in `prefill_attention`, and all else as in
     `latent_attention`; an `index` is over the region's tokens.
     """
-    why = "no kernel takes latents of prompts"
-    dispatch.runs_kernel("latent_prefill_attention", why, rows=queries.shape[0])
+    sizes = {"value_dim": value_dim, "scale": scale}
+    why = _why_not_kernel(queries, latents, value_dim, index)
+    num_rows = min(queries.shape[0], chunks.slots.shape[0])
+    if dispatch.runs_kernel("latent_prefill_attention", why, rows=num_rows):
+        from jaxspec.pallas.attention.wide_kernel import latent_attention_kernel
+
+        on_device = dispatch.layer_index(latents, layer)
+
+        def attend(queries, rows):
+            return latent_attention_kernel(queries, latents, on_device, page_tables, rows, **sizes)
+
+        return attend_by_rows(attend, queries, chunks, page_tables.shape[0], queries.shape[1])
     operands = queries, latents, layer, page_tables, chunks, index
-    return latent_prefill_attention_reference(*operands, value_dim=value_dim, scale=scale)
+    return latent_prefill_attention_reference(*operands, **sizes)
 
 
 def latent_prefill_attention_reference(
@@ -140,8 +153,8 @@ def _attend(queries, latents, layer, pages, position, num_real, index, value_dim
     length = jnp.where(num_real > 0, position + num_real, 0)
     written = (place[None, :] < length[:, None])[:, :, None]
     is_later = (place[None, :] > position[:, None])[:, :, None]
-    # Prompts have no kernel: a GPU multiplies weights and values in 16 bits, as kernels do. XLA's
-    # CPU backend has no such product.
+    # A GPU multiplies weights and values in 16 bits, as kernels do. XLA's CPU backend has no such
+    # product.
     is_cpu = device.default_device().platform == "cpu"
     dtype = jnp.dtype("float32") if is_cpu else queries.dtype
     values = held[:, :, :value_dim].astype(dtype)
@@ -157,11 +170,9 @@ def _attend(queries, latents, layer, pages, position, num_real, index, value_dim
 
 
 def _why_not_kernel(queries, latents, value_dim, index):
-    width, features, page_size = queries.shape[1], queries.shape[3], latents.shape[2]
+    features, page_size = queries.shape[-1], latents.shape[2]
     if index is not None:
         return "a token index"
-    if width > _MAX_KERNEL_WIDTH:
-        return f"{width} tokens a row, more than {_MAX_KERNEL_WIDTH}"
     if queries.dtype != jnp.bfloat16 or latents.dtype != jnp.bfloat16:
         return f"queries in {queries.dtype} over {latents.dtype}, not bfloat16"
     if value_dim not in (128, 256, 512) or features != value_dim + 64:

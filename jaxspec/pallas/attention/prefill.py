@@ -4,7 +4,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.attention.paged import softmax_factor
+from jaxspec.pallas.attention.chunk_rows import attend_by_rows
+from jaxspec.pallas.attention.paged import WIDE, softmax_factor, why_not_wide_kernel
 from jaxspec.pallas.attention.references import Sinks, in_tiles, masked_softmax
 from jaxspec.pallas.paging.kv_write import KVPool, KVScales
 from jaxspec.regions import PrefillRegion
@@ -30,12 +31,27 @@ def prefill_attention(
     float32, with `sinks` if there are any (`masked_softmax`). The output of padding (tokens outside
     every chunk, and chunks that are not live) is 0.
     """
-    why = _why_not_kernel(queries, kv, scales)
-    if dispatch.runs_kernel("prefill_attention", why, rows=queries.shape[0]):
-        from jaxspec.pallas.attention.prefill_kernel import prefill_attention_kernel
-
+    kv_heads, head_dim = kv.shape[4:]
+    is_wide = head_dim == WIDE
+    if is_wide:
+        why = why_not_wide_kernel(queries, kv, scales, sinks)
+    else:
+        why = _why_not_kernel(queries, kv, scales)
+    rows = min(queries.shape[0], chunks.slots.shape[0])
+    if dispatch.runs_kernel("prefill_attention", why, rows=rows):
         on_device = dispatch.layer_index(kv, layer)
-        return prefill_attention_kernel(queries, kv, on_device, page_tables, chunks, scales, sinks)
+        if not is_wide:
+            from jaxspec.pallas.attention.prefill_kernel import prefill_attention_kernel
+
+            operands = queries, kv, on_device, page_tables, chunks
+            return prefill_attention_kernel(*operands, scales, sinks)
+        from jaxspec.pallas.attention.wide_kernel import wide_attention_kernel
+
+        def attend(queries, rows):
+            return wide_attention_kernel(queries, kv, on_device, page_tables, rows)
+
+        group = queries.shape[1] // kv_heads
+        return attend_by_rows(attend, queries, chunks, page_tables.shape[0], group)
     return prefill_attention_reference(queries, kv, layer, page_tables, chunks, scales, sinks)
 
 

@@ -1,15 +1,24 @@
 """The kernel of latent_attention equals its reference: in Mosaic's interpreter, and on a GPU."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention import GARBAGE, decode_rows, normal
+from prompt_cases import check_prompts, prompt_case
 
+from benchmarks.measure.shapes import AttentionShape
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.attention.latent import latent_attention, latent_attention_reference
+from jaxspec.pallas.attention.chunk_rows import attend_by_rows
+from jaxspec.pallas.attention.latent import (
+    latent_attention,
+    latent_attention_reference,
+    latent_prefill_attention,
+    latent_prefill_attention_reference,
+)
 
 # Padding by slot, by length, and by slots that do not exist; the other rows are REAL.
 SLOTS = np.array([3, 0, 4, 10**6, 1, 5], np.int32)
@@ -64,7 +73,7 @@ def interpreted(splits, **params):
     """The op as its kernel in Mosaic's interpreter."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from jaxspec.pallas.attention.latent_kernel import latent_attention_kernel
+    from jaxspec.pallas.attention.wide_kernel import latent_attention_kernel
 
     options = {"splits": splits, "interpret": plgpu.InterpretGPUParams(**params)}
 
@@ -93,6 +102,41 @@ def test_the_kernel_equals_its_reference_without_races(
 
     run = interpreted(splits, detect_races=True)
     check(run, *kernel_case(heads, rank, width, page_size, table_width), rank)
+    assert not get_races().races_found
+
+
+def check_chunks(run, heads, rank, *case):
+    """`run` of prompt chunks equals the reference."""
+    shape, sizes = AttentionShape(heads, 1, rank + SHARED), {"value_dim": rank, "scale": SCALE}
+    queries, kv, tables, chunks = prompt_case(shape, jnp.bfloat16, *case)
+    operands = queries, kv[:, 0, ..., 0, :], 1, tables, chunks
+    expected = jax.jit(
+        functools.partial(latent_prefill_attention_reference, **sizes), static_argnums=2
+    )(*operands)
+    check_prompts(run(*operands, **sizes), expected, chunks, tolerance=0.04)
+
+
+@pytest.mark.mosaic
+@pytest.mark.parametrize(
+    ("heads", "rank", "page_size", "lengths", "computed"),
+    [
+        (16, 128, 16, [33, 1, 8, 3, 0], [0, 40, 30, 9, 50]),  # rows of 4 tokens
+        (20, 128, 24, [17, 0, 16, 3, 1], [0, 40, 63, 9, 64]),  # of 16, several tiles each
+        (128, 128, 64, [3, 1, 1, 3, 2], [0, 40, 63, 9, 126]),  # of one
+    ],
+)
+def test_the_kernel_attends_to_prompts_without_races(heads, rank, page_size, lengths, computed):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    kernel = interpreted(None, detect_races=True)
+
+    def run(queries, pool, layer, tables, chunks, **sizes):
+        def attend(queries, rows):
+            return kernel(queries, pool, layer, tables, rows, **sizes)
+
+        return attend_by_rows(attend, queries, chunks, len(tables), heads)
+
+    check_chunks(run, heads, rank, page_size, lengths, computed)
     assert not get_races().races_found
 
 
@@ -131,3 +175,13 @@ def test_on_a_gpu_the_kernel_equals_its_reference(heads, width):
     run = jax.jit(latent_attention, static_argnums=2, static_argnames=("value_dim", "scale"))
     check(run, *kernel_case(heads, 512, width, 16, 40), 512)
     assert dispatch.implementations()["latent_attention"] == ("kernel",)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [128, 20])
+def test_on_a_gpu_prompts_have_the_kernel(heads):
+    dispatch._chosen.pop("latent_prefill_attention", None)
+    sizes = "value_dim", "scale"
+    run = jax.jit(latent_prefill_attention, static_argnums=2, static_argnames=sizes)
+    check_chunks(run, heads, 512, 16, [300, 1, 257, 3, 64], [0, 130, 700, 9, 1000])
+    assert dispatch.implementations()["latent_prefill_attention"] == ("kernel",)
