@@ -91,5 +91,6 @@ def owner_of(index: Int[Array, "*n"], ends: Int[Array, " parts"]) -> Int[Array, 
     `ends` of the parts do not decrease. They are compared one by one: a search would be a loop,
     which interrupts a GPU's queue of kernels.
     """
-    owner = jnp.sum(index[..., None] >= ends, axis=-1, dtype=jnp.int32)
+    each = jnp.expand_dims(ends, tuple(range(index.ndim)))
+    owner = jnp.sum(index[..., None] >= each, axis=-1, dtype=jnp.int32)
     return jnp.minimum(owner, len(ends) - 1)

@@ -9,7 +9,13 @@ import numpy as np
 
 from benchmarks.kernels.case import Case
 from benchmarks.kernels.cases.attention import newest_tokens, page_tables
-from jaxspec.pallas.attention.latent import latent_attention, latent_attention_reference
+from jaxspec.pallas.attention.latent import (
+    latent_attention,
+    latent_attention_reference,
+    latent_prefill_attention,
+    latent_prefill_attention_reference,
+)
+from jaxspec.regions import PrefillRegion
 
 PAGE_SIZE, VALUE_DIM, FEATURES = 16, 512, 576
 HEADS = {
@@ -63,4 +69,53 @@ def _latent_attention_case(model, rows, context, width):
         operands=(tables, region),
         total_bytes=layer_bytes,
         flops=2 * rows * width * heads * context * (FEATURES + VALUE_DIM),
+    )
+
+
+def latent_prefill_attention_cases() -> Iterator[Case]:
+    """A chunk that begins a prompt, and one after 4096 tokens."""
+    for model in ("kimi-linear-48b", "glm-4.7-flash"):
+        for context in (0, 4096):
+            yield _latent_prefill_attention_case(model, 2048, context)
+
+
+def _latent_prefill_attention_case(model, length, context):
+    rng, heads = np.random.default_rng(0), HEADS[model]
+    pages = (context + length) // PAGE_SIZE
+    tables, one = page_tables(rng, 1, pages), jnp.ones(1, jnp.int32)
+    chunks = PrefillRegion(
+        slots=one,
+        num_computed=context * one,
+        query_start=jnp.asarray([0, length], jnp.int32),
+        state_offset=0 * one,  # only recurrent layers read it
+    )
+    layer_bytes = 2 * (context + length) * FEATURES
+
+    def pool(layers):
+        """The pool, and the queries; a call's output becomes a part of the next one's."""
+        keys, dtype = jax.random.split(jax.random.key(0)), jnp.bfloat16
+        latents = jax.random.normal(keys[0], (layers, 1 + pages, PAGE_SIZE, FEATURES), dtype)
+        return latents, jax.random.normal(keys[1], (length, heads, FEATURES), dtype)
+
+    def run(op, pool, layer, tables, chunks):
+        latents, queries = pool
+        out = op(queries, latents, layer, tables, chunks, value_dim=VALUE_DIM, scale=FEATURES**-0.5)
+        return out, (latents, queries.at[..., :VALUE_DIM].set(out))
+
+    return Case(
+        op="latent_prefill_attention",
+        about={
+            "model": model,
+            "heads": f"{heads} x {FEATURES}",
+            "dtype": "bfloat16",
+            "length": length,
+            "context": context,
+        },
+        run=functools.partial(run, latent_prefill_attention),
+        reference=functools.partial(run, latent_prefill_attention_reference),
+        pool=pool,
+        layer_bytes=layer_bytes,
+        operands=(tables, chunks),
+        total_bytes=layer_bytes,
+        flops=2 * length * heads * (context + length // 2) * (FEATURES + VALUE_DIM),
     )

@@ -15,7 +15,10 @@ from benchmarks.kernels.cases.conv import (
     gdn_inputs_cases,
     mamba2_inputs_cases,
 )
-from benchmarks.kernels.cases.latent import latent_attention_cases
+from benchmarks.kernels.cases.latent import (
+    latent_attention_cases,
+    latent_prefill_attention_cases,
+)
 from benchmarks.kernels.cases.matmul import (
     argmax_matmul_cases,
     gated_matmul_cases,
@@ -63,6 +66,7 @@ OPS = {
     "state_select": state_select_cases,
     "slot_mapping": slot_mapping_cases,
     "latent_attention": latent_attention_cases,
+    "latent_prefill_attention": latent_prefill_attention_cases,
     "paged_attention": paged_attention_cases,
     "window_attention": window_attention_cases,
     "prefill_attention": prefill_attention_cases,
