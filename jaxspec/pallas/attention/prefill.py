@@ -36,7 +36,7 @@ def prefill_attention(
     if is_wide:
         why = why_not_wide_kernel(queries, kv, scales, sinks)
     else:
-        why = _why_not_kernel(queries, kv, scales)
+        why = why_no_prefill_kernel(queries, kv, kv.shape[3], scales)
     rows = min(queries.shape[0], chunks.slots.shape[0])
     if dispatch.runs_kernel("prefill_attention", why, rows=rows):
         on_device = dispatch.layer_index(kv, layer)
@@ -100,8 +100,12 @@ def _attend(queries, kv, layer, pages, position, num_real, scales, sinks):
     return out.reshape(queries.shape).astype(queries.dtype)
 
 
-def _why_not_kernel(queries, kv, scales):
-    page_size, kv_heads, head_dim = kv.shape[3:]
+def why_no_prefill_kernel(queries, kv, page_size, scales):
+    """Return the reason why the kernel does not take these operands; None if it does.
+
+    `kv` is a `KVPool` or a `WindowPool`, whose last axes are the same.
+    """
+    kv_heads, head_dim = kv.shape[4:]
     group = queries.shape[1] // kv_heads
     if queries.dtype != jnp.bfloat16 or kv.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
         given = f"queries in {queries.dtype} over {kv.dtype}"

@@ -39,6 +39,7 @@ _FLOAT8_REGISTERS = {64: (224, 56), 128: (224, 56), 256: (232, 40)}  # by head_d
 class _BlockSizes:
     pages: PageTiles
     group: int  # query heads that share a key head
+    window: int | None = None  # positions that a token attends to; None means all
 
     @property
     def warpgroup_heads(self) -> int:
@@ -82,16 +83,17 @@ class _Smem(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Work of one block: a row of `_schedule`, and its number of tiles."""
+    """Work of one block: a row of `_schedule`, and its tiles; in loops they count from `first`."""
 
     slot: Any
     token: Any  # first token
     position: Any  # position of the first token
     end: Any  # number of positions that the block reads; 0 means no work
-    count: Any  # number of tiles of these positions
+    first: Any  # number of the first tile
+    count: Any  # number of tiles from there on
 
 
-@functools.partial(jax.jit, static_argnames=("block_kv", "interpret"))
+@functools.partial(jax.jit, static_argnames=("window", "block_kv", "interpret"))
 def prefill_attention_kernel(
     queries,
     kv,
@@ -101,14 +103,18 @@ def prefill_attention_kernel(
     scales=None,
     sinks=None,
     *,
+    window=None,
     block_kv=None,
     interpret=None,
 ):
-    """Run `prefill_attention`; `block_kv`: positions per tile, None means the default."""
+    """Run `prefill_attention`; `block_kv`: positions per tile, None means the default.
+
+    With a `window`, a token at position p attends to positions p - `window` + 1 to p.
+    """
     num_tokens, heads, head_dim = queries.shape
     kv_heads = kv.shape[4]
     pages = PageTiles.of(kv, page_tables, block_kv or _BLOCK_KV[head_dim])
-    sizes = _BlockSizes(pages, heads // kv_heads)
+    sizes = _BlockSizes(pages, heads // kv_heads, window)
     # The barrier keeps XLA from recomputing a token's row for every element that it gathers.
     work, row = lax.optimization_barrier(_schedule(sizes, chunks, num_tokens))
     flat = device.aligned(queries.reshape(num_tokens, heads * head_dim))
@@ -151,7 +157,7 @@ def _schedule(sizes, chunks, num_tokens):
     """Return the work of every block, and the row of the blocks' output that holds each token.
 
     Both are the same for all layers, so XLA computes them once. The work is `[blocks, 4]`: the
-    fields of `_Work` except the last. A token outside every chunk gets a row past the output.
+    first four fields of `_Work`. A token outside every chunk gets a row past the output.
     """
     num_seqs, pages, size = chunks.slots.shape[0], sizes.pages, sizes.tokens
     starts, ends = chunks.query_start[:-1], chunks.query_start[1:]
@@ -208,8 +214,11 @@ def _run_block(sizes, refs, smem):
     head, index, warpgroup = (lax.axis_index(name) for name in ("head", "tile", "warpgroup"))
     index = refs.work.shape[0] - 1 - index  # the last tokens take longest, so they start first
     slot, token, position, end = (refs.work[index, i] for i in range(4))
-    count = lax.div(end + sizes.pages.block_kv - 1, sizes.pages.block_kv)
-    work = _Work(slot, token, position, end, count)
+    first, block_kv = 0, sizes.pages.block_kv
+    if sizes.window is not None:
+        first = lax.div(jnp.maximum(position - (sizes.window - 1), 0), block_kv)
+    count = lax.div(end + block_kv - 1, block_kv) - first
+    work = _Work(slot, token, position, end, first, count)
     in_8_bits = smem.float8_tiles is not None
     registers = _FLOAT8_REGISTERS[sizes.pages.head_dim] if in_8_bits else _REGISTERS
 
@@ -232,25 +241,27 @@ def _copy(sizes, work, source, page_tables, smem):
     @pl.loop(0, work.count)
     def _(j):
         stage = lax.rem(j, _STAGES)
-        found = pages.find_pages(page_tables, work.slot, j)  # overlaps with the waits below
+        tile = work.first + j
+        found = pages.find_pages(page_tables, work.slot, tile)  # overlaps with the waits below
         for kind in (KEYS, VALUES):
             _wait_until_consumed(smem, kind, j, stage)
             target, produced = smem.ring[kind].at[stage], smem.produced[kind].at[stage]
-            pages.fetch(source, kind, j, found, target, produced)
+            pages.fetch(source, kind, tile, found, target, produced)
 
 
 def _copy_float8(sizes, work, source, page_tables, smem):
     """`_copy` for a float8_e4m3fn pool: tiles are widened on their way into the rings."""
     pages = sizes.pages
-    found = pages.find_pages(page_tables, work.slot, 0)
+    found = pages.find_pages(page_tables, work.slot, work.first)
     for kind in (KEYS, VALUES):
         target, produced = smem.float8_tiles[kind], smem.float8_produced[kind]
-        pages.fetch(source, kind, 0, found, target, produced)
+        pages.fetch(source, kind, work.first, found, target, produced)
 
     @pl.loop(0, work.count)
     def _(j):
         stage = lax.rem(j, _STAGES)
-        found = pages.find_pages(page_tables, work.slot, j + 1)
+        following = work.first + j + 1
+        found = pages.find_pages(page_tables, work.slot, following)
         for kind in (KEYS, VALUES):
             narrow, narrow_produced = smem.float8_tiles[kind], smem.float8_produced[kind]
             plgpu.barrier_wait(narrow_produced)
@@ -261,7 +272,7 @@ def _copy_float8(sizes, work, source, page_tables, smem):
 
             @pl.when(j + 1 < work.count)
             def _(kind=kind, target=narrow, produced=narrow_produced):
-                pages.fetch(source, kind, j + 1, found, target, produced)
+                pages.fetch(source, kind, following, found, target, produced)
 
 
 def _wait_until_consumed(smem, kind, j, stage):
@@ -340,10 +351,13 @@ def _attend(sizes, work, ahead, queries, weights_operand, scales, smem):
     factor = dim**-0.5 * softmax.LOG2E
     factor = factor if scales is None else factor * scales[0]
 
-    def mask(scores, j):
+    def mask(scores, base):
         row, position = (softmax.tile_iota(block_kv, i) for i in range(2))
-        newest = work.position + ahead + lax.rem(row, jnp.int32(sizes.warpgroup_tokens))
-        return jnp.where(position <= newest - j * block_kv, scores, -jnp.inf)
+        newest = work.position + ahead + lax.rem(row, jnp.int32(sizes.warpgroup_tokens)) - base
+        sees = position <= newest
+        if sizes.window is not None:
+            sees &= position > newest - sizes.window
+        return jnp.where(sees, scores, -jnp.inf)
 
     def clear(tile, written):
         """Zero the values that are not written: they may be non-finite, and 0 * NaN is NaN."""
@@ -357,13 +371,15 @@ def _attend(sizes, work, ahead, queries, weights_operand, scales, smem):
 
     def attend_tile(j, state):
         stage = lax.rem(j, _STAGES)
-        base, is_refilled = j * block_kv, j + _STAGES < work.count
+        base, is_refilled = (work.first + j) * block_kv, j + _STAGES < work.count
         plgpu.barrier_wait(smem.produced[KEYS].at[stage])
         scores = tensor_cores.product(queries, keys.at[stage].transpose((1, 0)))
         pl.when(is_refilled)(lambda: plgpu.barrier_arrive(smem.consumed[KEYS].at[stage]))
         # A tile that every query attends to in full needs no mask.
         is_masked = base + block_kv > work.position + 1
-        scores = lax.cond(is_masked, mask, lambda scores, j: scores, scores, j)
+        if sizes.window is not None:
+            is_masked |= base < work.position + sizes.tokens - sizes.window
+        scores = lax.cond(is_masked, mask, lambda scores, base: scores, scores, base)
         weights, state = softmax.update(state, scores, factor)
         plgpu.barrier_wait(smem.produced[VALUES].at[stage])
         tile = values.at[stage]

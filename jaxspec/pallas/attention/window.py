@@ -10,8 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.attention.paged import softmax_factor, why_not_kernel
+from jaxspec.pallas.attention.prefill import why_no_prefill_kernel
 from jaxspec.pallas.attention.references import Sinks, in_tiles, masked_softmax
 from jaxspec.pallas.attention.ring_tables import PAGE, in_pages, kept_length, why_no_pages
+from jaxspec.pallas.attention.window_pages import WindowPages
 from jaxspec.pallas.paging.kv_write import KVScales, as_stored
 from jaxspec.pallas.recurrent.conv_ring import past_rows, ring_place
 from jaxspec.regions import DecodeRegion, PrefillRegion, TokenRegion, real_tokens
@@ -197,7 +199,30 @@ def window_prefill(
     A chunk attends to its own keys and values, and to those before it in the ring, which then holds
     the newest, as many as `kept_length`, with zeros before the first position. Its memory does not
     grow with the prompt. The output of padding is 0.
+
+    The kernel is that of `prefill_attention`, over pages that XLA gathers (`WindowPages`). XLA
+    writes the ring.
     """
+    rows = min(len(queries), len(chunks.slots))  # without tokens or chunks there is no work
+    why = why_no_pages(pool.shape[2], window, 1)
+    why = why or why_no_prefill_kernel(queries, pool, PAGE, scales)
+    if dispatch.runs_kernel("window_prefill", why, rows=rows):
+        from jaxspec.pallas.attention.prefill_kernel import prefill_attention_kernel
+
+        kept, new = kept_length(window), jnp.stack(as_stored(keys, values, scales, pool.dtype))
+        pages = WindowPages.of(new, pool, layer, chunks, kept)
+        operands = pages.kv, jnp.int32(0), pages.tables, pages.chunks, scales, sinks
+        out = prefill_attention_kernel(queries, *operands, window=window)
+        return out, _with_newest(pool, layer, chunks, pages.newest(kept))
+    return window_prefill_reference(
+        *(queries, keys, values, pool, layer, chunks), window=window, scales=scales, sinks=sinks
+    )
+
+
+def window_prefill_reference(
+    queries, keys, values, pool, layer, chunks, *, window, scales=None, sinks=None
+):
+    """Reference for `window_prefill`, tile by tile so that only real tokens take time."""
     num_tokens, num_seqs = queries.shape[0], chunks.slots.shape[0]
     if not num_tokens or not num_seqs:
         return jnp.zeros_like(queries), pool
@@ -239,9 +264,16 @@ def window_prefill(
     every = jnp.arange(num_seqs, dtype=jnp.int32)
     ago = jnp.arange(-kept, 0, dtype=jnp.int32)[None, :]
     newest = at(every, chunks.query_len[:, None] + ago)
-    target = jnp.where(is_live, chunks.slots, num_slots)
-    ring_rows = past_rows(ring_place(computed, ring) + chunks.query_len, kept, ring)
-    return out, pool.at[layer, target[:, None], ring_rows].set(newest, mode="drop")
+    return out, _with_newest(pool, layer, chunks, newest)
+
+
+def _with_newest(pool, layer, chunks, newest):
+    """Write to the rings what is before the token after each chunk."""
+    _, num_slots, ring, *_ = pool.shape
+    target = jnp.where(chunks.is_live(num_slots), chunks.slots, num_slots)
+    place = ring_place(chunks.num_computed, ring) + chunks.query_len
+    ring_rows = past_rows(place, newest.shape[1], ring)
+    return pool.at[layer, target[:, None], ring_rows].set(newest, mode="drop")
 
 
 def _band(tokens: int, window: int) -> Array:

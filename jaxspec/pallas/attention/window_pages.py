@@ -1,0 +1,83 @@
+"""What prompt chunks over a sliding window attend to, in pages for the kernel of a prefill."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas.recurrent.conv_ring import ring_place
+from jaxspec.regions import PrefillRegion
+
+PAGE = 128
+"""Positions per page: a whole number of the kernel's tiles, so that each tile is one copy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowPages:
+    """Keys and values that a step's chunks attend to, in pages that follow each other.
+
+    Chunk s has those in the ring before it, its history, then its own:
+
+        sequence      ... p6 p7 p8 | t9 t10 t11    9 computed, of which the ring holds 3
+        its pages      p6 p7 p8 t9 | t10 t11 .  .   pages of 4; `chunks` counts positions from p6
+    """
+
+    kv: Float[Array, "1 2 pages page kv_heads head_dim"]  # a `KVPool` of one layer
+    tables: Int[Array, "seqs+1 width"]  # chunk s has table s + 1; padding has table 0
+    chunks: PrefillRegion  # the chunks that use these tables
+
+    @classmethod
+    def of(
+        cls,
+        new: Float[Array, "2 tokens kv_heads head_dim"],
+        pool: Float[Array, "layers slots ring 2 kv_heads head_dim"],
+        layer: int,
+        chunks: PrefillRegion,
+        kept: int,
+    ) -> "WindowPages":
+        """Return the pages of `new` and of up to `kept` positions before each chunk.
+
+        All indices are the same for all layers, so XLA computes them once.
+        """
+        _, num_slots, ring, *_ = pool.shape
+        num_tokens, num_seqs = new.shape[1], len(chunks.slots)
+        is_live = chunks.is_live(num_slots)
+        history = jnp.clip(chunks.num_computed, 0, kept)
+        # Clamped, because the host's numbers may be out of bounds.
+        length = jnp.where(is_live, jnp.clip(chunks.query_len, 0, num_tokens), 0)
+        count = jnp.where(is_live, (history + length + PAGE - 1) // PAGE, 0)
+        end = jnp.cumsum(count, dtype=jnp.int32)
+        first = end - count
+
+        page = jnp.arange((num_tokens + num_seqs * (kept + PAGE - 1)) // PAGE, dtype=jnp.int32)
+        seq = jnp.sum(page[:, None] >= end[None, :], axis=1, dtype=jnp.int32)
+        seq = jnp.minimum(seq, num_seqs - 1)
+        place = (page - first[seq])[:, None] * PAGE + jnp.arange(PAGE, dtype=jnp.int32)[None, :]
+        offset = place - history[seq][:, None]  # in the chunk
+        # What a row does not take is clamped: one position, which stays in the GPU's cache.
+        own = chunks.query_start[seq][:, None] + jnp.clip(offset, 0, length[seq][:, None] - 1)
+        earlier = chunks.num_computed[seq][:, None] + jnp.clip(offset, -kept, -1)
+        kind = jnp.arange(2, dtype=jnp.int32)[:, None, None]
+        slot = jnp.clip(chunks.slots, 0, num_slots - 1)[seq][:, None]
+        held = pool[layer, slot[None], ring_place(earlier, ring)[None], kind]
+        found = new[kind, jnp.clip(own, 0, num_tokens - 1)[None]]
+        kv = jnp.where((offset >= 0)[None, ..., None, None], found, held)
+
+        width = -(-(kept + num_tokens) // PAGE)
+        tables = first[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+        number = jnp.arange(1, num_seqs + 1, dtype=jnp.int32)
+        region = dataclasses.replace(
+            chunks, slots=jnp.where(is_live, number, 0), num_computed=history
+        )
+        return cls(kv[None], jnp.pad(tables, ((1, 0), (0, 0))), region)
+
+    def newest(self, kept: int) -> Float[Array, "seqs kept 2 kv_heads head_dim"]:
+        """Return the last `kept` keys and values of each chunk; zeros before its first position."""
+        size = self.chunks.num_computed + self.chunks.query_len
+        place = size[:, None] + jnp.arange(-kept, 0, dtype=jnp.int32)[None, :]
+        rows = self.kv[0].reshape(2, -1, *self.kv.shape[4:])
+        row = self.tables[1:, :1] * PAGE + jnp.maximum(place, 0)
+        row = jnp.clip(row, 0, rows.shape[1] - 1)[..., None]
+        found = rows[jnp.arange(2, dtype=jnp.int32)[None, None], row]
+        is_there = (place >= 0)[..., None, None, None]
+        return jnp.where(is_there, found, jnp.zeros((), found.dtype))
