@@ -18,7 +18,12 @@ from jaxspec.pallas.attention.inputs import (
 from jaxspec.pallas.attention.paged import paged_attention, paged_attention_reference
 from jaxspec.pallas.attention.prefill import prefill_attention
 from jaxspec.pallas.attention.ring_tables import ring_length
-from jaxspec.pallas.attention.window import window_read, window_read_reference
+from jaxspec.pallas.attention.window import (
+    window_prefill,
+    window_prefill_reference,
+    window_read,
+    window_read_reference,
+)
 from jaxspec.pallas.paging.slot_mapping import slot_mapping, slot_mapping_reference
 from jaxspec.regions import DecodeRegion, PrefillRegion
 
@@ -155,6 +160,49 @@ def _window_attention_case(model, shape, window, rows, width):
         layer_bytes=layer_bytes,
         operands=(region,),
         total_bytes=layer_bytes,
+    )
+
+
+def window_prefill_cases() -> Iterator[Case]:
+    """A prompt's chunk after 4096 tokens, with the heads and windows of two models."""
+    for model, shape, window in (
+        ("gpt-oss-20b", AttentionShape(64, 8, 64), 128),
+        ("gemma-4-26b-a4b", AttentionShape(16, 8, 256), 1024),
+    ):
+        yield _window_prefill_case(model, shape, window, length=2048, context=4096)
+
+
+def _window_prefill_case(model, shape, window, length, context):
+    dtype, heads = jnp.dtype("bfloat16"), (shape.kv_heads, shape.head_dim)
+    keys = jax.random.split(jax.random.key(0), 3)
+    new = jax.random.normal(keys[0], (2, length, *heads), dtype)
+    one, zero = jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32)
+    chunks = PrefillRegion(one, context * one, jnp.asarray([0, length], jnp.int32), zero)
+    position_bytes = 2 * math.prod(heads) * dtype.itemsize
+
+    def pool(layers):
+        """The rings, and the queries: a call's output, so that the calls follow each other."""
+        shapes = (layers, 2, ring_length(window, 4), 2, *heads), (length, shape.heads, heads[1])
+        return tuple(map(functools.partial(jax.random.normal, dtype=dtype), keys[1:], shapes))
+
+    def run(op, pool, layer, new, chunks):
+        rings, queries = pool
+        out, rings = op(queries, *new, rings, layer, chunks, window=window)
+        return out, (rings, out)
+
+    sizes = {"seqs": 1, "length": length, "context": context, "window": window}
+    return Case(
+        op="window_prefill",
+        about=about(model, shape, dtype, **sizes),
+        run=functools.partial(run, window_prefill),
+        reference=functools.partial(run, window_prefill_reference),
+        pool=pool,
+        layer_bytes=window * position_bytes,
+        operands=(new, chunks),
+        total_bytes=(length + 2 * window) * position_bytes
+        + 2 * length * shape.heads * shape.head_dim * dtype.itemsize,
+        calls=FEW,
+        flops=4 * shape.heads * shape.head_dim * length * window,
     )
 
 

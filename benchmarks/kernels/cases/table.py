@@ -9,6 +9,7 @@ from benchmarks.kernels.cases.attention import (
     prefill_attention_cases,
     slot_mapping_cases,
     window_attention_cases,
+    window_prefill_cases,
 )
 from benchmarks.kernels.cases.conv import (
     conv_update_cases,
@@ -70,4 +71,5 @@ OPS = {
     "paged_attention": paged_attention_cases,
     "window_attention": window_attention_cases,
     "prefill_attention": prefill_attention_cases,
+    "window_prefill": window_prefill_cases,
 }

@@ -60,7 +60,7 @@ class _Refs(NamedTuple):
     """Output and operands in global memory."""
 
     out: Any  # [blocks * tokens per block, heads * head_dim]
-    work: Any  # [blocks, 4], see `_schedule`
+    work: Any  # [blocks, 4 or, with a window, 5], see `_schedule`
     queries: Any  # [tokens, heads * head_dim]
     pool: Any  # from `flatten_pool`
     layer: Any  # [1]
@@ -83,14 +83,14 @@ class _Smem(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Work of one block: a row of `_schedule`, and its tiles; in loops they count from `first`."""
+    """Work of one block: a row of `_schedule`, with positions from the block's first tile on."""
 
     slot: Any
     token: Any  # first token
     position: Any  # position of the first token
     end: Any  # number of positions that the block reads; 0 means no work
-    first: Any  # number of the first tile
-    count: Any  # number of tiles from there on
+    first: Any  # number of its first tile
+    count: Any  # number of its tiles
 
 
 @functools.partial(jax.jit, static_argnames=("window", "block_kv", "interpret"))
@@ -156,8 +156,9 @@ def prefill_attention_kernel(
 def _schedule(sizes, chunks, num_tokens):
     """Return the work of every block, and the row of the blocks' output that holds each token.
 
-    Both are the same for all layers, so XLA computes them once. The work is `[blocks, 4]`: the
-    first four fields of `_Work`. A token outside every chunk gets a row past the output.
+    Both are the same for all layers, so XLA computes them once. The work has the fields of `_Work`
+    except the last and, without a window, the first tile. A token outside every chunk gets a row
+    past the output.
     """
     num_seqs, pages, size = chunks.slots.shape[0], sizes.pages, sizes.tokens
     starts, ends = chunks.query_start[:-1], chunks.query_start[1:]
@@ -177,7 +178,13 @@ def _schedule(sizes, chunks, num_tokens):
     # A block that would extend past the last token starts earlier, with tokens it does not own.
     token = starts[seq] + offset
     start = jnp.clip(token, 0, max(0, num_tokens - size))
-    work = jnp.stack([chunks.slots[seq], start, position + start - token, end], axis=1)
+    position = position + start - token
+    first, block_kv = jnp.zeros_like(block), sizes.pages.block_kv
+    if sizes.window is not None:
+        first = lax.div(jnp.maximum(position - (sizes.window - 1), 0), jnp.int32(block_kv))
+    position, end = (x - first * block_kv for x in (position, end))
+    work = [chunks.slots[seq], start, position, end, first]
+    work = jnp.stack(work[: 4 if sizes.window is None else 5], axis=1)
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     owner = jnp.sum(token[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
@@ -214,10 +221,8 @@ def _run_block(sizes, refs, smem):
     head, index, warpgroup = (lax.axis_index(name) for name in ("head", "tile", "warpgroup"))
     index = refs.work.shape[0] - 1 - index  # the last tokens take longest, so they start first
     slot, token, position, end = (refs.work[index, i] for i in range(4))
-    first, block_kv = 0, sizes.pages.block_kv
-    if sizes.window is not None:
-        first = lax.div(jnp.maximum(position - (sizes.window - 1), 0), block_kv)
-    count = lax.div(end + block_kv - 1, block_kv) - first
+    first = 0 if sizes.window is None else refs.work[index, 4]
+    count = lax.div(end + sizes.pages.block_kv - 1, sizes.pages.block_kv)
     work = _Work(slot, token, position, end, first, count)
     in_8_bits = smem.float8_tiles is not None
     registers = _FLOAT8_REGISTERS[sizes.pages.head_dim] if in_8_bits else _REGISTERS
@@ -240,8 +245,7 @@ def _copy(sizes, work, source, page_tables, smem):
 
     @pl.loop(0, work.count)
     def _(j):
-        stage = lax.rem(j, _STAGES)
-        tile = work.first + j
+        stage, tile = lax.rem(j, _STAGES), work.first + j
         found = pages.find_pages(page_tables, work.slot, tile)  # overlaps with the waits below
         for kind in (KEYS, VALUES):
             _wait_until_consumed(smem, kind, j, stage)
@@ -259,8 +263,7 @@ def _copy_float8(sizes, work, source, page_tables, smem):
 
     @pl.loop(0, work.count)
     def _(j):
-        stage = lax.rem(j, _STAGES)
-        following = work.first + j + 1
+        stage, following = lax.rem(j, _STAGES), work.first + j + 1
         found = pages.find_pages(page_tables, work.slot, following)
         for kind in (KEYS, VALUES):
             narrow, narrow_produced = smem.float8_tiles[kind], smem.float8_produced[kind]
@@ -371,14 +374,15 @@ def _attend(sizes, work, ahead, queries, weights_operand, scales, smem):
 
     def attend_tile(j, state):
         stage = lax.rem(j, _STAGES)
-        base, is_refilled = (work.first + j) * block_kv, j + _STAGES < work.count
+        base, is_refilled = j * block_kv, j + _STAGES < work.count
         plgpu.barrier_wait(smem.produced[KEYS].at[stage])
         scores = tensor_cores.product(queries, keys.at[stage].transpose((1, 0)))
         pl.when(is_refilled)(lambda: plgpu.barrier_arrive(smem.consumed[KEYS].at[stage]))
         # A tile that every query attends to in full needs no mask.
         is_masked = base + block_kv > work.position + 1
         if sizes.window is not None:
-            is_masked |= base < work.position + sizes.tokens - sizes.window
+            before = work.position - base  # positions of the tile before the first token
+            is_masked = (before < block_kv - 1) | (before > sizes.window - sizes.tokens)
         scores = lax.cond(is_masked, mask, lambda scores, base: scores, scores, base)
         weights, state = softmax.update(state, scores, factor)
         plgpu.barrier_wait(smem.produced[VALUES].at[stage])

@@ -3,13 +3,14 @@
 import dataclasses
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.recurrent.conv_ring import ring_place
 from jaxspec.regions import PrefillRegion
 
-PAGE = 128
-"""Positions per page: a whole number of the kernel's tiles, so that each tile is one copy."""
+PAGE = 64
+"""Positions per page: a tile of the kernel, or half of one, so a tile is one or two copies."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +57,17 @@ class WindowPages:
         offset = place - history[seq][:, None]  # in the chunk
         # What a row does not take is clamped: one position, which stays in the GPU's cache.
         own = chunks.query_start[seq][:, None] + jnp.clip(offset, 0, length[seq][:, None] - 1)
+        own = jnp.clip(own, 0, num_tokens - 1)
         earlier = chunks.num_computed[seq][:, None] + jnp.clip(offset, -kept, -1)
-        kind = jnp.arange(2, dtype=jnp.int32)[:, None, None]
+        earlier = ring_place(earlier, ring)
         slot = jnp.clip(chunks.slots, 0, num_slots - 1)[seq][:, None]
-        held = pool[layer, slot[None], ring_place(earlier, ring)[None], kind]
-        found = new[kind, jnp.clip(own, 0, num_tokens - 1)[None]]
+        # The barriers keep XLA from computing indices for every element that it gathers, and from
+        # reading the ring again for `newest`: it would copy the pool for that.
+        own, earlier, slot = lax.optimization_barrier((own[None], earlier[None], slot[None]))
+        kind = jnp.arange(2, dtype=jnp.int32)[:, None, None]
+        found, held = new[kind, own], pool[layer, slot, earlier, kind]
         kv = jnp.where((offset >= 0)[None, ..., None, None], found, held)
+        kv = lax.optimization_barrier(kv)
 
         width = -(-(kept + num_tokens) // PAGE)
         tables = first[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -77,7 +83,7 @@ class WindowPages:
         place = size[:, None] + jnp.arange(-kept, 0, dtype=jnp.int32)[None, :]
         rows = self.kv[0].reshape(2, -1, *self.kv.shape[4:])
         row = self.tables[1:, :1] * PAGE + jnp.maximum(place, 0)
-        row = jnp.clip(row, 0, rows.shape[1] - 1)[..., None]
+        row = lax.optimization_barrier(jnp.clip(row, 0, rows.shape[1] - 1)[..., None])
         found = rows[jnp.arange(2, dtype=jnp.int32)[None, None], row]
         is_there = (place >= 0)[..., None, None, None]
         return jnp.where(is_there, found, jnp.zeros((), found.dtype))
