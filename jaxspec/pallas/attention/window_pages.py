@@ -81,7 +81,8 @@ class WindowPages:
         """Return the last `kept` keys and values of each chunk; zeros before its first position."""
         size = self.chunks.num_computed + self.chunks.query_len
         place = size[:, None] + jnp.arange(-kept, 0, dtype=jnp.int32)[None, :]
-        rows = self.kv[0].reshape(2, -1, *self.kv.shape[4:])
+        pages, page = self.kv.shape[2:4]
+        rows = self.kv[0].reshape(2, pages * page, *self.kv.shape[4:])
         row = self.tables[1:, :1] * PAGE + jnp.maximum(place, 0)
         row = lax.optimization_barrier(jnp.clip(row, 0, rows.shape[1] - 1)[..., None])
         found = rows[jnp.arange(2, dtype=jnp.int32)[None, None], row]
