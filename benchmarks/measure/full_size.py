@@ -1,4 +1,4 @@
-"""Memory of large models on groups of H200s, and the least time of a step: computed, not measured.
+"""Memory of models on groups of H200s, and the least time of a step: computed, not measured.
 
     python -m benchmarks.measure.full_size --json FILE
 
@@ -18,11 +18,13 @@ from benchmarks.published import MODELS
 from jaxspec.device import StandIn, trace_for
 from jaxspec.inspection import Inspection, inspect
 from jaxspec.models import parse_config
-from jaxspec.models.layers.moe import sharing_experts
+from jaxspec.models.layers.moe import MoEConfig, sharing_experts
 from jaxspec.plan.step_shapes import StateConfig
 
 GROUPS = {  # numbers of GPUs
     "deepseek-v3.2": (8, 16),
+    "gemma-4-e2b": (1, 2),
+    "gemma-4-e4b": (1, 2),
     "kimi-linear-48b-a3b": (1, 2, 4, 8),
     "ling-3.0-flash": (2, 4, 8),
 }
@@ -46,8 +48,9 @@ class Case:
 
 def cases() -> Iterator[Case]:
     for model, groups in GROUPS.items():
+        has_experts = parse_config(MODELS[model].config).find_part(MoEConfig) is not None
         for devices in groups:
-            for whole in (False, True)[: 1 + (devices > 1)]:
+            for whole in (False, True)[: 1 + (has_experts and devices > 1)]:
                 yield Case(model, devices, whole)
 
 

@@ -334,6 +334,7 @@ def test_the_floor_of_a_device_counts_its_share_of_the_weights(floor, fixture, w
     assert sum(map(math.prod, matrices)) == counted
 
 
+@pytest.mark.mosaic
 @pytest.mark.soak
 def test_the_figures_of_full_size_are_those_of_the_code(monkeypatch):
     full_size = importlib.import_module("benchmarks.measure.full_size")
