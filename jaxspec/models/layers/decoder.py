@@ -46,6 +46,7 @@ from jaxspec.models.layers.parallel import Parallel
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.per_layer_input import PerLayer, PerLayerInput, PerLayerSizes
 from jaxspec.models.layers.shared_attention import (
+    QueriesOnly,
     ReadWindowAttention,
     SharedAttention,
     SharedWindowAttention,
@@ -112,7 +113,7 @@ class DecoderLayer(nnx.Module):
         mixes, feeds = mixer != NO_MIXER, feed_forward != NO_FEED_FORWARD
         own = config.of_mixer(mixer)
         self.mixer: Mixer[Any] | None = MIXERS[mixer](own, dtype) if mixes else None
-        self.owns_cache = mixer not in (SHARED_FULL, SHARED_SLIDING, READ_SLIDING)
+        self.owns_cache = not isinstance(self.mixer, QueriesOnly)
         if self.mixer is not None:
             self.input_norm = residual_norm(config, dtype)
             pools = [layer.mixer.pool for layer in earlier if layer.mixer is not None]

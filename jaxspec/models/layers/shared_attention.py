@@ -19,7 +19,7 @@ from jaxspec.pallas.norm.rms_norm import rms_norm
 from jaxspec.regions import TokenRegion
 
 
-class _QueriesOnly(GroupedAttention):
+class QueriesOnly(GroupedAttention):
     """Parameters of grouped-query attention without those of keys and values."""
 
     _normed = ("q_norm.weight",)
@@ -64,7 +64,7 @@ class _QueriesOnly(GroupedAttention):
         return ()
 
 
-class SharedAttention(_QueriesOnly, Attention):
+class SharedAttention(QueriesOnly, Attention):
     """`Attention` to the pages of the last layer that has its own."""
 
     def prepare(
@@ -84,7 +84,7 @@ class SharedAttention(_QueriesOnly, Attention):
         return super().prefill(tokens, inputs, pools, self._last_layer(pools))
 
 
-class _FromRing(_QueriesOnly, WindowAttention):
+class _FromRing(QueriesOnly, WindowAttention):
     def _from_ring(
         self, queries: Heads, inputs: ModelInputs, pools: Pools, window: int
     ) -> tuple[Heads, Pools]:
