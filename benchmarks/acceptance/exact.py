@@ -15,7 +15,6 @@ from benchmarks.acceptance.features import DEFAULTS, EVERYTHING, GREEDY, TWO_IDS
 from benchmarks.acceptance.job import EXACT_ON_DEVICES, Row, Rows
 from benchmarks.acceptance.models import (
     ALL_MODELS,
-    ASSISTANT,
     EXACT_CHUNK,
     NGRAM,
     config_of,
@@ -149,17 +148,18 @@ def _two_arms(rows: Rows, name: str, write: Callable[[Path], object], *arms: Any
 
 @contextlib.contextmanager
 def _written(rows: Rows, write: Callable[[Path], object]) -> Iterator[Path]:
-    """Yield a folder of the model with weights."""
+    """Yield a folder of the model with weights, which the folder of an assistant has in 16 bits."""
     job = rows.job
     config = config_of(job.model, is_small=job.is_small, exact=True)
     with folder_of(job.model, config) as folder:
         write(folder)
+        if assistant := drafts_of(job.model, folder).get("model"):
+            write_weights(Path(assistant))
         yield folder
 
 
 def _arm(rows: Rows, folder: Path, **others: Any) -> "Arm":
-    drafts = ALL_MODELS[rows.job.model].drafts
-    drafts = NGRAM if drafts is ASSISTANT else drafts  # an assistant's folder has no weights
+    drafts = drafts_of(rows.job.model, folder)
     options = {"load_format": "auto", "speculative_config": drafts, **others}
     return Arm(folder, rows, exact_options(Path(rows.job.cache), **options))
 

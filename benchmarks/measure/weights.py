@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.models import load_model
+from jaxspec.models import unread_model_or_head
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.weight_matrix import stored
 
@@ -159,7 +159,8 @@ def _packed(numbers: np.ndarray) -> np.ndarray:
 
 def _drawn(folder: Path, dtype: str, *, stacks: bool = True) -> dict[str, np.ndarray]:
     """Return the tensors of a checkpoint with random weights; `stacks`: experts are not alone."""
-    model = load_model(folder, jnp.dtype(dtype), load_format="dummy")
+    with unread_model_or_head(folder, jnp.dtype(dtype), load_format="dummy") as found:
+        model = found.read()
     tensors: dict[str, np.ndarray] = {}
     for placement in stored(model.checkpoint() if stacks else _spelled(model.checkpoint())):
         target = tensors.setdefault(placement.name, np.zeros(placement.shape, jnp.dtype(dtype)))

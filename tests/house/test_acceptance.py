@@ -6,10 +6,14 @@ import itertools
 import json
 import sys
 import types
+from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
-from jaxspec import RequestMetrics, RequestOutput, SamplingParams
+from benchmarks.published.gemma import GEMMA_MODELS
+from jaxspec import RequestMetrics, RequestOutput, SamplingParams, inspect
+from jaxspec.models import unread_model_or_head
 from jaxspec.requests.logprobs import Logprob
 from jaxspec.requests.outputs import CompletionOutput
 
@@ -132,6 +136,29 @@ def test_weights_in_float8_have_rows_of_features(monkeypatch, tmp_path, capsys):
     rows = json.loads((tmp_path / "accepted.json").read_text())["results"]
     timed = {row["feature"] for row in rows if "ms_per_token" in row}
     assert {feature.name for feature in features.SHORT_TABLE} <= timed
+
+
+def few_ids(model, **sizes):
+    config = GEMMA_MODELS[model].small(4)
+    config["text_config"] |= {"vocab_size": 512, "vocab_size_per_layer_input": 512}
+    return config
+
+
+@pytest.mark.soak
+def test_the_folder_of_an_assistant_has_weights_beside_those_of_any_form(monkeypatch):
+    """And an engine accepts both, held as published or dequantised."""
+    exact = importlib.import_module("benchmarks.acceptance.exact")
+    rows = types.SimpleNamespace(job=types.SimpleNamespace(model="gemma-4-e2b", is_small=True))
+    monkeypatch.setattr(exact, "config_of", few_ids)
+    for write in (exact.write_float8_weights, exact.write_int4_weights):
+        with exact._written(rows, write) as folder:
+            drafts = exact.drafts_of("gemma-4-e2b", folder)
+            with unread_model_or_head(Path(drafts["model"]), jnp.dtype("bfloat16")) as found:
+                assert found.read().draft_method == "assistant"
+            for quantization in (None, "dequantise"):
+                options = {"dtype": "bfloat16", "quantization": quantization}
+                found = inspect(folder, speculative_config=drafts, **options)
+                assert found.refused == () and found.num_drafts == 3
 
 
 def test_a_part_that_fails_or_has_no_time_is_listed_and_ends_no_other(
