@@ -29,6 +29,7 @@ DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=24, logprobs=0, ignor
 LENGTHS = 70, 61
 # As texts repeat, the second request drafts what the first one generated.
 DRAFTS = {"method": "suffix", "num_speculative_tokens": 3}
+RATES = [0.8, 0.6, 0.4]
 FAMILIES = [
     *("llama", "qwen3_5_moe", "mamba2", "nemotron_h", "falcon_h1", "lfm2", "gpt_oss"),
     *("kimi_linear", "deepseek_v3", "deepseek_v32", "granitemoehybrid", "nemotron_h_latent"),
@@ -221,6 +222,18 @@ def test_the_families_have_every_type_of_layer():
 def test_every_kind_of_layer_has_the_same_bits(name):
     llm = make(name)
     check(llm)
+    llm.close()
+
+
+@pytest.mark.soak
+@OPTIMIZED
+def test_drafts_of_an_assistant_change_no_bit():
+    """Accepted as often as those of a trained one; the text is of drafts, so these recur, too."""
+    assistant = {"method": "assistant", "model": str(FIXTURES / "gemma4_assistant")}
+    assistant |= {"synthetic_acceptance_rates": RATES}
+    llm = make("gemma4_shared", speculative_config={**DRAFTS, **assistant})
+    check(llm, dataclasses.replace(GREEDY_TEXT, seed=3))  # which drafts are accepted is drawn
+    assert accepted(llm) >= 40
     llm.close()
 
 

@@ -33,6 +33,7 @@ from jaxspec.proposers import make_proposer
 TARGET, ASSISTANT = "gemma4_shared", "gemma4_assistant"
 PROMPTS = prompts(5, seed=4, longest=40)
 CONFIG = json.loads((FIXTURES / ASSISTANT / "config.json").read_text())
+ONE = dataclasses.replace(GREEDY, max_tokens=1)
 LENGTHS = [5, 20, 45, 70]  # of prompts; the window is 8
 
 
@@ -75,6 +76,23 @@ def test_drafts_depend_on_the_accepted_text_alone(options):
     assistant = AssistantOracle(FIXTURES / ASSISTANT, oracle(TARGET))
     for tokens, drafts in heard:
         assistant.check(tokens, drafts)
+
+
+@pytest.mark.soak
+def test_drafts_after_a_hit_depend_on_the_text_alone():
+    """At the border of a window, before it and after it."""
+    kept = {"prefixes": "all", "num_checkpoints": 40, "num_pages": 120}
+    engine = make(synthetic=(0.8, 0.6, 0.4), max_in_flight=0, **kept)
+    engine.scheduler.prefixes.min_uncached = 6
+    prompt = tuple(np.random.default_rng(5).integers(0, 256, 22).tolist())
+    assistant = AssistantOracle(FIXTURES / ASSISTANT, oracle(TARGET))
+    for length in (3, 7, 8, 9, 15, 16, 17, 21):
+        engine.scheduler.prefixes.clear()
+        heard_drafts(engine, [(prompt[:length], ONE, 0)])
+        heard = heard_drafts(engine, [(prompt, GREEDY, 0)])
+        assert engine.requests[-1].num_cached_tokens == length and len(heard) > 2
+        for tokens, drafts in heard:
+            assistant.check(tokens, drafts)
 
 
 SYNCHRONOUS = {"max_in_flight": 0, "chunk": 1}
