@@ -16,7 +16,7 @@ from travellers import Traveller, all_is_free, by_wire, told
 from jaxspec.cache import policy, portable
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.session import Session
-from jaxspec.options.draft_methods import NgramOptions
+from jaxspec.options.draft_methods import AssistantOptions, NgramOptions
 from jaxspec.pallas.recurrent.state_select import state_select_reference
 from jaxspec.plan.block_plan import Read
 from jaxspec.plan.plan import EXPORT
@@ -26,6 +26,11 @@ from jaxspec.runner.step import make_step
 PROMPT = tuple(np.random.default_rng(5).integers(0, 256, 22).tolist())
 OTHER = tuple(np.random.default_rng(6).integers(0, 256, 9).tolist())
 NGRAM = {"method": "ngram", "options": NgramOptions(1, 2)}
+ASSISTANT = {
+    "method": "assistant",
+    "options": AssistantOptions("somewhere"),
+    "drafter": "gemma4_assistant",
+}
 BOTH = {"feature_sets": (SAMPLED.features,)}  # greedy requests run in the same programs
 SEEDED = dataclasses.replace(SAMPLED, seed=11)
 HOST = {"host_bytes": 2**26}
@@ -79,6 +84,11 @@ PAIRS = {
         {"drafts": 3, **NGRAM},
         {"drafts": 0, "page_size": 8, "max_in_flight": 0},
     ),
+    "an assistant": (
+        "gemma4_shared",
+        {"drafts": 3, **ASSISTANT},
+        {"drafts": 3, "page_size": 8, "max_in_flight": 0, **ASSISTANT},
+    ),
     "side by side": (
         "falcon_h1",
         {"drafts": 2, "states": REPLAY, **NGRAM},
@@ -96,7 +106,7 @@ WAYS = pytest.mark.parametrize(
     ids=["greedy, there", "sampled, back", "greedy, back", "sampled, there"],
 )
 QUICK = ("its head",)
-EXACT = {"its head"}  # both draft in the same way
+EXACT = {"its head", "an assistant"}  # both draft in the same way
 
 
 @pytest.fixture(

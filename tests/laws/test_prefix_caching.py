@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from harness import GREEDY, HYBRID, REPLAY, SAMPLED, SNAPSHOT, oracle, prompts
 from kept_prefixes import ask, keeping
-from pairwise import soak
 from walk import PROMPTS as WALKED
 from walk import random_walk, walk_harness
 
 from jaxspec.cache import policy, recurrent
 from jaxspec.options.draft_methods import (
+    AssistantOptions,
     DraftModelOptions,
     Eagle3Options,
     NgramOptions,
@@ -199,16 +199,17 @@ DRAFTERS = {
     "n-gram": (HYBRID, "ngram", NgramOptions(1, 3), None),
     "suffix": (HYBRID, "suffix", SuffixOptions(), None),
     "EAGLE-3": ("llama", "eagle3", Eagle3Options("somewhere"), "llama_eagle3"),
+    "assistant": ("gemma4_shared", "assistant", AssistantOptions("a/b"), "gemma4_assistant"),
     "hybrid drafter": ("llama_draft", "draft_model", DraftModelOptions("somewhere"), HYBRID),
 }
 
 
 @pytest.mark.soak
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["n-gram", "EAGLE-3", soak("suffix"), soak("hybrid drafter")])
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_whoever_drafts_a_hit_changes_no_token(name):
     fixture, method, options, drafter = DRAFTERS[name]
-    has_states = HYBRID in (fixture, drafter)
+    has_states = name != "EAGLE-3"
     engine = make(
         fixture,
         method=method,
