@@ -110,6 +110,16 @@ def test_the_memory_of_a_window_does_not_grow_with_the_context():
     assert pools["window_kv"].shape[0] == pools["kv"].shape[0] == 2
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("fixture", ["qwen2", "gemma4_shared"])
+def test_a_step_of_prompts_and_rows_copies_no_window(fixture):
+    runner = Harness(fixture).runner
+    shape = ",".join(map(str, runner.state.pools["window_kv"].shape))
+    for program in runner._programs.values():
+        lines = program.as_text().splitlines()
+        assert not [line for line in lines if f"[{shape}]" in line and " copy(" in line]
+
+
 @EACH
 def test_the_oracle_masks_the_window(fixture):
     """So it is no accident that the engine equals it: without the mask it gives other scores."""

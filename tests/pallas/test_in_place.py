@@ -50,12 +50,17 @@ def attention(pool, layer, x, start):
 
 
 def windows(pool, layer, x, start):
+    """Prompts come first, as in `DecoderLayer`: rows read after they have written."""
+    chunks, new = prefill_region(SLOTS, start, num_computed=1), jnp.ones((TOKENS, 1, 4)) + x
+    z, pool = window_prefill(jnp.ones((TOKENS, 2, 4)), new, new, pool, layer, chunks, window=7)
     rows = decode_region(SLOTS, 1, num_computed=start[:ROWS])
     new = jnp.ones((ROWS, WIDTH, 1, 4)) + x
     y, pool = window_attention(jnp.ones((ROWS, WIDTH, 2, 4)), new, new, pool, layer, rows, window=7)
-    chunks, new = prefill_region(SLOTS, start, num_computed=1), jnp.ones((TOKENS, 1, 4)) + y.sum()
-    z, pool = window_prefill(jnp.ones((TOKENS, 2, 4)), new, new, pool, layer, chunks, window=7)
-    new = jnp.ones((len(SCANNED), 1, 4)) + z.sum()
+    return y.sum() + z.sum(), pool
+
+
+def scanned_windows(pool, layer, x, start):
+    new = jnp.ones((len(SCANNED), 1, 4)) + x
     queries = jnp.ones((len(SCANNED), 2, 4))
     out, pool = window_scan(queries, new, new, pool, layer, scanned(start), window=7)
     return out.sum(), pool
@@ -123,6 +128,7 @@ def replay(pools, layer, x, start):
 POOLS = {
     attention: (LAYERS, 2, 8192, 8, 1, 4),
     windows: (LAYERS, 8192, 8, 2, 1, 4),
+    scanned_windows: (LAYERS, 8192, 8, 2, 1, 4),
     convolution: (LAYERS, 65536, 5, 4),
     recurrence: (LAYERS, 8192, 3, 2, 4, 4),
     mamba2: (LAYERS, 8192, 3, 2, 4, 4),

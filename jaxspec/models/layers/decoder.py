@@ -114,6 +114,9 @@ class DecoderLayer(nnx.Module):
         own = config.of_mixer(mixer)
         self.mixer: Mixer[Any] | None = MIXERS[mixer](own, dtype) if mixes else None
         self.owns_cache = not isinstance(self.mixer, QueriesOnly)
+        # Rows read windows after they have written their own. Prompts write before that read, or
+        # XLA on a CPU copies the pool, because it does not know that the read comes first.
+        self.prompts_first = isinstance(self.mixer, WindowAttention) and self.mixer.share.keeps
         if self.mixer is not None:
             self.input_norm = residual_norm(config, dtype)
             pools = [layer.mixer.pool for layer in earlier if layer.mixer is not None]
@@ -184,14 +187,20 @@ class DecoderLayer(nnx.Module):
 
     def _mix(self, tokens: Any, inputs: ModelInputs, pools: Pools) -> tuple[Pending, Pools]:
         """Run decode and prefill separately, and one output projection for both."""
-        mixer, split = self.mixer, inputs.num_decode_tokens
+        mixer, split, layer = self.mixer, inputs.num_decode_tokens, self.cache_layer
         assert mixer is not None
         rectangle = jax.tree.map(lambda x: x[:split], tokens)
-        heads, pools = mixer.decode(rectangle, inputs, pools, self.cache_layer)
-        if inputs.prefill is not None:
-            flat = jax.tree.map(lambda x: x[split:], tokens)
-            chunks, pools = mixer.prefill(flat, inputs, pools, self.cache_layer)
-            heads = jnp.concatenate([mixer.finish(heads, rectangle), chunks])
+        if inputs.prefill is None:
+            heads, pools = mixer.decode(rectangle, inputs, pools, layer)
+            return self._mixed(heads, tokens), pools
+        flat = jax.tree.map(lambda x: x[split:], tokens)
+        if self.prompts_first:
+            chunks, pools = mixer.prefill(flat, inputs, pools, layer)
+            heads, pools = mixer.decode(rectangle, inputs, pools, layer)
+        else:
+            heads, pools = mixer.decode(rectangle, inputs, pools, layer)
+            chunks, pools = mixer.prefill(flat, inputs, pools, layer)
+        heads = jnp.concatenate([mixer.finish(heads, rectangle), chunks])
         return self._mixed(heads, tokens), pools
 
     def _mixed(self, heads: jax.Array, tokens: Any) -> Pending:

@@ -136,9 +136,14 @@ class SharedWindowAttention(_FromRing):
     ) -> tuple[WindowTokens, Pools]:
         """Compute queries, and take the earlier layer's keys and values of the step."""
         keys, values = pools[LENT]
+        queries = self._queries(projected, inputs.rotation)
         if self.share.keeps:
             pools = {name: pool for name, pool in pools.items() if name != LENT}
-        return WindowTokens(self._queries(projected, inputs.rotation), keys, values), pools
+            # What is written now depends on what all readers before have read: without this order
+            # XLA on a CPU copies the pool.
+            live = inputs.step.live[:, None, None]
+            keys = jnp.where(live, keys, queries[:, : keys.shape[1]])
+        return WindowTokens(queries, keys, values), pools
 
     def decode(
         self, tokens: WindowTokens, inputs: ModelInputs, pools: Pools, layer: int
