@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels.case import Case
+from benchmarks.kernels.case import FEW, Case
 from benchmarks.kernels.cases.attention import newest_tokens, page_tables
 from jaxspec.pallas.attention.latent import (
     latent_attention,
@@ -116,6 +116,7 @@ def _latent_prefill_attention_case(model, length, context):
         pool=pool,
         layer_bytes=layer_bytes,
         operands=(tables, chunks),
-        total_bytes=layer_bytes,
+        total_bytes=layer_bytes + 2 * length * heads * (FEATURES + VALUE_DIM),
+        calls=FEW,
         flops=2 * length * heads * (context + length // 2) * (FEATURES + VALUE_DIM),
     )

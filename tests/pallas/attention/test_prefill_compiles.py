@@ -40,7 +40,8 @@ def test_prefill_attention(h200, monkeypatch, capfd, shape, dtype):
     sinks = array(shape.heads) if shape == GPT_OSS else None
     operands = queries, pool, array(65, 256, dtype=jnp.int32), chunks, scales, sinks
     compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
-    assert_lean(compiled, capfd.readouterr().out, pool)
+    spills = 64 if shape.heads // shape.kv_heads == 16 else 0
+    assert_lean(compiled, capfd.readouterr().out, pool, spills=spills)
     schedules = re.findall(r"custom-call\((%[\w.]+),", compiled.as_text())
     assert len(schedules) == 2 and len(set(schedules)) == 1  # one for all layers
 
