@@ -86,10 +86,12 @@ def real_tokens(query_len: Int[Array, " rows"], width: int) -> Bool[Array, "rows
 
 
 def owner_of(index: Int[Array, "*n"], ends: Int[Array, " parts"]) -> Int[Array, "*n"]:
-    """Return which of adjacent parts each index is in; the last one for indices after all.
+    """Return which of adjacent parts each index is in; indices after all parts get the last one.
 
-    `ends` of the parts do not decrease. They are compared one by one: a search would be a loop,
-    which interrupts a GPU's queue of kernels.
+    Parts end before their `ends`, which do not decrease. They are compared one by one: a search
+    would be a loop, which ends a GPU's CUDA graph.
+
+        owner_of([0, 1, 2, 3], [1, 1, 3]) == [0, 2, 2, 2]
     """
     each = jnp.expand_dims(ends, tuple(range(index.ndim)))
     owner = jnp.sum(index[..., None] >= each, axis=-1, dtype=jnp.int32)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 from jaxspec.models.base import ModelInputs
 from jaxspec.pallas.paging.slot_mapping import slot_mapping
 from jaxspec.plan.plan import Program
-from jaxspec.regions import DecodeRegion, PrefillRegion
+from jaxspec.regions import DecodeRegion, PrefillRegion, owner_of
 from jaxspec.runner.batch_state import BatchState
 from jaxspec.runner.device_plan import DevicePlan
 
@@ -170,8 +170,8 @@ def _prefill_region(rows: BatchState, plan: DevicePlan) -> tuple[PrefillRegion, 
         query_start=jnp.pad(starts, (1, 0)),
         state_offset=rows.state_offset,
     )
-    token = jnp.arange(plan.prefill_tokens.shape[0])
-    seq = jnp.sum(token[:, None] >= starts[None, :], axis=1)
+    token = jnp.arange(plan.prefill_tokens.shape[0], dtype=jnp.int32)
+    seq = owner_of(token, starts)
     live = token < starts[-1]
     seq = jnp.where(live, seq, 0)
     positions = rows.num_computed[seq] + token - region.query_start[seq]

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxspec.regions import owner_of
 from jaxspec.runner.batch_state import BatchState
 from jaxspec.runner.prepare import StepInputs
 from jaxspec.sampling import Acceptance
@@ -23,7 +24,7 @@ def with_chunks(tables: SamplingTables, inputs: StepInputs) -> SamplingTables:
     _, positions = inputs.places.split_tokens(inputs.model.positions)
     _, rows = inputs.places.split_rows(inputs.active)
     token = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    seq = jnp.sum(token[:, None] >= prefill.query_start[None, 1:], axis=1, dtype=jnp.int32)
+    seq = owner_of(token, prefill.query_start[1:])
     is_real = token < prefill.query_start[-1]
     seq = jnp.where(is_real, seq, 0)
     seen, bias = tables.seen, tables.bias

@@ -86,13 +86,17 @@ BUCKETS = StepShapes(
 )
 
 
+def config_of(proposer, **options):
+    graph, weights = nnx.split(SuccessorModel({}))
+    tree = jax.tree.structure(weights)
+    return StepConfig(BUCKETS, graph, tree, proposer, ExactVerifier(), (), Snapshot(), **options)
+
+
 @functools.cache
 def compiled_step(program):
     """The step, and the proposer that listens to it."""
-    graph, weights = nnx.split(SuccessorModel({}))
-    tree, proposer = jax.tree.structure(weights), Listener()
-    config = StepConfig(BUCKETS, graph, tree, proposer, ExactVerifier(), (), Snapshot())
-    return jax.jit(make_step(config, program)), proposer
+    proposer = Listener()
+    return jax.jit(make_step(config_of(proposer), program)), proposer
 
 
 def run_step(make_rows, rows, successors, *, num_decode=0, chunks=(), after_chunks=()):
@@ -278,3 +282,11 @@ def test_dropped_drafts_are_counted_where_they_are_verified(make_rows):
     assert output.num_dropped.tolist() == [2, 1, 0, 1]
     assert output.num_accepted.tolist() == [0, 1, 0, 0]
     assert output.tokens[1].tolist() == [21, 22, -1]
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_loops_of_a_deterministic_engine_run_inside_of_cuda_graphs(is_on):
+    options = config_of(None, is_deterministic=is_on).jit_options
+    commands = options["compiler_options"].get("xla_gpu_enable_command_buffer", "")
+    assert ("WHILE" in commands.split(",")) == is_on
+    assert options["donate_argnums"] == 2

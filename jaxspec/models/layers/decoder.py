@@ -114,8 +114,8 @@ class DecoderLayer(nnx.Module):
         own = config.of_mixer(mixer)
         self.mixer: Mixer[Any] | None = MIXERS[mixer](own, dtype) if mixes else None
         self.owns_cache = not isinstance(self.mixer, QueriesOnly)
-        # Rows read windows after they have written their own. Prompts write before that read, or
-        # XLA on a CPU copies the pool, because it does not know that the read comes first.
+        # Decoding reads the ring that it has just written. A later write by prompts would not
+        # depend on that read, so XLA on a CPU would copy the pool.
         self.prompts_first = isinstance(self.mixer, WindowAttention) and self.mixer.share.keeps
         if self.mixer is not None:
             self.input_norm = residual_norm(config, dtype)

@@ -139,8 +139,8 @@ class SharedWindowAttention(_FromRing):
         queries = self._queries(projected, inputs.rotation)
         if self.share.keeps:
             pools = {name: pool for name, pool in pools.items() if name != LENT}
-            # What is written now depends on what all readers before have read: without this order
-            # XLA on a CPU copies the pool.
+            # The write depends on this layer's queries, and so on the reads of all layers before,
+            # or XLA on a CPU would copy the pool. Only keys of padding change: nothing writes them.
             live = inputs.step.live[:, None, None]
             keys = jnp.where(live, keys, queries[:, : keys.shape[1]])
         return WindowTokens(queries, keys, values), pools

@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.regions import DecodeRegion, PrefillRegion, owner_of
 
-_QUERIES = 64  # per tile of the kernels
-_MAX_POSITION = 2**30  # above all contexts; positions of padding may be anything
+_QUERIES = 64  # per tile of the kernels (`online_softmax_block.ROWS`)
+_MAX_POSITION = 2**30  # clips positions of padding, to which offsets are added
 
 
 def attend_by_rows(

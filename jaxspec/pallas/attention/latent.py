@@ -11,13 +11,13 @@ from jaxtyping import Array, Float, Int
 from jaxspec import device
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.attention.chunk_rows import attend_by_rows
+from jaxspec.pallas.attention.paged import why_not_page_size
 from jaxspec.pallas.attention.references import in_tiles, masked_softmax, over_longest_row
 from jaxspec.pallas.attention.token_index import TokenIndex
 from jaxspec.pallas.paging.kv_write import VectorPool
 from jaxspec.regions import DecodeRegion, PrefillRegion
 
 _TILE = 64  # queries per tile of the prefill reference
-_MAX_KERNEL_WIDTH = 9
 
 
 def latent_attention(
@@ -39,9 +39,7 @@ def latent_attention(
     an `index`, over `[rows, width]` tokens, each token attends to those that it selects.
     """
     sizes = {"value_dim": value_dim, "scale": scale}
-    why, width = _why_not_kernel(queries, latents, value_dim, index), queries.shape[1]
-    if width > _MAX_KERNEL_WIDTH:
-        why = f"{width} tokens a row, more than {_MAX_KERNEL_WIDTH}"
+    why = _why_not_kernel(queries, latents, value_dim, index)
     if dispatch.runs_kernel("latent_attention", why, rows=queries.shape[0]):
         from jaxspec.pallas.attention.wide_kernel import latent_attention_kernel
 
@@ -177,6 +175,4 @@ def _why_not_kernel(queries, latents, value_dim, index):
         return f"queries in {queries.dtype} over {latents.dtype}, not bfloat16"
     if value_dim not in (128, 256, 512) or features != value_dim + 64:
         return f"latents of {value_dim} and {features - value_dim} features"
-    if page_size < 16 or page_size % 8:
-        return f"pages of {page_size}, no multiple of 8 from 16 on"
-    return None
+    return why_not_page_size(page_size)

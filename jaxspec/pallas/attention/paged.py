@@ -11,7 +11,7 @@ from jaxspec.pallas.paging.kv_write import KVPool, KVScales
 from jaxspec.regions import DecodeRegion
 
 WIDE = 512
-"""Features per head for which decoding and prompts share a kernel of its own."""
+"""Head size that runs `wide_kernel.py`, for decoding and for prompts."""
 
 _MAX_KERNEL_WIDTH = 9
 _KERNEL_DTYPES = (  # (queries, pool)
@@ -54,27 +54,28 @@ def paged_attention(
     num_rows, width, heads, head_dim = queries.shape
     if gate is not None:
         gate.check(num_rows * width, heads, head_dim)
-    is_wide = head_dim == WIDE
-    if is_wide:
-        why = _why_too_many_tokens(width) or why_not_wide_kernel(queries, kv, scales, sinks)
+    if head_dim == WIDE:
+        why = why_not_wide_kernel(queries, kv, scales, sinks)
     else:
         why = why_not_kernel(queries, kv, kv.shape[3], scales)
-    runs_kernel = dispatch.runs_kernel("paged_attention", why, rows=num_rows)
-    operands = queries, kv, dispatch.layer_index(kv, layer), page_tables, rows
-    if runs_kernel and not is_wide:
-        from jaxspec.pallas.attention.paged_kernel import paged_attention_kernel
-
-        return paged_attention_kernel(*operands, gate, scales, sinks)
-    if runs_kernel:
-        from jaxspec.pallas.attention.wide_kernel import wide_attention_kernel
-
-        out = wide_attention_kernel(*operands)
-    else:
+    if not dispatch.runs_kernel("paged_attention", why, rows=num_rows):
 
         def attend(tables):
             return paged_attention_reference(queries, kv, layer, tables, rows, scales, sinks)
 
         out = over_longest_row(attend, page_tables, rows, kv.shape[3])
+    elif head_dim == WIDE:
+        from jaxspec.pallas.attention.wide_kernel import wide_attention_kernel
+
+        on_device = dispatch.layer_index(kv, layer)
+        out = wide_attention_kernel(queries, kv, on_device, page_tables, rows)
+    else:
+        from jaxspec.pallas.attention.paged_kernel import paged_attention_kernel
+
+        on_device = dispatch.layer_index(kv, layer)
+        return paged_attention_kernel(
+            queries, kv, on_device, page_tables, rows, gate, scales, sinks
+        )
     if gate is None:
         return out
     return gate(out.reshape(num_rows * width, heads, head_dim)).reshape(out.shape)
@@ -132,8 +133,8 @@ def why_not_kernel(queries, kv, page_size, scales):
     """
     width, head_dim = queries.shape[1], kv.shape[5]
     group = queries.shape[2] // kv.shape[4]
-    if (why := _why_too_many_tokens(width)) is not None:
-        return why
+    if width > _MAX_KERNEL_WIDTH:
+        return f"{width} tokens a row, more than {_MAX_KERNEL_WIDTH}"
     if (queries.dtype, kv.dtype) not in _KERNEL_DTYPES:
         return f"queries in {queries.dtype} over {kv.dtype}, which no kernel takes"
     if scales is not None and kv.dtype != jnp.float8_e4m3fn:
@@ -143,24 +144,20 @@ def why_not_kernel(queries, kv, page_size, scales):
     max_group = max_query_rows(kv.dtype, head_dim)
     if group > max_group:
         return f"{group} heads that share a key head, more than {max_group}"
+    return why_not_page_size(page_size)
+
+
+def why_not_page_size(page_size: int) -> str | None:
+    """Return the reason why kernels do not read pages of `page_size`; None if they do."""
     if page_size < 16 or page_size % 8:
         return f"pages of {page_size}, no multiple of 8 from 16 on"
-    return None
-
-
-def _why_too_many_tokens(width: int) -> str | None:
-    if width > _MAX_KERNEL_WIDTH:
-        return f"{width} tokens a row, more than {_MAX_KERNEL_WIDTH}"
     return None
 
 
 def why_not_wide_kernel(queries, kv, scales, sinks) -> str | None:
     """Return the reason why the kernel does not take heads of 512; None if it does."""
-    page_size = kv.shape[3]
     if queries.dtype != jnp.bfloat16 or kv.dtype != jnp.bfloat16:
         return f"heads of {WIDE}: queries in {queries.dtype} over {kv.dtype}, not bfloat16"
     if scales is not None or sinks is not None:
         return f"heads of {WIDE} with scales or sinks"
-    if page_size < 16 or page_size % 8:
-        return f"pages of {page_size}, no multiple of 8 from 16 on"
-    return None
+    return why_not_page_size(kv.shape[3])

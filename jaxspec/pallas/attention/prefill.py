@@ -5,7 +5,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.attention.chunk_rows import attend_by_rows
-from jaxspec.pallas.attention.paged import WIDE, softmax_factor, why_not_wide_kernel
+from jaxspec.pallas.attention.paged import (
+    WIDE,
+    softmax_factor,
+    why_not_page_size,
+    why_not_wide_kernel,
+)
 from jaxspec.pallas.attention.references import Sinks, in_tiles, masked_softmax
 from jaxspec.pallas.paging.kv_write import KVPool, KVScales
 from jaxspec.regions import PrefillRegion
@@ -30,6 +35,9 @@ def prefill_attention(
     `heads // kv_heads`; scores are multiplied by `head_dim ** -0.5`; scores and softmax are
     float32, with `sinks` if there are any (`masked_softmax`). The output of padding (tokens outside
     every chunk, and chunks that are not live) is 0.
+
+    The kernel for heads of 512 computes rows of a few tokens, and a non-finite value at a later
+    token of a row counts as 0 in it, as in `paged_attention`.
     """
     kv_heads, head_dim = kv.shape[4:]
     is_wide = head_dim == WIDE
@@ -114,8 +122,8 @@ def why_no_prefill_kernel(queries, kv, page_size, scales):
         return f"scaled keys and values in {kv.dtype}"
     if head_dim not in (64, 128, 256):
         return f"heads of {head_dim}, not 64, 128 or 256"
-    if page_size < 16 or page_size % 8:
-        return f"pages of {page_size}, no multiple of 8 from 16 on"
+    if (why := why_not_page_size(page_size)) is not None:
+        return why
     if group > (7 if group % 2 else 16):  # two warpgroups of 64 rows, at least 8 tokens per head
         return f"{group} heads to a key head, more than a tile of queries holds"
     return None

@@ -1,4 +1,4 @@
-"""Pallas (Mosaic GPU) kernel of `prefill_attention` for Hopper GPUs.
+"""Pallas (Mosaic GPU) kernel of `prefill_attention` and `window_prefill` for Hopper GPUs.
 
 Each block handles some tokens of one chunk, with the query heads that share one key head. The
 kernel is warp-specialised: two warpgroups compute, each on `softmax.ROWS` of these queries, and a
@@ -26,6 +26,7 @@ from jaxspec.pallas.paging.page_tiles import (
     flatten_pool,
     float8_tile,
 )
+from jaxspec.regions import owner_of
 
 _BLOCK_KV = {64: 128, 128: 128, 256: 64}  # positions per tile by head_dim; registers limit them
 _STAGES = 2  # tiles per ring; with heads of 256 they fill shared memory
@@ -83,12 +84,12 @@ class _Smem(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Work of one block: a row of `_schedule`, with positions from the block's first tile on."""
+    """Work of one block: a row of `_schedule`. Positions count from the block's first tile on."""
 
     slot: Any
     token: Any  # first token
     position: Any  # position of the first token
-    end: Any  # number of positions that the block reads; 0 means no work
+    end: Any  # number of positions that the block reads; not positive means no work
     first: Any  # number of its first tile
     count: Any  # number of its tiles
 
@@ -168,8 +169,7 @@ def _schedule(sizes, chunks, num_tokens):
     first_block = jnp.concatenate([jnp.zeros(1, jnp.int32), last_block[:-1]])
 
     block = jnp.arange(num_tokens // size + num_seqs, dtype=jnp.int32)
-    seq = jnp.sum(block[:, None] >= last_block[None, :], axis=1, dtype=jnp.int32)
-    seq = jnp.minimum(seq, num_seqs - 1)
+    seq = owner_of(block, last_block)
     offset = (block - first_block[seq]) * size
     count = jnp.clip(length[seq] - offset, 0, size)
     # Clamped, because the host's numbers may be out of bounds.
@@ -187,8 +187,7 @@ def _schedule(sizes, chunks, num_tokens):
     work = jnp.stack(work[: 4 if sizes.window is None else 5], axis=1)
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = jnp.sum(token[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
-    owner = jnp.minimum(owner, num_seqs - 1)
+    owner = owner_of(token, ends)
     within = token - starts[owner]
     token_block = first_block[owner] + lax.div(within, jnp.int32(size))
     token_block = jnp.clip(token_block, 0, block.shape[0] - 1)

@@ -31,7 +31,7 @@ _LEAST_POSITIONS = 256  # per split
 
 @dataclasses.dataclass(frozen=True)
 class _Heads:
-    """What the heads of a model need, whatever the step's shape.
+    """Sizes of a model's heads, independent of the step.
 
     `pages` tiles the pool with heads of half of a value's features. Where it has no pages of values
     (`value_pages` is 0), the first features of a key are the value.
@@ -49,10 +49,6 @@ class _Heads:
     @property
     def value_dim(self) -> int:
         return _WARPGROUPS * self.half
-
-    @property
-    def features(self) -> int:
-        return self.value_dim + self.shared
 
     @property
     def kinds(self) -> tuple[int, ...]:
@@ -276,8 +272,9 @@ def _smem(heads, interpreted) -> _Smem:
 def _run_block(sizes, refs, smem):
     axes = "tile", "split", "head", "row", "warpgroup"
     tile, split, head, row, warpgroup = (lax.axis_index(name) for name in axes)
-    found = _read_row(sizes, refs, split, row)
     num_rows = refs.slots.shape[0]
+    row = num_rows - 1 - row  # a prompt's last tokens take longest, so they start first
+    found = _read_row(sizes, refs, split, row)
     kv_heads = sizes.heads.kv_heads
 
     @pl.when(warpgroup == _WARPGROUPS)
@@ -383,7 +380,7 @@ def _attend_tiles(sizes, row, tile, warpgroup, smem):
         return jnp.where(position <= row.start + token - base, scores, -jnp.inf)
 
     def clear(values, base):
-        """Zero what is not written and what drafts have that is not finite.
+        """Zero unwritten values, and non-finite values of drafts.
 
         Keys that are values stay until both warpgroups have read them.
         """
@@ -393,8 +390,9 @@ def _attend_tiles(sizes, row, tile, warpgroup, smem):
         tensor_cores.clear(values, 0, row.length - base, row.start + 1 - base)
 
     def stage_of(j, kind):
-        # `zero` is 0. Without it keys would always be in the same stage, and the compiler would
-        # keep the addresses of all matmuls in registers.
+        # `zero` is 0, because slots of live rows are positive, and the compiler does not see it.
+        # Without it keys would always be in one stage, and the compiler would keep the addresses of
+        # all matmuls in registers.
         zero = jnp.minimum(row.slot + j, 0)
         return lax.rem(j * kinds + kind, _STAGES) + zero
 

@@ -9,11 +9,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.attention import window_pages
 from jaxspec.pallas.attention.paged import softmax_factor, why_not_kernel
 from jaxspec.pallas.attention.prefill import why_no_prefill_kernel
 from jaxspec.pallas.attention.references import Sinks, in_tiles, masked_softmax
 from jaxspec.pallas.attention.ring_tables import PAGE, in_pages, kept_length, why_no_pages
-from jaxspec.pallas.attention.window_pages import WindowPages
 from jaxspec.pallas.paging.kv_write import KVScales, as_stored
 from jaxspec.pallas.recurrent.conv_ring import past_rows, ring_place
 from jaxspec.regions import DecodeRegion, PrefillRegion, TokenRegion, real_tokens
@@ -205,18 +205,17 @@ def window_prefill(
     """
     rows = min(len(queries), len(chunks.slots))  # without tokens or chunks there is no work
     why = why_no_pages(pool.shape[2], window, 1)
-    why = why or why_no_prefill_kernel(queries, pool, PAGE, scales)
+    why = why or why_no_prefill_kernel(queries, pool, window_pages.PAGE, scales)
     if dispatch.runs_kernel("window_prefill", why, rows=rows):
         from jaxspec.pallas.attention.prefill_kernel import prefill_attention_kernel
 
         kept, new = kept_length(window), jnp.stack(as_stored(keys, values, scales, pool.dtype))
-        pages = WindowPages.of(new, pool, layer, chunks, kept)
+        pages = window_pages.WindowPages.of(new, pool, layer, chunks, kept)
         operands = pages.kv, jnp.int32(0), pages.tables, pages.chunks, scales, sinks
         out = prefill_attention_kernel(queries, *operands, window=window)
         return out, _with_newest(pool, layer, chunks, pages.newest(kept))
-    return window_prefill_reference(
-        *(queries, keys, values, pool, layer, chunks), window=window, scales=scales, sinks=sinks
-    )
+    operands = queries, keys, values, pool, layer, chunks
+    return window_prefill_reference(*operands, window=window, scales=scales, sinks=sinks)
 
 
 def window_prefill_reference(
@@ -268,7 +267,7 @@ def window_prefill_reference(
 
 
 def _with_newest(pool, layer, chunks, newest):
-    """Write to the rings what is before the token after each chunk."""
+    """Write each chunk's newest keys and values to its ring."""
     _, num_slots, ring, *_ = pool.shape
     target = jnp.where(chunks.is_live(num_slots), chunks.slots, num_slots)
     place = ring_place(chunks.num_computed, ring) + chunks.query_len

@@ -1,4 +1,4 @@
-"""What prompt chunks over a sliding window attend to, in pages for the kernel of a prefill."""
+"""Pages of the keys and values that prompt chunks over a sliding window attend to."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.recurrent.conv_ring import ring_place
-from jaxspec.regions import PrefillRegion
+from jaxspec.regions import PrefillRegion, owner_of
 
 PAGE = 64
 """Positions per page: a tile of the kernel, or half of one, so a tile is one or two copies."""
@@ -51,11 +51,10 @@ class WindowPages:
         first = end - count
 
         page = jnp.arange((num_tokens + num_seqs * (kept + PAGE - 1)) // PAGE, dtype=jnp.int32)
-        seq = jnp.sum(page[:, None] >= end[None, :], axis=1, dtype=jnp.int32)
-        seq = jnp.minimum(seq, num_seqs - 1)
+        seq = owner_of(page, end)
         place = (page - first[seq])[:, None] * PAGE + jnp.arange(PAGE, dtype=jnp.int32)[None, :]
         offset = place - history[seq][:, None]  # in the chunk
-        # What a row does not take is clamped: one position, which stays in the GPU's cache.
+        # Indices of unused elements are clamped to one position, which stays in the GPU's cache.
         own = chunks.query_start[seq][:, None] + jnp.clip(offset, 0, length[seq][:, None] - 1)
         own = jnp.clip(own, 0, num_tokens - 1)
         earlier = chunks.num_computed[seq][:, None] + jnp.clip(offset, -kept, -1)

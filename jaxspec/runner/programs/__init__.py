@@ -13,7 +13,8 @@ XLA_OPTIONS: dict[str, bool | int | str] = {
 }
 
 # Loops run inside of CUDA graphs, as the rest of a step does. Otherwise the host waits for each
-# iteration's condition and launches its kernels one by one. XLA takes a whole list of commands.
+# iteration's condition and launches its kernels one by one. The option replaces XLA's default list,
+# so it repeats that, and it overrides a list in XLA_FLAGS.
 LOOP_OPTIONS = XLA_OPTIONS | {
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"

@@ -1,4 +1,4 @@
-"""The kernel of latent_attention equals its reference: in Mosaic's interpreter, and on a GPU."""
+"""The kernel of attention over latents equals its references: interpreted, and on a GPU."""
 
 import dataclasses
 import functools

@@ -8,9 +8,11 @@ from attention import attention_oracle, decode_rows, int32, kv_slots_of, normal
 
 from jaxspec.pallas.attention.output_gate import OutputGate
 from jaxspec.pallas.attention.paged import (
+    WIDE,
     paged_attention,
     paged_attention_reference,
     why_not_kernel,
+    why_not_wide_kernel,
 )
 from jaxspec.pallas.paging.kv_write import kv_write
 
@@ -129,4 +131,17 @@ def test_heads_that_share_a_key_head_fit_in_a_query_tile(dtype, dim, max_group):
     assert why_not_kernel(fits, kv, kv.shape[3], None) is None
     assert f"{max_group + 1} heads that share a key head" in why_not_kernel(
         exceeds, kv, kv.shape[3], None
+    )
+
+
+def test_heads_of_512_have_a_kernel_in_bfloat16_alone():
+    def why(dtype=jnp.bfloat16, page_size=16, scales=None, sinks=None):
+        queries = jax.ShapeDtypeStruct((1, 12, 4, WIDE), jnp.bfloat16)
+        kv = jax.ShapeDtypeStruct((1, 2, 4, page_size, 1, WIDE), dtype)
+        return why_not_wide_kernel(queries, kv, scales, sinks)
+
+    numbers = jnp.ones(4)
+    assert why() is None and "20" in why(page_size=20)
+    assert (
+        why(jnp.float32) and why(jnp.float8_e4m3fn) and why(scales=numbers) and why(sinks=numbers)
     )

@@ -154,7 +154,7 @@ def tiling_of(dtype, splits, stages=2):
         (jnp.float32, 4, 2, 256, 1, 64, 2, 3),
         (jnp.bfloat16, 16, 2, 512, 4, 16, 5, 1),
         (jnp.bfloat16, 4, 1, 512, 3, 24, 5, 2),
-        (jnp.bfloat16, 16, 1, 512, 9, 64, 1, 1),  # several query tiles
+        (jnp.bfloat16, 16, 1, 512, 12, 64, 1, 1),  # several query tiles
     ],
 )
 def test_the_kernel_equals_its_reference_without_races(
@@ -252,11 +252,17 @@ def test_on_a_gpu_scaled_pools_are_read_by_the_kernel(model, table_width, scales
 
 
 @pytest.mark.mosaic
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32])
+@pytest.mark.parametrize(
+    ("dtype", "dim"),
+    [
+        *((dtype, 64) for dtype in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32)),
+        (jnp.bfloat16, WIDE),
+    ],
+)
 @pytest.mark.parametrize("num_computed", GARBAGE)
-def test_a_live_row_out_of_range_harms_no_other(dtype, num_computed):
+def test_a_live_row_out_of_range_harms_no_other(dtype, dim, num_computed):
     """It stands where no table reaches, with more tokens than there are."""
-    queries, kv, tables, rows = kernel_case(AttentionShape(2, 1, 64), dtype, 2, 16, 4)
+    queries, kv, tables, rows = kernel_case(AttentionShape(2, 1, dim), dtype, 2, 16, 4)
     run = interpreted(tiling_of(dtype, splits=2))
     expected = run(queries, kv, 1, tables, rows)
     wild = dataclasses.replace(
@@ -269,10 +275,17 @@ def test_a_live_row_out_of_range_harms_no_other(dtype, num_computed):
 
 
 @pytest.mark.mosaic
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        (AttentionShape(2, 1, 64), jnp.bfloat16),
+        (AttentionShape(2, 1, 64), jnp.float32),
+        (AttentionShape(4, 1, WIDE), jnp.bfloat16),
+    ],
+)
 @pytest.mark.parametrize("first_failed", [1, 3])
-def test_a_draft_that_is_nan_changes_no_token_before_it(dtype, first_failed):
-    case = kernel_case(AttentionShape(2, 1, 64), dtype, 4, 16, 9)
+def test_a_draft_that_is_nan_changes_no_token_before_it(shape, dtype, first_failed):
+    case = kernel_case(shape, dtype, 4, 16, 9)
     check_failed_drafts(interpreted(tiling_of(dtype, splits=2)), case, first_failed)
 
 

@@ -1,4 +1,4 @@
-"""The kernel of prefill_attention compiles for an H200: no spills, no copy of the pool.
+"""The kernel of prefill_attention compiles for an H200: no copy of the pool.
 
 It is that of window_prefill, too.
 """
