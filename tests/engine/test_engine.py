@@ -3,7 +3,9 @@ from collections import deque
 
 import numpy as np
 import pytest
+from clock import set_clock
 
+from jaxspec.engine import engine as engine_module
 from jaxspec.engine.engine import Engine
 from jaxspec.plan.plan import ForwardPass, StepOutput, plan_layout
 from jaxspec.plan.step_shapes import SchedulerLimits, StepShapes
@@ -194,7 +196,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr("jaxspec.engine.engine.time.perf_counter", lambda: self.now)
+        set_clock(monkeypatch, engine_module, perf_counter=lambda: self.now)
 
 
 @pytest.mark.parametrize(

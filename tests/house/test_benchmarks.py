@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from clock import set_clock
 from harness import FIXTURES
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -775,7 +776,7 @@ def test_a_real_model_s_quickest_runs_count_and_drafts_are_told_by_kind(monkeypa
     real_model = importlib.import_module("benchmarks.engine.real_model")
     tables = importlib.import_module("benchmarks.report.tables")
     clock = [0.0]
-    monkeypatch.setattr(real_model.time, "perf_counter", lambda: clock[0])
+    set_clock(monkeypatch, real_model, perf_counter=lambda: clock[0])
 
     class Case:
         def __init__(self, engine, seconds, **about):

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from clock import set_clock
+
 from jaxspec.requests.request import Finish, Request
 
 
@@ -27,8 +29,7 @@ class SteppedLLM:
         self._there: list[SteppedSample] = []
 
     def set_clock(self, monkeypatch, module) -> None:
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(module.time, "sleep", self._sleep)
+        set_clock(monkeypatch, module, monotonic=lambda: self.now, sleep=self._sleep)
 
     def prepare(self, prompts, params):
         pairs = zip(prompts, params, strict=True)

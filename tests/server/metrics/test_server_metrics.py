@@ -1,6 +1,9 @@
 """What the server counts of requests."""
 
+from clock import set_clock
+
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.server.metrics import server_metrics
 from jaxspec.server.metrics.server_metrics import ServerMetrics
 
 
@@ -15,7 +18,7 @@ def test_a_prompt_counts_when_the_engine_took_it():
 
 def test_tokens_that_came_together_share_their_gap(monkeypatch):
     now = iter([10.0, 11.0, 11.5])
-    monkeypatch.setattr("jaxspec.server.metrics.server_metrics.time.monotonic", lambda: next(now))
+    set_clock(monkeypatch, server_metrics, monotonic=lambda: next(now))
     metrics = ServerMetrics()
     latency = metrics.latency()
     latency.note(0, 1)

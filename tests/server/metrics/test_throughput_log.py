@@ -3,8 +3,10 @@
 import asyncio
 
 import pytest
+from clock import set_clock
 
 from jaxspec.engine.metrics import Counter, EngineSnapshot
+from jaxspec.server.metrics import throughput_log
 from jaxspec.server.metrics.throughput_log import ThroughputLog, logging_throughput
 from jaxspec.server.options import ServerOptions
 
@@ -46,7 +48,7 @@ class Served(Engine):
 
 def test_an_idle_engine_says_nothing_and_a_busy_one_what_came_since(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    set_clock(monkeypatch, throughput_log, monotonic=lambda: now[0])
     engine = Engine()
     log = ThroughputLog(engine.snapshot())
     assert log.line(engine.snapshot()) is None
