@@ -38,36 +38,10 @@ def _latent_attention_case(model, rows, context, width):
     pages = rows * context // PAGE_SIZE
     tables = page_tables(rng, rows, pages)
     slots = jnp.asarray(1 + rng.permutation(rows), jnp.int32)
-    region = newest_tokens(slots, context, width)
-    layer_bytes, sizes = 2 * rows * context * FEATURES, (rows, width, heads)
-
-    def pool(layers):
-        """The pool, and the queries; a call's output becomes a part of the next one's."""
-        keys, dtype = jax.random.split(jax.random.key(0)), jnp.bfloat16
-        latents = jax.random.normal(keys[0], (layers, 1 + pages, PAGE_SIZE, FEATURES), dtype)
-        return latents, jax.random.normal(keys[1], (*sizes, FEATURES), dtype)
-
-    def run(op, pool, layer, tables, region):
-        latents, queries = pool
-        out = op(queries, latents, layer, tables, region, value_dim=VALUE_DIM, scale=FEATURES**-0.5)
-        return out, (latents, queries.at[..., :VALUE_DIM].set(out))
-
-    return Case(
-        op="latent_attention",
-        about={
-            "model": model,
-            "heads": f"{heads} x {FEATURES}",
-            "dtype": "bfloat16",
-            "rows": rows,
-            "context": context,
-            "width": width,
-        },
-        run=functools.partial(run, latent_attention),
-        reference=functools.partial(run, latent_attention_reference),
-        pool=pool,
-        layer_bytes=layer_bytes,
-        operands=(tables, region),
-        total_bytes=layer_bytes,
+    ops = latent_attention, latent_attention_reference
+    return _case(
+        *(ops, model, (rows, width), pages, (tables, newest_tokens(slots, context, width))),
+        {"rows": rows, "context": context, "width": width},
         flops=2 * rows * width * heads * context * (FEATURES + VALUE_DIM),
     )
 
@@ -89,34 +63,42 @@ def _latent_prefill_attention_case(model, length, context):
         query_start=jnp.asarray([0, length], jnp.int32),
         state_offset=0 * one,  # only recurrent layers read it
     )
-    layer_bytes = 2 * (context + length) * FEATURES
+    ops = latent_prefill_attention, latent_prefill_attention_reference
+    return _case(
+        *(ops, model, (length,), pages, (tables, chunks)),
+        {"length": length, "context": context},
+        more_bytes=2 * length * heads * (FEATURES + VALUE_DIM),
+        calls=FEW,
+        flops=2 * length * heads * (context + length // 2) * (FEATURES + VALUE_DIM),
+    )
+
+
+def _case(ops, model, sizes, pages, operands, about, *, flops, more_bytes=0, calls=None):
+    """The case of an op and its reference, with queries `[*sizes, heads, FEATURES]`."""
+    op, reference = ops
+    layer_bytes = 2 * pages * PAGE_SIZE * FEATURES
 
     def pool(layers):
         """The pool, and the queries; a call's output becomes a part of the next one's."""
         keys, dtype = jax.random.split(jax.random.key(0)), jnp.bfloat16
         latents = jax.random.normal(keys[0], (layers, 1 + pages, PAGE_SIZE, FEATURES), dtype)
-        return latents, jax.random.normal(keys[1], (length, heads, FEATURES), dtype)
+        return latents, jax.random.normal(keys[1], (*sizes, HEADS[model], FEATURES), dtype)
 
-    def run(op, pool, layer, tables, chunks):
+    def run(op, pool, layer, *operands):
         latents, queries = pool
-        out = op(queries, latents, layer, tables, chunks, value_dim=VALUE_DIM, scale=FEATURES**-0.5)
+        out = op(queries, latents, layer, *operands, value_dim=VALUE_DIM, scale=FEATURES**-0.5)
         return out, (latents, queries.at[..., :VALUE_DIM].set(out))
 
+    heads = f"{HEADS[model]} x {FEATURES}"
     return Case(
-        op="latent_prefill_attention",
-        about={
-            "model": model,
-            "heads": f"{heads} x {FEATURES}",
-            "dtype": "bfloat16",
-            "length": length,
-            "context": context,
-        },
-        run=functools.partial(run, latent_prefill_attention),
-        reference=functools.partial(run, latent_prefill_attention_reference),
+        op=op.__name__,
+        about={"model": model, "heads": heads, "dtype": "bfloat16", **about},
+        run=functools.partial(run, op),
+        reference=functools.partial(run, reference),
         pool=pool,
         layer_bytes=layer_bytes,
-        operands=(tables, chunks),
-        total_bytes=layer_bytes + 2 * length * heads * (FEATURES + VALUE_DIM),
-        calls=FEW,
-        flops=2 * length * heads * (context + length // 2) * (FEATURES + VALUE_DIM),
+        operands=operands,
+        total_bytes=layer_bytes + more_bytes,
+        calls=calls,
+        flops=flops,
     )
