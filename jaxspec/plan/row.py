@@ -67,6 +67,11 @@ SAMPLING_FIELDS = (
         lambda r: r.grammar_state,
     ),
     RowField(
+        "num_reported",
+        "Ids with a logprob at each position: its token and so many likeliest ones; 0 for none.",
+        lambda r: 0 if r.params.logprobs is None else 1 + r.params.logprobs,
+    ),
+    RowField(
         "reports_processed",
         "1 if its logprobs are those of processed logits, else 0.",
         lambda r: r.params.logprobs_mode == PROCESSED,

@@ -1,4 +1,4 @@
-"""Logprobs of a step: those of emitted tokens and of prompt tokens."""
+"""Logprobs of the prompt tokens of a step."""
 
 import functools
 
@@ -10,7 +10,6 @@ from jaxspec.models.base import Model
 from jaxspec.regions import owner_of
 from jaxspec.requests.request import INT32_MAX
 from jaxspec.requests.sampling_features import (
-    LOGPROBS,
     MIN_P,
     PROMPT_LOGPROBS,
     SMALL_TOP_K,
@@ -27,28 +26,6 @@ from jaxspec.sampling.logprobs import pack_logprobs, reported_logits, unless_raw
 # Processors of logits that depend on no other token.
 _OF_PROMPTS = TEMPERATURE, MIN_P, SMALL_TOP_K, TOP_K_TOP_P
 _PIECE = 256  # prompt tokens scored at once, as many as 64 rows with 3 drafts verify
-
-
-def emitted_logprobs(
-    logits: Float[Array, "scored vocab"] | None,
-    inputs: StepInputs,
-    acceptance: Acceptance,
-    features: SamplingFeatures,
-) -> Int[Array, "active width fields"] | None:
-    """Return the packed logprobs of each emitted token, at its place in `acceptance.tokens`.
-
-    `logits` (float32) are those of `verify`, at `inputs.logits_indices`. Logits at place j of a row
-    predict its j-th emitted token. Fields after the last emitted token are arbitrary. Returns None
-    if `features` do not report logprobs.
-    """
-    if LOGPROBS not in features or logits is None:
-        return None
-    places = inputs.places
-    verified, ends = places.split_rows(acceptance.tokens)
-    tokens = jnp.concatenate([verified.reshape(-1), ends[:, 0]])
-    fields, end_fields = places.split_tokens(pack_logprobs(logits, tokens))
-    padding = (0, 0), (0, places.width - 1), (0, 0)
-    return jnp.concatenate([places.rectangle(fields), jnp.pad(end_fields[:, None], padding)])
 
 
 def prompt_logprobs(

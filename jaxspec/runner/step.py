@@ -50,7 +50,7 @@ from jaxspec.regions import DecodeRegion
 from jaxspec.runner.batch_state import BatchState, EngineState
 from jaxspec.runner.device_plan import DevicePlan
 from jaxspec.runner.draft_inputs import draft_inputs
-from jaxspec.runner.logprobs import emitted_logprobs, prompt_logprobs
+from jaxspec.runner.logprobs import prompt_logprobs
 from jaxspec.runner.output import DeviceOutput, pack_output
 from jaxspec.runner.prepare import StepInputs, prepare
 from jaxspec.runner.programs import LOOP_OPTIONS, XLA_OPTIONS
@@ -407,7 +407,7 @@ def _after_forward(
     hidden = output.hidden
     scored = hidden if inputs.model.prefill is None else hidden[inputs.logits_indices]
     sampling, features = with_chunks(state.tables, inputs), program.features
-    acceptance, logits = verify(
+    acceptance, logprobs = verify(
         model, scored, inputs, state.draft_logits, config.verifier, features, sampling
     )
     acceptance, finish = truncate_at_stop(
@@ -441,7 +441,7 @@ def _after_forward(
     )
     reported = DeviceOutput(
         packed,
-        emitted_logprobs(logits, inputs, acceptance, features),
+        logprobs,
         prompt_logprobs(model, hidden, inputs, acceptance, features),
     )
     state = dataclasses.replace(

@@ -19,7 +19,7 @@ from jaxspec.sampling import (
     draw,
     forbidden_ids,
 )
-from jaxspec.sampling.logprobs import reported_logits, unless_raw
+from jaxspec.sampling.logprobs import report_logprobs, reported_logits
 from jaxspec.sampling.tables import SamplingTables
 
 
@@ -57,8 +57,8 @@ def verify(
     verifier: Verifier,
     features: SamplingFeatures,
     tables: SamplingTables = SamplingTables(),  # noqa: B008  frozen, and without arrays
-) -> tuple[Acceptance, Float[Array, "scored vocab"] | None]:
-    """Return the accepted drafts of each active row with the token after them, and the logits.
+) -> tuple[Acceptance, Int[Array, "active width fields"] | None]:
+    """Return the accepted drafts of each active row with the token after them, and logprobs.
 
     The end of a chunk is a row without drafts, which emits the target's token as in plain decoding.
     Rows that produce no token in this step (`inputs.produces_token`) get one here, too, which
@@ -74,8 +74,7 @@ def verify(
         tables: Sampling tables that include the step's chunks (`with_chunks`).
 
     Returns:
-        The acceptance, and the target's logits (float32) at each scored token, from which its
-        logprobs are reported (`reported_logits`), or None if `features` report none.
+        The acceptance, and `emitted_logprobs`.
     """
     places = inputs.places
     decode, ends = _with_tables(inputs, tables)
@@ -84,8 +83,8 @@ def verify(
     positions = first[:, None] + offset
     logits = model.logits(hidden) if features.makes_logits else None
     scored = (
-        _Scored(decode.repeat(places.width), positions.reshape(-1)),
-        _Scored(ends, end_positions),
+        Scored(decode.repeat(places.width), positions.reshape(-1)),
+        Scored(ends, end_positions),
     )
     tokens, end_tokens = _target_tokens(model, hidden, logits, places, *scored, features)
     # Mask the entries after each row's last draft, so that they are never accepted.
@@ -106,10 +105,10 @@ def verify(
         tokens=jnp.concatenate([accepted.tokens, emitted_at_ends]),
         num_accepted=jnp.pad(accepted.num_accepted, (0, len(end_tokens))),
     )
-    return acceptance, _reported(logits, places, scored, features)
+    return acceptance, emitted_logprobs(logits, acceptance, places, scored, features)
 
 
-class _Scored(NamedTuple):
+class Scored(NamedTuple):
     """Sampling inputs of the target's token at each scored token, and its position."""
 
     inputs: SamplingInputs
@@ -121,8 +120,8 @@ def _target_tokens(
     hidden: Float[Array, "scored hidden"],
     logits: Float[Array, "scored vocab"] | None,
     places: Places,
-    decode: _Scored,
-    ends: _Scored,
+    decode: Scored,
+    ends: Scored,
     features: SamplingFeatures,
 ) -> tuple[Int[Array, " verified"], Int[Array, " ends"]]:
     """Return the tokens (int32) of plain decoding, in the rectangle and at chunk ends."""
@@ -135,12 +134,18 @@ def _target_tokens(
     return tokens, draw(end_logits, *ends, features=features)
 
 
-def _reported(
+def emitted_logprobs(
     logits: Float[Array, "scored vocab"] | None,
+    acceptance: Acceptance,
     places: Places,
-    scored: tuple[_Scored, _Scored],
+    scored: tuple[Scored, Scored],
     features: SamplingFeatures,
-) -> Float[Array, "scored vocab"] | None:
+) -> Int[Array, "active width fields"] | None:
+    """Return the packed logprobs of each emitted token, at its place in `acceptance.tokens`.
+
+    `logits` (float32) predict the token of each place. Fields after the last emitted token are
+    arbitrary. Returns None if `features` do not report logprobs.
+    """
     if logits is None or LOGPROBS not in features:
         return None
 
@@ -148,5 +153,11 @@ def _reported(
         parts = zip(places.split_tokens(logits), scored, strict=True)
         return jnp.concatenate([reported_logits(x, *each, features=features) for x, each in parts])
 
-    rows = [each.inputs.reports_processed for each in scored]
-    return unless_raw(jnp.concatenate(rows), reported, logits)
+    verified, ends = places.split_rows(acceptance.tokens)
+    tokens = jnp.concatenate([verified.reshape(verified.size), ends[:, 0]])
+    names = "num_reported", "reports_processed"
+    columns = [jnp.concatenate([getattr(each.inputs, n) for each in scored]) for n in names]
+    packed = report_logprobs(logits, tokens, *columns, reported)
+    fields, end_fields = places.split_tokens(packed)
+    padding = (0, 0), (0, places.width - 1), (0, 0)
+    return jnp.concatenate([places.rectangle(fields), jnp.pad(end_fields[:, None], padding)])

@@ -6,6 +6,7 @@ id and draw a second time, with the same noise. With a top-p of 0.9, that is a t
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas.selection import LastKept, best_noisy, sums_above
@@ -40,11 +41,20 @@ def draw_kept(
     is_noisy, whole = ~inputs.is_greedy, LastKept.none(len(scores))._replace(logit=floor)
     tokens = best_noisy(scores, keys, is_noisy, whole, ~is_small)
     if TOP_K_TOP_P in names:
-        is_open = ~is_small & ~_keeps(scores, inputs, few, floor, tokens, ~is_small)
-        last = last_in_large(scores, few, inputs.top_k, inputs.top_p, is_open, floor)
-        last = last.where(last.logit >= floor, whole)
-        tokens = jnp.where(is_open, best_noisy(scores, keys, is_noisy, last, is_open), tokens)
+        is_cut = ~is_small & (_has_top_k(scores, inputs) | (inputs.top_p < 1.0))
+
+        def search():
+            is_open = is_cut & ~_keeps(scores, inputs, few, floor, tokens, is_cut)
+            last = last_in_large(scores, few, inputs.top_k, inputs.top_p, is_open, floor)
+            last = last.where(last.logit >= floor, whole)
+            return jnp.where(is_open, best_noisy(scores, keys, is_noisy, last, is_open), tokens)
+
+        tokens = lax.cond(jnp.any(is_cut), search, lambda: tokens)
     return jnp.where(is_small, _draw_from_few(few, inputs, keys), tokens)
+
+
+def _has_top_k(scores: Float[Array, "n vocab"], inputs: SamplingInputs) -> Bool[Array, " n"]:
+    return (inputs.top_k > 0) & (inputs.top_k < scores.shape[1])
 
 
 def _draw_from_few(few: Ordered, inputs: SamplingInputs, keys: RowKeys) -> Int[Array, " n"]:
@@ -67,14 +77,13 @@ def _keeps(
     tokens: Int[Array, " n"],
     wanted: Bool[Array, " n"],
 ) -> Bool[Array, " n"]:
-    """Return the rows whose token is certainly kept by top-k and top-p; False if both are on.
+    """Return the `wanted` rows whose token is certainly kept; False if top-k and top-p are on.
 
     A token is kept if the count (top-k) or mass (top-p) of all logits at or above its own is below
     the limit. The last kept logit may fail this test.
     """
-    has_top_k = (inputs.top_k > 0) & (inputs.top_k < scores.shape[1])
-    has_top_p = inputs.top_p < 1.0
-    is_searched = wanted & (has_top_k ^ has_top_p)
+    has_top_k = _has_top_k(scores, inputs)
+    is_searched = wanted & (has_top_k ^ (inputs.top_p < 1.0))
     own = jnp.take_along_axis(scores, tokens[:, None], axis=1)
     limits = jnp.concatenate([own, floor[:, None]], axis=1)
     sums = sums_above(scores, few.logits[:, 0], limits, has_top_k, is_searched).sum(axis=1)
@@ -83,4 +92,4 @@ def _keeps(
         sums[:, 0] <= inputs.top_k.astype(jnp.float32),
         sums[:, 0] < inputs.top_p * sums[:, 1],
     )
-    return (is_searched & is_before) | ~(has_top_k | has_top_p)
+    return is_searched & is_before

@@ -16,6 +16,39 @@ from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 from jaxspec.sampling.processors import process_logits
 
 
+def report_logprobs(
+    logits: Float[Array, "n vocab"],
+    tokens: Int[Array, " n"],
+    num_reported: Int[Array, " n"],
+    reports_processed: Int[Array, " n"],
+    reported: Callable[[], Float[Array, "n vocab"]],
+) -> Int[Array, "n fields"]:
+    """Return the fields of `pack_logprobs`, of which no more is computed than some row reports.
+
+    A GPU decides it inside the step's CUDA graph, without the host.
+
+    Args:
+        logits: The model's (float32), at the position of each token.
+        tokens: int32; the fields of -1 are meaningless.
+        num_reported: int32, as in `plan.row.SAMPLING_FIELDS`.
+        reports_processed: int32, as in `plan.row.SAMPLING_FIELDS`.
+        reported: Returns the logits that rows report which report processed ones.
+    """
+    if not len(logits):
+        return jnp.zeros((0, LAYOUT.size), jnp.int32)
+    most = jnp.minimum(jnp.max(num_reported), 2)
+    is_processed = jnp.any((num_reported > 0) & (reports_processed > 0))
+    return jax.lax.switch(
+        jnp.where(is_processed, 3, most),
+        [
+            lambda: jnp.zeros((len(logits), LAYOUT.size), jnp.int32),
+            lambda: by_rows(_packed_alone, logits, tokens),
+            lambda: pack_logprobs(logits, tokens),
+            lambda: pack_logprobs(reported(), tokens),
+        ],
+    )
+
+
 def unless_raw(
     reports_processed: Int[Array, " rows"],
     reported: Callable[[], Float[Array, "n vocab"]],
@@ -76,11 +109,26 @@ def pack_logprobs(
 
 
 def _packed(logits: Float[Array, "n vocab"], tokens: Int[Array, " n"]) -> Int[Array, "n fields"]:
+    return _pack(logits, tokens, *largest(logits, min(MAX_LOGPROBS, logits.shape[1])))
+
+
+def _packed_alone(
+    logits: Float[Array, "n vocab"], tokens: Int[Array, " n"]
+) -> Int[Array, "n fields"]:
+    """Return the fields of each token without ids of the likeliest."""
+    likeliest = jnp.max(logits, axis=1, keepdims=True)
+    return _pack(logits, tokens, likeliest, jnp.full(likeliest.shape, NO_TOKEN, jnp.int32))
+
+
+def _pack(
+    logits: Float[Array, "n vocab"],
+    tokens: Int[Array, " n"],
+    top_logits: Float[Array, "n count"],
+    top_ids: Int[Array, "n count"],
+) -> Int[Array, "n fields"]:
     own = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)
-    count = min(MAX_LOGPROBS, logits.shape[1])
-    top_logits, top_ids = largest(logits, count)
     total = jnp.sum(jnp.exp(logits - top_logits[:, :1]), axis=1)
-    missing = (0, 0), (0, MAX_LOGPROBS - count)
+    missing = (0, 0), (0, MAX_LOGPROBS - top_ids.shape[1])
     num_larger = jnp.sum(logits > own, axis=1, dtype=jnp.int32)
     fields = {
         "logit": own[:, 0],

@@ -18,7 +18,7 @@ from jaxspec.engine import engine as engine_module
 from jaxspec.options.draft_methods import NgramOptions
 from jaxspec.requests.request import Finish
 from jaxspec.runner import logprobs as logprobs_module
-from jaxspec.runner import step as step_module
+from jaxspec.runner import verify as verify_module
 
 REPORTED = {"logprobs": 5, "prompt_logprobs": 2, "max_tokens": 14}
 GREEDY_REPORTED = dataclasses.replace(GREEDY, **REPORTED)
@@ -116,7 +116,7 @@ def test_an_end_in_a_verify_ends_the_logprobs():
 
 # Planted bugs.
 
-real_emitted, real_next_tokens = step_module.emitted_logprobs, logprobs_module.next_tokens
+real_emitted, real_next_tokens = verify_module.emitted_logprobs, logprobs_module.next_tokens
 real_record = engine_module.record_logprobs
 
 
@@ -146,7 +146,7 @@ def from_the_chunk_s_first_token(step, output):
 
 
 DEVICE_BUGS = [
-    (step_module, "emitted_logprobs", one_place_late),
+    (verify_module, "emitted_logprobs", one_place_late),
     (logprobs_module, "next_tokens", without_a_chunk_s_border),
 ]
 HOST_BUGS = [of_rejected_places, from_the_chunk_s_first_token]
