@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels.case import FEW, Case, about
-from benchmarks.measure.shapes import GDN, MAMBA2
+from benchmarks.measure.shapes import GDN, KDA, MAMBA2
 from jaxspec.pallas.gated_delta.heads import GdnTokens
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill, gdn_prefill_xla
 from jaxspec.pallas.mamba2.heads import Mamba2Tokens
@@ -33,9 +33,12 @@ def gdn_prefill_cases() -> Iterator[Case]:
         for seqs, length in ((1, 2048), (1, 8192), (8, 4096)):
             if model == "qwen3.5-9b" or length == 8192:
                 yield _gdn_prefill_case(model, shape, seqs, length)
+    for model, shape in KDA.items():
+        for seqs, length in ((1, 2048), (1, 8192), (8, 4096)):
+            yield _gdn_prefill_case(model, shape, seqs, length, by_channel=True)
 
 
-def _gdn_prefill_case(model, shape, seqs, length):
+def _gdn_prefill_case(model, shape, seqs, length, *, by_channel=False):
     tokens, dtype = seqs * length, jnp.bfloat16
     keys = jax.random.split(jax.random.key(0), 6)
     key = (tokens, shape.key_heads, shape.key_dim)
@@ -45,7 +48,8 @@ def _gdn_prefill_case(model, shape, seqs, length):
     # In 16 bits already: in a model the rounding is fused into the kernel before.
     q, k = (q * shape.key_dim**-0.5).astype(dtype), k.astype(dtype)
     v = jax.random.normal(keys[2], value).astype(dtype)
-    g = -0.1 * jax.random.exponential(keys[3], value[:2])
+    decays = (*value[:2], shape.key_dim) if by_channel else value[:2]
+    g = -0.1 * jax.random.exponential(keys[3], decays)
     beta = jax.random.uniform(keys[4], value[:2])
     new = GdnTokens(q, k, v, g, beta)
     state = (shape.value_heads, shape.value_dim, shape.key_dim)

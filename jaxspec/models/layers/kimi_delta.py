@@ -152,7 +152,10 @@ class KimiDelta(RecurrentMixer):
     ) -> tuple[Array, Array, Array]:
         channels = projected.projected[:, : self.conv.shape[1]]
         y, conv = conv_prefill(channels, self.conv[...], pool.conv, layer, chunks)
-        heads, states = gdn_prefill(self._inputs(y, projected), pool.states, layer, chunks)
+        tokens = self._inputs(y, projected)
+        # Their dtype before the convolution, for fast 16-bit matmuls.
+        tokens = tokens._replace(v=tokens.v.astype(channels.dtype))
+        heads, states = gdn_prefill(tokens, pool.states, layer, chunks)
         return heads, conv, states
 
     def _decode_inputs(self, tokens, pool, rows, layer):

@@ -37,16 +37,22 @@ def gdn_prefill(
         u_t + beta_t sum_{i<t} e^{G_t - G_i} (k_i . k_t) u_i = beta_t (v_t - e^{G_t} S_0 k_t)
         o_t = e^{G_t} S_0 q_t + sum_{i<=t} e^{G_t - G_i} (k_i . q_t) u_i
 
-    A decay by channel (Kimi Delta Attention) is inside the products of keys and queries, and has no
-    kernel: see `chunk_by_channel`.
+    A decay by channel (Kimi Delta Attention) is inside the products of keys and queries: see
+    `chunk_by_channel`.
     """
-    by_channel = tokens.g.ndim == tokens.v.ndim
-    why = "a decay by channel" if by_channel else why_not_chunk_blocks(tokens.v, states)
+    why = _why_not_kernel(tokens, states)
     if dispatch.runs_kernel("gdn_prefill", why, rows=tokens.v.shape[0]):
         from jaxspec.pallas.gated_delta.prefill_kernel import gdn_prefill_kernel
 
         return gdn_prefill_kernel(tokens, states, dispatch.layer_index(states, layer), chunks)
     return gdn_prefill_xla(tokens, states, layer, chunks)
+
+
+def _why_not_kernel(tokens, states):
+    key_heads, value_heads = tokens.k.shape[1], tokens.v.shape[1]
+    if tokens.g.ndim == tokens.v.ndim and key_heads != value_heads:
+        return f"a decay by channel of {value_heads} heads with {key_heads} key heads"
+    return why_not_chunk_blocks(tokens.v, states)
 
 
 def gdn_prefill_xla(tokens, states, layer, chunks):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, tensor_cores
-from jaxspec.pallas.recurrent.chunk_blocks import ALIGN, along, iota, limited, sums
+from jaxspec.pallas.recurrent.chunk_blocks import ALIGN, VALUES, along, iota, limited, sums
 from jaxspec.pallas.recurrent.chunks import CHUNK
 
 
@@ -51,8 +52,16 @@ class Operands(NamedTuple):
     beta: Any
 
 
+class Decays(NamedTuple):
+    """Decays of a chunk, in registers; the first two are computed on demand."""
+
+    from_start: Callable  # () -> factor of each token `[VALUES, CHUNK]`, from the chunk's start
+    to_end: Callable  # () -> the same, to its end
+    of_state: Any  # over the whole chunk, `[]` or `[VALUES, key_dim]`
+
+
 class Prepared(NamedTuple):
-    """Results of `prepare` for each chunk and value head.
+    """Results of `prepare` for each chunk and value head, and the keys and queries.
 
     With `G` the sums of `g` from the chunk's start and `A[t, i] = beta_t e^{G_t - G_i} k_i . k_t`
     for `i < t`, else 0, two matrices are stacked:
@@ -63,6 +72,28 @@ class Prepared(NamedTuple):
 
     matrices: Any  # [chunks, value_heads, 2 * CHUNK, CHUNK], in 16 bits
     sums: Any  # [chunks, value_heads, CHUNK]: G
+    q: Any  # [tokens, key_heads * key_dim]
+    k: Any
+
+    @property
+    def parts(self) -> int:
+        """Copies of keys and queries per chunk, of `CHUNK` rows."""
+        return 2
+
+    def fetch(self, sizes: Sizes, chunk: Any, head: Any, rows: Any, targets: Any, arrived: Any):
+        """Start copies of the queries, and of the keys with which the chunk reads and writes."""
+        columns = pl.ds(lax.div(head, sizes.group) * sizes.key_dim, sizes.key_dim)
+        for source, target in zip((self.q, self.k), targets, strict=True):
+            plgpu.copy_gmem_to_smem(source.at[rows, columns], target, arrived)
+
+    def decays(self, sizes: Sizes, chunk: Any, head: Any) -> Decays:
+        sums = self.sums.at[chunk, head]
+        total, last = access.load(sums, plgpu.Layout.WGMMA.reduce(0)), sums[CHUNK - 1]
+
+        def factor(log):
+            return lax.broadcast_in_dim(jnp.exp(log), (VALUES, CHUNK), (1,))
+
+        return Decays(lambda: factor(total), lambda: factor(last - total), jnp.exp(last))
 
 
 class _Scratch(NamedTuple):
@@ -93,25 +124,25 @@ def prepare(sizes, operands, chunks, interpret):
         queries=tensor_cores.tile(CHUNK, sizes.key_dim, dtype=dtype),
         spare=None if interpret is None else square,
     )
-    prepared = Prepared(
-        matrices=jax.ShapeDtypeStruct((number, heads, 2 * CHUNK, CHUNK), dtype),
-        sums=jax.ShapeDtypeStruct((number, heads, CHUNK), jnp.float32),
+    results = (
+        jax.ShapeDtypeStruct((number, heads, 2 * CHUNK, CHUNK), dtype),
+        jax.ShapeDtypeStruct((number, heads, CHUNK), jnp.float32),
     )
     kernel = plgpu.kernel(
         functools.partial(_prepare_chunk, sizes),
         kernel_name="gdn_prefill_chunks",
-        out_type=[prepared],
+        out_type=results,
         scratch_types={"scratch": scratch},
         grid=(heads, number),
         grid_names=("head", "chunk"),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    (prepared,) = kernel(operands._replace(g=g, beta=beta), chunks)
-    return prepared
+    matrices, sums = kernel(operands._replace(g=g, beta=beta), chunks)
+    return Prepared(matrices, sums, operands.q, operands.k)
 
 
-def _prepare_chunk(sizes, operands, chunks, out, *, scratch):
+def _prepare_chunk(sizes, operands, chunks, out_matrices, out_sums, *, scratch):
     """Prepare one chunk of one value head; array operands are references."""
     head, chunk = lax.axis_index("head"), lax.axis_index("chunk")
     low, high = chunks.low[chunk], chunks.high[chunk]
@@ -128,11 +159,11 @@ def _prepare_chunk(sizes, operands, chunks, out, *, scratch):
         def column(x):
             return access.load(x.at[rows, head], plgpu.Layout.WGMMA.reduce(1))
 
-        _, g_i = _both(column(operands.g), scratch.lines.at[0])
-        beta_t, beta_i = _both(column(operands.beta), scratch.lines.at[1])
+        _, g_i = both(column(operands.g), scratch.lines.at[0])
+        beta_t, beta_i = both(column(operands.beta), scratch.lines.at[1])
         sums_g = sums(jnp.where(real, limited(g_i), 0.0), t, i)
-        access.store(out.sums.at[chunk, head], sums_g)
-        sums_t, sums_i = _both(sums_g, scratch.lines.at[2])
+        access.store(out_sums.at[chunk, head], sums_g)
+        sums_t, sums_i = both(sums_g, scratch.lines.at[2])
         decay = jnp.where(i <= t, jnp.exp(sums_t - sums_i), 0.0)
         plgpu.barrier_wait(scratch.arrived)
 
@@ -143,21 +174,21 @@ def _prepare_chunk(sizes, operands, chunks, out, *, scratch):
         scratch.matrices[pl.ds(CHUNK, CHUNK), :] = qk.astype(sizes.dtype)
         kk = beta_t * decay * tensor_cores.product(scratch.keys, keys_across)
         kk = jnp.where(is_own & (i < t), kk, 0.0)
-        solved = _inverse(kk, t ^ i, scratch)
+        solved = inverse(kk, t ^ i, scratch)
         solved = jnp.where(real, solved * beta_i, 0.0)
         scratch.matrices[pl.ds(0, CHUNK), :] = solved.astype(sizes.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(scratch.matrices, out.matrices.at[chunk, head])
+        plgpu.copy_smem_to_gmem(scratch.matrices, out_matrices.at[chunk, head])
         plgpu.wait_smem_to_gmem(0)
 
 
-def _both(x, line):
+def both(x, line):
     """Broadcast a vector over columns and over rows, changing its layout through shared memory."""
     line[...] = x
     return along(x, 0), along(access.load(line, plgpu.Layout.WGMMA.reduce(0)), 1)
 
 
-def _inverse(strictly_lower, row_xor_column, scratch):
+def inverse(strictly_lower, row_xor_column, scratch):
     """Return `(1 + A)^-1`, by inverting diagonal blocks whose size doubles each time.
 
     With `D` the inverses of the blocks and `B` the elements that couple pairs of them, `D - D B D`

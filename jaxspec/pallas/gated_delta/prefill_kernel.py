@@ -18,20 +18,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gated_delta.prefill_block import ChunkRows, Operands, Sizes, prepare
+from jaxspec.pallas.gated_delta.prefill_block import (
+    ChunkRows,
+    Decays,
+    Operands,
+    Sizes,
+    prepare,
+)
+from jaxspec.pallas.gated_delta.prefill_by_channel_block import prepare_by_channel
 from jaxspec.pallas.gpu import access, device, tensor_cores
 from jaxspec.pallas.recurrent.chunk_blocks import ALIGN, VALUES, sequences, store, store_zeros
 from jaxspec.pallas.recurrent.chunks import CHUNK
 
 _NULL_SEQUENCES = 2  # number of sequences that `sequences` adds
-
-
-class _Tokens(NamedTuple):
-    """Queries, keys and values, `[tokens, heads * dim]`."""
-
-    q: Any
-    k: Any
-    v: Any
 
 
 class _Sequences(NamedTuple):
@@ -49,9 +48,8 @@ class _Scratch(NamedTuple):
     """Barriers and the ring of chunks in shared memory, in allocation order; axis 0 is stages."""
 
     arrived: Any
-    keys: Any
     matrices: Any
-    queries: Any
+    parts: Any  # [stages, parts * CHUNK, key_dim]: queries and keys
     spare: Any  # argument of `tensor_cores.operand`; has no stages
     values: Any
 
@@ -65,20 +63,19 @@ class _Walk:
     start: jax.Array  # first token of the first chunk, a multiple of `ALIGN`
     number: jax.Array  # number of chunks
     fetch: Callable  # (chunk, stage): starts the copies
-    sums: Callable  # (chunk) -> reference to the chunk's sums of `g`
+    decays: Callable  # (chunk) -> its `Decays`
     out: Any  # the block's values: [tokens, VALUES]
     scratch: _Scratch
 
 
 class _Chunk(NamedTuple):
-    """A chunk in shared memory, and its decays, which are computed on demand."""
+    """A chunk in shared memory, and its decays."""
 
     queries: Any
     keys: Any
     values: Any
     coupling: Any  # the first of the two prepared matrices, transposed
-    from_start: Callable  # () -> decay from the chunk's start to each token
-    to_end: Callable  # () -> decay from each token to the chunk's end
+    decays: Decays
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -90,7 +87,11 @@ def gdn_prefill_kernel(tokens, states, layer, chunks, *, interpret=None):
     first_chunk, chunk_rows = _chunks(seqs, num_tokens)
 
     q, k = (x.astype(v.dtype).reshape(num_tokens, key_heads * key_dim) for x in (q, k))
-    prepared = prepare(sizes, Operands(q, k, g, beta), chunk_rows, interpret)
+    if g.ndim == v.ndim:
+        g = g.reshape(num_tokens, key_heads * key_dim)
+        prepared = prepare_by_channel(sizes, Operands(q, k, g, beta), chunk_rows, interpret)
+    else:
+        prepared = prepare(sizes, Operands(q, k, g, beta), chunk_rows, interpret)
     flat = (
         sizes.layers * sizes.num_slots * sizes.candidates,
         sizes.value_heads * sizes.value_dim,
@@ -105,8 +106,8 @@ def gdn_prefill_kernel(tokens, states, layer, chunks, *, interpret=None):
         num_computed=seqs.num_computed,
         layer=layer[None],
     )
-    wide = _Tokens(q, k, v.reshape(num_tokens, sizes.value_heads * sizes.value_dim))
-    out = _walk(sizes, wide, prepared, indices, pool, interpret)
+    values = v.reshape(num_tokens, sizes.value_heads * sizes.value_dim)
+    out = _walk(sizes, values, prepared, indices, pool, interpret)
     return out, jax.freeze(pool).reshape(states.shape)
 
 
@@ -141,16 +142,15 @@ def _stages(blocks):
     return 3 if blocks <= 2 * device.MULTIPROCESSORS else 2
 
 
-def _walk(sizes, tokens, prepared, seqs, pool, interpret):
+def _walk(sizes, values, prepared, seqs, pool, interpret):
     """Walk all sequences: return the outputs of all tokens, and write final states to `pool`."""
     dim, dtype, num_seqs = sizes.key_dim, sizes.dtype, len(seqs.slots)
     grid = (sizes.value_dim // VALUES, sizes.value_heads, num_seqs)
     stages = _stages(grid[0] * grid[1] * (num_seqs - _NULL_SEQUENCES))
     scratch = _Scratch(
-        arrived=plgpu.Barrier(num_arrivals=4, num_barriers=stages),
-        keys=tensor_cores.tile(stages, CHUNK, dim, dtype=dtype),
+        arrived=plgpu.Barrier(num_arrivals=2 + prepared.parts, num_barriers=stages),
         matrices=tensor_cores.tile(stages, 2 * CHUNK, CHUNK, dtype=dtype),
-        queries=tensor_cores.tile(stages, CHUNK, dim, dtype=dtype),
+        parts=tensor_cores.tile(stages, prepared.parts * CHUNK, dim, dtype=dtype),
         spare=None if interpret is None else tensor_cores.tile(VALUES, dim, dtype=dtype),
         values=tensor_cores.tile(stages, CHUNK, VALUES, dtype=dtype),
     )
@@ -169,7 +169,7 @@ def _walk(sizes, tokens, prepared, seqs, pool, interpret):
         ),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(tokens, prepared, seqs, pool)
+    return kernel(values, prepared, seqs, pool)
 
 
 def _walk_sequence(sizes, tokens, prepared, seqs, pool, out, *, scratch):
@@ -180,18 +180,18 @@ def _walk_sequence(sizes, tokens, prepared, seqs, pool, out, *, scratch):
     start = begin - lax.rem(begin, ALIGN)
     number = jnp.where(live, lax.div(end - start + CHUNK - 1, CHUNK), 0)
     values = pl.ds(head * sizes.value_dim + part * VALUES, VALUES)
-    keys = pl.ds(lax.div(head, sizes.group) * sizes.key_dim, sizes.key_dim)
+    first = seqs.first_chunk[seq]
 
     def fetch(j, stage):
-        rows = pl.ds(pl.multiple_of(start + j * CHUNK, ALIGN), CHUNK)
+        rows, chunk = pl.ds(pl.multiple_of(start + j * CHUNK, ALIGN), CHUNK), first + j
+        arrived, parts = scratch.arrived.at[stage], scratch.parts.at[stage]
+        prepared.fetch(sizes, chunk, head, rows, _parts(parts), arrived)
         copies = (
-            (tokens.q.at[rows, keys], scratch.queries),
-            (tokens.k.at[rows, keys], scratch.keys),
-            (tokens.v.at[rows, values], scratch.values),
-            (prepared.matrices.at[seqs.first_chunk[seq] + j, head], scratch.matrices),
+            (tokens.at[rows, values], scratch.values),
+            (prepared.matrices.at[chunk, head], scratch.matrices),
         )
         for source, target in copies:
-            plgpu.copy_gmem_to_smem(source, target.at[stage], scratch.arrived.at[stage])
+            plgpu.copy_gmem_to_smem(source, target.at[stage], arrived)
 
     own_out = out.at[:, head, pl.ds(part * VALUES, VALUES)]
     walk = _Walk(
@@ -200,14 +200,14 @@ def _walk_sequence(sizes, tokens, prepared, seqs, pool, out, *, scratch):
         start=start,
         number=number,
         fetch=fetch,
-        sums=lambda j: prepared.sums.at[seqs.first_chunk[seq] + j, head],
+        decays=lambda j: prepared.decays(sizes, first + j, head),
         out=own_out,
         scratch=scratch,
     )
 
     @pl.when(number > 0)
     def _():
-        for stage in range(scratch.queries.shape[0]):
+        for stage in range(scratch.values.shape[0]):
             pl.when(stage < number)(functools.partial(fetch, stage, stage))
         candidate_0 = (seqs.layer[0] * sizes.num_slots + slot) * sizes.candidates
         source = candidate_0 + jnp.clip(seqs.state_offset[seq], 0, sizes.candidates - 1)
@@ -222,38 +222,32 @@ def _walk_sequence(sizes, tokens, prepared, seqs, pool, out, *, scratch):
         store_zeros(own_out, begin, end)
 
 
+def _parts(rows):
+    return [rows.at[pl.ds(i, CHUNK)] for i in range(0, rows.shape[0], CHUNK)]
+
+
 def _step(sizes, walk, j, state):
     """Store the outputs of one chunk, and return the state `[values, key_dim]` after it."""
-    ring, stages = walk.scratch, walk.scratch.queries.shape[0]
+    ring, stages = walk.scratch, walk.scratch.values.shape[0]
     stage = lax.rem(j, stages)
-    keys, values, matrices = (x.at[stage] for x in (ring.keys, ring.values, ring.matrices))
+    values, matrices = (x.at[stage] for x in (ring.values, ring.matrices))
+    queries, *keys = _parts(ring.parts.at[stage])
     coupling, weights = (matrices.at[pl.ds(i * CHUNK, CHUNK)].transpose((1, 0)) for i in range(2))
     start = walk.start + j * CHUNK
     low, high = jnp.maximum(walk.begin - start, 0), jnp.minimum(walk.end - start, CHUNK)
     whole = high - low == CHUNK
-    sums = walk.sums(j)
-    total, last = access.load(sums, plgpu.Layout.WGMMA.reduce(0)), sums[CHUNK - 1]
+    decays = walk.decays(j)
     plgpu.barrier_wait(ring.arrived.at[stage])
 
     @pl.when(jnp.logical_not(whole))
     def _():
-        tensor_cores.clear(keys, low, high)
-        tensor_cores.clear(values, low, high)
+        for rows in (*keys, values):
+            tensor_cores.clear(rows, low, high)
 
-    def factor(log):
-        return lax.broadcast_in_dim(jnp.exp(log), (VALUES, CHUNK), (1,))
-
-    chunk = _Chunk(
-        queries=ring.queries.at[stage],
-        keys=keys,
-        values=values,
-        coupling=coupling,
-        from_start=lambda: factor(total),
-        to_end=lambda: factor(last - total),
-    )
+    chunk = _Chunk(queries, keys[0], values, coupling, decays)
     written, decayed, read = _against_state(state.astype(sizes.dtype), chunk, ring.spare)
     state, out = tensor_cores.accumulate(
-        ring.spare, (state * jnp.exp(last), decayed, keys), (read, written, weights)
+        ring.spare, (state * decays.of_state, decayed, keys[-1]), (read, written, weights)
     )
     store(walk.out, start, low, high, out)
     plgpu.commit_smem()  # barrier: all threads have read the chunk that the next copy overwrites
@@ -272,12 +266,15 @@ def _against_state(state, chunk, spare):
     def run(recalled, written, read):
         plgpu.wgmma(recalled, tensor_cores.operand(state, spare), chunk.keys.transpose((1, 0)))
         plgpu.wgmma(written, chunk.values.transpose((1, 0)), chunk.coupling)
-        decay = chunk.from_start()
+        decay = chunk.decays.from_start()
         wrong = plgpu.wgmma_accumulator_load(recalled, wait_n=1) * -decay
         plgpu.wgmma(written, tensor_cores.operand(wrong.astype(state.dtype), spare), chunk.coupling)
         plgpu.wgmma(read, tensor_cores.operand(state, spare), chunk.queries.transpose((1, 0)))
         new = plgpu.wgmma_accumulator_load(written, wait_n=1)
-        rounded, decayed = new.astype(state.dtype), (new * chunk.to_end()).astype(state.dtype)
+        rounded, decayed = (
+            new.astype(state.dtype),
+            (new * chunk.decays.to_end()).astype(state.dtype),
+        )
         return rounded, decayed, read[...] * decay
 
     return pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((VALUES, CHUNK), jnp.float32)] * 3)

@@ -144,6 +144,8 @@ PREFILLS = [  # family, shape, dtypes of tokens and of states, tokens
             ],
         )
     ),
+    *((KDA, KDA.typical, BFLOAT16, states, 128) for states in (FLOAT32, BFLOAT16)),
+    (KDA, GdnShape(2, 2, 64, 64), FLOAT16, FLOAT16, 128),
     *((MAMBA2, shape, BFLOAT16, FLOAT32, 2048) for shape in MAMBA2.published.values()),
     (MAMBA2, NANO, BFLOAT16, FLOAT32, 256),  # one tile per sequence
     (MAMBA2, NANO, BFLOAT16, FLOAT16, 2048),
@@ -163,7 +165,7 @@ def test_a_prefill_compiles(h200, monkeypatch, capfd, family, shape, dtype, stat
             tokens = tokens._replace(**{family.value: out.astype(dtype)})
         return out.astype(dtype), states
 
-    seqs, slots = 3, {"gdn": 65, "mamba2": 257}[family.name]
+    seqs, slots = 3, 257 if family is MAMBA2 else 65
     pool = array(2, slots, 4, *family.state(shape), dtype=states_dtype)
     index, start = array(seqs, dtype=jnp.int32), array(seqs + 1, dtype=jnp.int32)
     chunks = PrefillRegion(index, index, start, index)

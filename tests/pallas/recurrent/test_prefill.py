@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from recurrences import GDN, MAMBA2, RECURRENT, at, every, spoil
+from recurrences import GDN, KDA, MAMBA2, REPLAYED, at, every, spoil
 from regions import decode_region, prefill_region
 
 from benchmarks.measure.shapes import GdnShape, Mamba2Shape
@@ -178,7 +178,7 @@ def kernel_case(family, shape, dtype, states_dtype, alike=False):
             x /= np.linalg.norm(x, axis=-1, keepdims=True)
         tokens.g[:], tokens.beta[:] = 0.0, 1.0
     else:
-        family.scale(tokens, (0.3 if family is MAMBA2 else 1.0))
+        family.scale(tokens, np.float32(0.3 if family is MAMBA2 else 1.0))
         family.forget(tokens, START[0] + 40, 1e5)
         family.forget(tokens, START[5] + 80, family.decays[-1])
     padding = np.ones(len(tokens[0]), bool)
@@ -224,6 +224,9 @@ def check(family, run, shape, dtype, states_dtype, alike=False):
         (GDN, jnp.bfloat16, jnp.bfloat16, GdnShape(1, 2, 64, 128), False, 132, {}),
         (GDN, jnp.float16, jnp.float16, GdnShape(1, 2, 64, 64), False, 4, {}),  # two blocks on each
         (GDN, jnp.bfloat16, jnp.float32, GdnShape(1, 2, 64, 64), True, 132, {}),
+        (KDA, jnp.bfloat16, jnp.float32, GdnShape(2, 2, 128, 64), False, 132, {}),
+        (KDA, jnp.float16, jnp.bfloat16, GdnShape(2, 2, 64, 128), False, 4, {}),
+        (KDA, jnp.bfloat16, jnp.float32, GdnShape(2, 2, 64, 64), True, 132, {}),
         # No prompt is cut.
         (MAMBA2, jnp.bfloat16, jnp.float32, Mamba2Shape(2, 1, 64, 128), False, 132, {}),
         (MAMBA2, jnp.bfloat16, jnp.bfloat16, Mamba2Shape(2, 2, 128, 64), False, 132, {"tile": 64}),
@@ -253,6 +256,7 @@ def test_the_kernels_equal_their_reference_without_races(
     ("family", "shape"),
     [
         *((GDN, shape) for shape in (*GDN.published.values(), GdnShape(2, 2, 64, 64))),
+        *((KDA, shape) for shape in (*KDA.published.values(), GdnShape(2, 2, 64, 64))),
         *((MAMBA2, shape) for shape in (*MAMBA2.published.values(), Mamba2Shape(4, 2, 128, 64))),
     ],
     ids=str,
@@ -260,15 +264,15 @@ def test_the_kernels_equal_their_reference_without_races(
 def test_on_a_gpu_the_op_is_its_kernels_and_equals_its_reference(
     family, shape, dtype, states_dtype
 ):
-    """Also where Mamba2's prompts are cut, and where Gated DeltaNet's keys are alike."""
+    """Also where Mamba2's prompts are cut, and where a delta rule's keys are alike."""
 
     def cut(tokens, states, layer, chunks):
         return family.prefill.kernel(tokens, states, jnp.int32(layer), chunks, tile=64)
 
     prefill = family.prefill
     dispatch._chosen.pop(prefill.name, None)
-    others = {"gdn": (prefill.run, True), "mamba2": (cut, False)}
-    for run, alike in ((prefill.run, False), others[family.name]):
+    others = {"mamba2": (cut, False)}
+    for run, alike in ((prefill.run, False), others.get(family.name, (prefill.run, True))):
         check(family, run, shape, dtype, states_dtype, alike)
     assert dispatch.implementations()[prefill.name] == ("kernel",)
 
@@ -277,7 +281,7 @@ def test_on_a_gpu_the_op_is_its_kernels_and_equals_its_reference(
 @pytest.mark.parametrize(
     ("family", "lengths"),
     [
-        *itertools.product(RECURRENT, [[2048], [1, 2047], [512] * 4, [1000, 1, 7, 8, 1032]]),
+        *itertools.product(REPLAYED, [[2048], [1, 2047], [512] * 4, [1000, 1, 7, 8, 1032]]),
         (MAMBA2, [5, 3]),
     ],
     ids=str,
@@ -286,7 +290,7 @@ def test_on_a_gpu_sequences_of_any_length_stay_exact(family, lengths):
     """With the decay of a head that forgets slowly."""
     rng, shape = np.random.default_rng(7), family.typical
     tokens = family.draw(rng, sum(lengths), shape=shape)
-    family.scale(tokens, (0.02 if family is MAMBA2 else 0.05))
+    family.scale(tokens, np.float32(0.02 if family is MAMBA2 else 0.05))
     tokens, seqs = family.in_dtype(tokens, jnp.bfloat16), len(lengths)
     states = jnp.asarray(rng.normal(size=(1, seqs + 1, 2, *family.state(shape))), jnp.float32)
     start, computed = [0, *np.cumsum(lengths)], range(seqs)
