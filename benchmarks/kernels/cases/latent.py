@@ -177,7 +177,7 @@ def _selected_case(ops, model, sizes, pages, operands, about, *, vectors, keys, 
 
     def run(op, pool, layer, of_index, *operands):
         latents, index_keys, queries = pool
-        index = TokenIndex(*of_index, index_keys, TOP_K)
+        index = TokenIndex(of_index[0], of_index[1], index_keys, TOP_K)
         options = {"value_dim": VALUE_DIM, "scale": FEATURES**-0.5, "index": index}
         out = op(queries, latents, layer, *operands, **options)
         return out, (latents, index_keys, queries.at[..., :VALUE_DIM].set(out))

@@ -163,11 +163,11 @@ def _prefill_by_kernel(kernel, queries, latents, layer, page_tables, chunks, ind
         tile, tokens = tokens_at_once(latents, index), (queries, index.queries, index.weights)
 
         def attend(tokens, seq, offset):
-            own, *of_index = (x[None] for x in tokens)
+            own, of_queries, weights = (x[None] for x in tokens)
             position, remaining = chunks.num_computed[seq] + offset, chunks.query_len[seq] - offset
             newest = _newest(position[None], remaining[None], tile)
             operands = own, latents, layer, page_tables[chunks.slots[seq]][None], newest
-            select = TokenIndex(*of_index, index.keys, index.top_k)
+            select = TokenIndex(of_queries, weights, index.keys, index.top_k)
             return attend_to_selected(kernel, *operands, select)[0]
 
         return in_tiles(tokens, chunks, is_live, attend, tile=tile, scores=None)

@@ -52,6 +52,8 @@ class TokenIndex:
         Args:
             scores: From `index_scores`, of more than `top_k` positions.
         """
+        # `top_k` sorts -0.0 before 0.0; which of them a sum of zeros is depends on its order.
+        scores = jnp.where(scores == 0, 0.0, scores)
         return lax.top_k(scores, self.top_k)[1]
 
 

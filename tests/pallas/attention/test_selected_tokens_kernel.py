@@ -63,7 +63,7 @@ def test_prompts_attend_to_the_selected_tokens_without_races(interpreted, monkey
 
 def published_index(*tokens):
     queries = array(*tokens, 64, 128, dtype=jnp.bfloat16)
-    keys = array(2, 32768, 16, 128, dtype=jnp.bfloat16)
+    keys = array(2, 2**18, 16, 128, dtype=jnp.bfloat16)
     return TokenIndex(queries, array(*tokens, 64), keys, 2048)
 
 
@@ -80,7 +80,7 @@ def compiled_lean(h200, monkeypatch, capfd, op, queries, region, index):
             total += jnp.sum(out.astype(jnp.float32))
         return total, pools
 
-    pools = array(2, 65536, 16, 576, dtype=jnp.bfloat16), index.keys
+    pools = array(2, 2**18, 16, 576, dtype=jnp.bfloat16), index.keys
     operands = queries, pools, array(65, 512, dtype=jnp.int32), region
     index = TokenIndex(index.queries, index.weights, array(0), index.top_k)
     compiled = compile_for(h200, monkeypatch, step, (*operands, index), donated=1)

@@ -42,3 +42,8 @@ def test_only_visible_tokens_are_selected(top_k):
         best = np.argsort(-np.where(can, scores, -np.inf))[: min(top_k, can.sum())]
         assert np.flatnonzero(row).tolist() == sorted(best.tolist())
     assert not selected(scores, [-1], top_k).any()
+
+
+def test_zeros_of_either_sign_are_equal():
+    index = TokenIndex(jnp.zeros(()), jnp.zeros(()), jnp.zeros(()), 2)
+    assert index.best(jnp.asarray([[[-0.0, -1, 0.0, -0.0]]])).tolist() == [[[0, 2]]]
