@@ -52,6 +52,8 @@ DEEPSEEK = {
     "topk_group": 4,
     "v_head_dim": 128,
 }
+# And of the token index of V3.2, which selects fewer tokens here than a row has.
+INDEXED = DEEPSEEK | {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 128}
 # Those of GLM-4.7-Flash, and of GLM-4.5-Air.
 FLASH = {
     "hidden_size": 2048,
@@ -104,12 +106,22 @@ LING = {
         ("falcon_h1", FALCON, {"attention_inputs", "paged_attention", "mamba2_conv_replay"}),
         ("lfm2", LFM2, {"conv_update"}),
         ("deepseek_v3", DEEPSEEK, {"latent_attention", "moe_experts"}),
+        ("deepseek_v32", INDEXED, {"latent_attention", "index_scores", "moe_experts"}),
         ("glm4_moe_lite", FLASH, {"latent_attention", "moe_experts"}),
         ("glm4_moe", AIR, {"attention_inputs", "paged_attention", "moe_experts"}),
         ("kimi_linear", KIMI, {"conv_update", "gdn_replay", "moe_experts"}),
         ("bailing_hybrid", LING, {"conv_update", "gdn_replay", "moe_experts"}),
     ],
-    ids=["Falcon-H1", "LFM2", "DeepSeek", "GLM-4.7-Flash", "GLM-4.5-Air", "Kimi-Linear", "Ling"],
+    ids=[
+        "Falcon-H1",
+        "LFM2",
+        "DeepSeek",
+        "V3.2",
+        "GLM-4.7-Flash",
+        "GLM-4.5-Air",
+        "Kimi-Linear",
+        "Ling",
+    ],
 )
 def test_a_layer_is_its_kernels(h200, monkeypatch, fixture, sizes, expected, rows):
     monkeypatch.setattr("jaxspec.device.default_device", lambda: h200)

@@ -20,6 +20,7 @@ from jaxspec.pallas import dispatch
 from jaxspec.pallas.attention.inputs import QKNorm
 from jaxspec.pallas.attention.output_gate import OutputGate
 from jaxspec.pallas.attention.ring_tables import ring_length
+from jaxspec.pallas.attention.token_index import TokenIndex
 from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnRing, GdnTokens
 from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params, Mamba2Ring, Mamba2Tokens
 from jaxspec.pallas.matmul.activation import Activation
@@ -77,6 +78,7 @@ def weight(inner, outer):
 NORM = Norm(half(HIDDEN), 1e-6)
 KV = half(2, 2, PAGES, PAGE_SIZE, HEADS.kv_heads, HEADS.head_dim)
 LATENTS = half(2, PAGES, PAGE_SIZE, LATENT + ROPE)
+INDEX_KEYS = half(2, PAGES, PAGE_SIZE, 128)
 KV_RINGS = half(2, SLOTS, ring_length(SLIDING, WIDTH), 2, HEADS.kv_heads, HEADS.head_dim)
 TABLES = ints(SLOTS, 8)
 GATED_COLUMNS = 2 * (HEADS.heads + HEADS.kv_heads) * HEADS.head_dim
@@ -215,6 +217,10 @@ OPS = {
     ),
     "latent_prefill_attention": lambda n: (
         *(half(n, 128, LATENT + ROPE), LATENTS, 1, TABLES, chunks(n)),
+    ),
+    "index_scores": lambda n: (
+        TokenIndex(half(n, WIDTH, 64, 128), array(n, WIDTH, 64), INDEX_KEYS, 2048),
+        *(1, ints(n, 8), ints(n, WIDTH)),
     ),
     "window_attention": lambda n: (
         half(n, WIDTH, HEADS.heads, HEADS.head_dim),

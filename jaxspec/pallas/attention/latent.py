@@ -4,6 +4,8 @@ DeepSeek-AI 2024, "DeepSeek-V2", arXiv 2405.04434, section 2.1, with the up-proj
 values applied to queries and outputs. So all heads read one vector per token.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -13,9 +15,14 @@ from jaxspec.pallas import dispatch
 from jaxspec.pallas.attention.chunk_rows import attend_by_rows
 from jaxspec.pallas.attention.paged import why_not_page_size
 from jaxspec.pallas.attention.references import in_tiles, masked_softmax, over_longest_row
-from jaxspec.pallas.attention.token_index import TokenIndex
+from jaxspec.pallas.attention.selected_tokens import (
+    attend_to_selected,
+    tokens_at_once,
+    unless_all_are_selected,
+)
+from jaxspec.pallas.attention.token_index import TokenIndex, visible
 from jaxspec.pallas.paging.kv_write import VectorPool
-from jaxspec.regions import DecodeRegion, PrefillRegion
+from jaxspec.regions import DecodeRegion, PrefillRegion, real_tokens
 
 _TILE = 64  # queries per tile of the prefill reference
 
@@ -36,15 +43,16 @@ def latent_attention(
     Rows, positions, padding and rejected drafts are as in `paged_attention`. `latents` holds one
     vector per token (`vector_write`): all of it is the key of every head, and its first `value_dim`
     features are the value. Scores are multiplied by `scale`; scores and softmax are float32. With
-    an `index`, over `[rows, width]` tokens, each token attends to those that it selects.
+    an `index`, over `[rows, width]` tokens, each token attends to those that it selects; the kernel
+    reads their vectors alone, which XLA gathers.
     """
     sizes = {"value_dim": value_dim, "scale": scale}
-    why = _why_not_kernel(queries, latents, value_dim, index)
+    why = _why_not_kernel(queries, latents, value_dim)
     if dispatch.runs_kernel("latent_attention", why, rows=queries.shape[0]):
         from jaxspec.pallas.attention.wide_kernel import latent_attention_kernel
 
-        on_device = dispatch.layer_index(latents, layer)
-        return latent_attention_kernel(queries, latents, on_device, page_tables, rows, **sizes)
+        kernel = functools.partial(latent_attention_kernel, **sizes)
+        return _attend_by_kernel(kernel, queries, latents, layer, page_tables, rows, index)
 
     def attend(tables):
         return latent_attention_reference(queries, latents, layer, tables, rows, index, **sizes)
@@ -56,11 +64,34 @@ def latent_attention_reference(
     queries, latents, layer, page_tables, rows, index=None, *, value_dim, scale
 ):
     """Reference for `latent_attention`: gather every page of the row, mask, softmax."""
-    num_slots = page_tables.shape[0]
-    pages = page_tables[jnp.clip(rows.slots, 0, num_slots - 1)]
-    query_len = jnp.where(rows.is_live(num_slots), rows.query_len, 0)
+    pages, query_len = _pages_of(rows, page_tables)
     operands = queries, latents, layer, pages, rows.num_computed, query_len, index
     return _attend(*operands, value_dim, scale)
+
+
+def _pages_of(rows, page_tables):
+    """Return the pages of each row, and its tokens: none for padding."""
+    num_slots = page_tables.shape[0]
+    pages = page_tables[jnp.clip(rows.slots, 0, num_slots - 1)]
+    return pages, jnp.where(rows.is_live(num_slots), rows.query_len, 0)
+
+
+def _attend_by_kernel(kernel, queries, latents, layer, page_tables, rows, index):
+    """Run `latent_attention` with its kernel, over all tokens or over the selected ones."""
+    on_device = dispatch.layer_index(latents, layer)
+    pages, query_len = _pages_of(rows, page_tables)
+
+    def to_all():
+        return kernel(queries, latents, on_device, page_tables, rows)
+
+    def to_selected():
+        assert index is not None
+        newest = _newest(rows.num_computed, query_len, queries.shape[1])
+        return attend_to_selected(kernel, queries, latents, layer, pages, newest, index)
+
+    length, context = rows.num_computed + query_len, pages.shape[1] * latents.shape[2]
+    length = jnp.where(query_len > 0, length, 0)
+    return unless_all_are_selected(index, length, context, to_all, to_selected)
 
 
 def latent_prefill_attention(
@@ -80,17 +111,13 @@ def latent_prefill_attention(
     `latent_attention`; an `index` is over the region's tokens.
     """
     sizes = {"value_dim": value_dim, "scale": scale}
-    why = _why_not_kernel(queries, latents, value_dim, index)
+    why = _why_not_kernel(queries, latents, value_dim)
     num_rows = min(queries.shape[0], chunks.slots.shape[0])
     if dispatch.runs_kernel("latent_prefill_attention", why, rows=num_rows):
         from jaxspec.pallas.attention.wide_kernel import latent_attention_kernel
 
-        on_device = dispatch.layer_index(latents, layer)
-
-        def attend(queries, rows):
-            return latent_attention_kernel(queries, latents, on_device, page_tables, rows, **sizes)
-
-        return attend_by_rows(attend, queries, chunks, page_tables.shape[0], queries.shape[1])
+        kernel = functools.partial(latent_attention_kernel, **sizes)
+        return _prefill_by_kernel(kernel, queries, latents, layer, page_tables, chunks, index)
     operands = queries, latents, layer, page_tables, chunks, index
     return latent_prefill_attention_reference(*operands, **sizes)
 
@@ -119,6 +146,46 @@ def latent_prefill_attention_reference(
     return in_tiles(tokens, chunks, is_live, attend, tile=_TILE, scores=scores)
 
 
+def _prefill_by_kernel(kernel, queries, latents, layer, page_tables, chunks, index):
+    """Run `latent_prefill_attention` with the kernel of rows."""
+    on_device = dispatch.layer_index(latents, layer)
+    num_slots, heads = page_tables.shape[0], queries.shape[1]
+    is_live = chunks.is_live(num_slots)
+
+    def to_all():
+        def attend(queries, rows):
+            return kernel(queries, latents, on_device, page_tables, rows)
+
+        return attend_by_rows(attend, queries, chunks, num_slots, heads)
+
+    def to_selected():
+        assert index is not None
+        tile, tokens = tokens_at_once(latents, index), (queries, index.queries, index.weights)
+
+        def attend(tokens, seq, offset):
+            own, of_queries, weights = (x[None] for x in tokens)
+            position, remaining = chunks.num_computed[seq] + offset, chunks.query_len[seq] - offset
+            newest = _newest(position[None], remaining[None], tile)
+            operands = own, latents, layer, page_tables[chunks.slots[seq]][None], newest
+            select = TokenIndex(of_queries, weights, index.keys, index.top_k)
+            return attend_to_selected(kernel, *operands, select)[0]
+
+        return in_tiles(tokens, chunks, is_live, attend, tile=tile, scores=None)
+
+    length = jnp.where(is_live, chunks.num_computed + chunks.query_len, 0)
+    context = page_tables.shape[1] * latents.shape[2]
+    return unless_all_are_selected(index, length, context, to_all, to_selected)
+
+
+def _newest(position, num_real, width):
+    """Return the last position visible to each of `width` tokens, -1 for padding.
+
+    Row `r` has `num_real[r]` tokens from `position[r]` on.
+    """
+    newest = position[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+    return jnp.where(real_tokens(num_real, width), newest, -1)
+
+
 def _attend(queries, latents, layer, pages, position, num_real, index, value_dim, scale):
     """Attention of rows of consecutive tokens, each over its row of the page table.
 
@@ -131,12 +198,10 @@ def _attend(queries, latents, layer, pages, position, num_real, index, value_dim
     held = latents[layer, pages].reshape(num_rows, context, features)
 
     place = jnp.arange(context, dtype=jnp.int32)
-    token = jnp.arange(width, dtype=jnp.int32)
-    newest = position[:, None] + token[None, :]  # last position visible to each token
-    is_real = token[None, :] < num_real[:, None]
-    sees = (place[None, None, :] <= newest[:, :, None]) & is_real[:, :, None]
+    newest = _newest(position, num_real, width)
+    sees = visible(newest, context)
     if index is not None:
-        sees = index.selected(layer, pages, sees)
+        sees = index.selected(layer, pages, newest)
 
     scores = jnp.einsum(
         "rwhd,rcd->rhwc",
@@ -167,10 +232,8 @@ def _attend(queries, latents, layer, pages, position, num_real, index, value_dim
     return out.astype(queries.dtype)
 
 
-def _why_not_kernel(queries, latents, value_dim, index):
+def _why_not_kernel(queries, latents, value_dim):
     features, page_size = queries.shape[-1], latents.shape[2]
-    if index is not None:
-        return "a token index"
     if queries.dtype != jnp.bfloat16 or latents.dtype != jnp.bfloat16:
         return f"queries in {queries.dtype} over {latents.dtype}, not bfloat16"
     if value_dim not in (128, 256, 512) or features != value_dim + 64:

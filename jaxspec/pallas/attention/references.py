@@ -89,7 +89,7 @@ def in_tiles(
     attend: Callable[[Any, _Scalar, _Scalar], Float[Array, "tile heads head_dim"]],
     *,
     tile: int,
-    scores: int,
+    scores: int | None,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Return `attend` of all tokens of live chunks, tile by tile, and zeros for padding.
 
@@ -102,7 +102,8 @@ def in_tiles(
         attend: Takes the arrays of a tile, the number of its chunk, and the offset of its first
             token in the chunk. Results of tokens after the chunk's end are dropped.
         tile: Tokens per tile.
-        scores: Scores per tile, at most.
+        scores: Scores per tile, at most; None computes one tile per iteration, for `attend` that
+            runs a kernel.
     """
     num_tokens, num_seqs = jax.tree.leaves(tokens)[0].shape[0], chunks.slots.shape[0]
     length = jnp.where(is_live, chunks.query_len, 0)
@@ -124,8 +125,8 @@ def in_tiles(
         return attend(own, seq, offset)
 
     most = (num_tokens + (tile - 1) * num_seqs) // tile
-    batch = max(1, min(num_seqs, _SCORES_AT_ONCE // scores))
-    group = tiles_at_once(most, scores)
+    batch = 1 if scores is None else max(1, min(num_seqs, _SCORES_AT_ONCE // scores))
+    group = 1 if scores is None else tiles_at_once(most, scores)
     if group == 1:
         tiles = dispatch.stacked(tiles_end[-1], most, attend_tile, batch=batch)
     else:

@@ -1,0 +1,101 @@
+"""Attention to the tokens that an index selects, gathered for kernels that attend to pages."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas import row_tiles
+from jaxspec.pallas.attention.token_index import TokenIndex, index_scores
+from jaxspec.pallas.paging.kv_write import VectorPool
+from jaxspec.regions import DecodeRegion
+
+PAGE = 64
+"""Positions per page of gathered vectors: a tile of the kernel, so a tile is one copy."""
+
+_TILE = 64  # most tokens whose vectors are gathered at once in a prompt
+_GATHERED = 2**28  # most bytes of their vectors
+
+_Attend = Callable[[Array, VectorPool, Array, Array, DecodeRegion], Array]
+
+
+def unless_all_are_selected(
+    index: TokenIndex | None,
+    length: Int[Array, " rows"],
+    context: int,
+    attend_to_all: Callable[[], Array],
+    attend_to_selected: Callable[[], Array],
+) -> Array:
+    """Return the result of `attend_to_all` if the index, if any, selects all tokens of all rows.
+
+    That depends on the rows' lengths, so it is decided in the step. A deterministic engine decides
+    it by `context`, the most that a row may have: a row's bits must not depend on other rows.
+    """
+    if index is None or context <= index.top_k:
+        return attend_to_all()
+    if row_tiles.is_deterministic():
+        return attend_to_selected()
+    is_short = jnp.max(length, initial=0) <= index.top_k
+    return lax.cond(is_short, attend_to_all, attend_to_selected)
+
+
+def tokens_at_once(latents: VectorPool, index: TokenIndex) -> int:
+    """Return the tokens of a prompt whose vectors are gathered at once."""
+    of_token = _span(index) * latents.shape[3] * latents.dtype.itemsize
+    return max(1, min(_TILE, _GATHERED // of_token))
+
+
+def attend_to_selected(
+    attend: _Attend,
+    queries: Float[Array, "rows width heads features"],
+    latents: VectorPool,
+    layer: int,
+    pages: Int[Array, "rows pages"],
+    newest: Int[Array, "rows width"],
+    index: TokenIndex,
+) -> Float[Array, "rows width heads value_dim"]:
+    """Return `attend` of each token over the vectors that the index selects for it.
+
+    Each token is a row of its own, over its own pages. Of the row's pages only the selected vectors
+    are read.
+
+    Args:
+        attend: `latent_attention` without an index, with all operands.
+        queries: The tokens of each row.
+        latents: The vectors of all tokens.
+        layer: The layer of both pools.
+        pages: Pages of each row, in both pools.
+        newest: Last position that a token sees, -1 for padding.
+        index: The index, over `[rows, width]` tokens.
+    """
+    num_rows, width, *of_token = queries.shape
+    num_pages, page_size, features = latents.shape[1:]
+    context, tokens, span = pages.shape[1] * page_size, num_rows * width, _span(index)
+    pages, newest = jnp.clip(pages, 0, num_pages - 1), jnp.clip(newest, -1, context - 1)
+
+    place = index.best(index_scores(index, layer, pages, newest))
+    place = jnp.pad(place, ((0, 0), (0, 0), (0, span - index.top_k)))
+    # The best are followed by positions that the token does not see, which nothing may read; one
+    # position in place of all of them stays in the GPU's cache.
+    place = jnp.minimum(place, jnp.maximum(newest, 0)[:, :, None])
+    page = jnp.take_along_axis(pages[:, None], place // page_size, axis=2)
+    vector = (layer * num_pages + page) * page_size + place % page_size
+    # The barrier keeps XLA from recomputing an index for every element that it gathers.
+    vector = lax.optimization_barrier(vector)
+    gathered = latents.reshape(-1, features).at[vector].get(mode="promise_in_bounds")
+    pool = gathered.reshape(1, tokens * span // PAGE, PAGE, features)
+
+    number, of_row = jnp.arange(1, tokens + 1, dtype=jnp.int32), span // PAGE
+    tables = jnp.arange(tokens * of_row, dtype=jnp.int32).reshape(tokens, of_row)
+    count = jnp.minimum(newest.reshape(tokens) + 1, index.top_k)
+    unread = jnp.zeros_like(number)  # only recurrent layers read it
+    rows = DecodeRegion(number, count - 1, jnp.minimum(count, 1), unread, unread)
+    queries = queries.reshape(tokens, 1, *of_token)
+    out = attend(queries, pool, jnp.int32(0), jnp.pad(tables, ((1, 0), (0, 0))), rows)
+    return out.reshape(num_rows, width, *out.shape[2:])
+
+
+def _span(index):
+    """Positions of a token's pages."""
+    return -(-index.top_k // PAGE) * PAGE
