@@ -5,6 +5,7 @@ from typing import Any
 
 from benchmarks.measure.mamba_shapes import MAMBA_SHAPES, NemotronShape, PureMamba2Shape
 from benchmarks.measure.shapes import ATTENTION, GDN, HIDDEN, AttentionShape, GdnShape
+from benchmarks.published import MODELS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,23 @@ def _recurrent_fields(gdn: GdnShape) -> dict[str, Any]:
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class PublishedShape:
+    """A published model with all layers, or with so many of them (`PublishedModel.thin`)."""
+
+    model: str
+    layers: int | None = None
+
+    @property
+    def vocab(self) -> int:
+        return MODELS[self.model].config["vocab_size"]
+
+    def config(self) -> dict[str, Any]:
+        """The fields of config.json."""
+        published = MODELS[self.model]
+        return published.config if self.layers is None else published.thin(self.layers)
+
+
 DENSE, MOE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 NEXT, ATTENTION_MOE = "Qwen3NextForCausalLM", "Qwen3MoeForCausalLM"
 TINY = AttentionShape(4, 2, 16), GdnShape(2, 4, 16, 16)
@@ -88,7 +106,7 @@ MIDDLE = ATTENTION["qwen3.5-9b"], GDN["qwen3.5-9b"]
 LARGE = ATTENTION["qwen3.5-27b"], GDN["qwen3.5-27b"]
 SPARSE = ATTENTION["qwen3.5-35b-a3b"], GDN["qwen3.5-9b"]
 WIDE = ATTENTION["qwen3.5-122b-a10b"], GDN["qwen3.5-122b-a10b"]
-SHAPES: dict[str, ModelShape | NemotronShape | PureMamba2Shape] = {
+SHAPES: dict[str, ModelShape | PublishedShape | NemotronShape | PureMamba2Shape] = {
     "tiny": ModelShape(DENSE, 64, 4, 96, *TINY, tied=True, vocab=512),
     "tiny-of-four": ModelShape(DENSE, 64, 4, 96, *TINY_OF_FOUR, tied=True, vocab=512),
     "tiny-moe": ModelShape(MOE, 64, 4, ExpertsShape(8, 2, 32, 48), *TINY, tied=False, vocab=512),
@@ -117,5 +135,9 @@ SHAPES: dict[str, ModelShape | NemotronShape | PureMamba2Shape] = {
         tied=False,
         vocab=151936,
     ),
+    "kimi-linear-48b-a3b": PublishedShape("kimi-linear-48b-a3b"),
+    "ling-3.0-tiny": PublishedShape("ling-3.0-tiny"),
+    # Three of its layers are dense; the difference of the two is two layers with experts.
+    **{f"deepseek-v3.2-{n}-layers": PublishedShape("deepseek-v3.2", n) for n in (4, 6)},
     **MAMBA_SHAPES,
 }

@@ -70,7 +70,7 @@ def attend_to_selected(
         index: The index, over `[rows, width]` tokens.
     """
     num_rows, width, *of_token = queries.shape
-    num_pages, page_size, features = latents.shape[1:]
+    layers, num_pages, page_size, features = latents.shape
     context, tokens, span = pages.shape[1] * page_size, num_rows * width, _span(index)
     pages, newest = jnp.clip(pages, 0, num_pages - 1), jnp.clip(newest, -1, context - 1)
 
@@ -83,7 +83,8 @@ def attend_to_selected(
     vector = (layer * num_pages + page) * page_size + place % page_size
     # The barrier keeps XLA from recomputing an index for every element that it gathers.
     vector = lax.optimization_barrier(vector)
-    gathered = latents.reshape(-1, features).at[vector].get(mode="promise_in_bounds")
+    vectors = latents.reshape(layers * num_pages * page_size, features)
+    gathered = vectors.at[vector].get(mode="promise_in_bounds")
     pool = gathered.reshape(1, tokens * span // PAGE, PAGE, features)
 
     number, of_row = jnp.arange(1, tokens + 1, dtype=jnp.int32), span // PAGE
