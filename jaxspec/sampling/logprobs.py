@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas.row_tiles import by_rows
+from jaxspec.pallas.row_tiles import by_rows, is_deterministic
 from jaxspec.requests.logprobs import LAYOUT
 from jaxspec.requests.sampling_features import SamplingFeatures
 from jaxspec.requests.sampling_params import MAX_LOGPROBS
@@ -42,7 +42,7 @@ def report_logprobs(
         jnp.where(is_processed, 3, most),
         [
             lambda: jnp.zeros((len(logits), LAYOUT.size), jnp.int32),
-            lambda: by_rows(_packed_alone, logits, tokens),
+            lambda: _pack_alone(logits, tokens),
             lambda: pack_logprobs(logits, tokens),
             lambda: pack_logprobs(reported(), tokens),
         ],
@@ -112,10 +112,12 @@ def _packed(logits: Float[Array, "n vocab"], tokens: Int[Array, " n"]) -> Int[Ar
     return _pack(logits, tokens, *largest(logits, min(MAX_LOGPROBS, logits.shape[1])))
 
 
-def _packed_alone(
+def _pack_alone(
     logits: Float[Array, "n vocab"], tokens: Int[Array, " n"]
 ) -> Int[Array, "n fields"]:
-    """Return the fields of each token without ids of the likeliest."""
+    """Return the fields of each token without ids of the likeliest, or also with them."""
+    if is_deterministic():  # other maxima would be fused with sums of another order
+        return pack_logprobs(logits, tokens)
     likeliest = jnp.max(logits, axis=1, keepdims=True)
     return _pack(logits, tokens, likeliest, jnp.full(likeliest.shape, NO_TOKEN, jnp.int32))
 

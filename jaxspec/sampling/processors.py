@@ -3,6 +3,7 @@
 from typing import Protocol
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas.matmul.scores import has_argmax, mask_columns
@@ -18,7 +19,7 @@ from jaxspec.requests.sampling_features import (
 from jaxspec.sampling.bias import add_bias, more_forbidden_ids
 from jaxspec.sampling.logits_processors import apply_processors
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
-from jaxspec.sampling.penalties import penalize
+from jaxspec.sampling.penalties import has_penalty, penalize
 from jaxspec.sampling.top_k_top_p import mask_small_top_k, mask_top_k_top_p
 
 
@@ -76,21 +77,52 @@ def adjusted_logits(
     which `has_choice` sees, because it applies them too: it is `has_argmax` of this result.
     """
     logits = logits.astype(jnp.float32)
+    of_tables = [name for name in (BIAS, PENALTIES) if name in features]
+    others = features
+    for name in of_tables:
+        others = others.without(name)
+
+    def scaled(features: SamplingFeatures) -> Float[Array, "n vocab"]:
+        return _scaled(logits, inputs, positions, features)
+
+    if of_tables and len(logits):
+        # A pass over the logits reads the tables only where a row needs it.
+        is_needed = jnp.any(_reads_tables(inputs, of_tables))
+        result = lax.cond(is_needed, lambda: scaled(features), lambda: scaled(others))
+    else:
+        result = scaled(features)
+    forbidden = forbidden_ids(inputs, positions)
+    if BIAS in features:
+        forbidden = jnp.concatenate([forbidden, more_forbidden_ids(inputs, positions)], axis=1)
+    # Penalties and temperature keep -inf, so the scatter can be the last step, in place on an array
+    # made here. The model's logits, which logprobs read again, would have to be copied for it.
+    return mask_columns(result, forbidden)
+
+
+def _reads_tables(inputs: SamplingInputs, names: list[str]) -> Bool[Array, " n"]:
+    """Return the rows that a bias, a grammar, a user's processor or a penalty changes."""
+    reads = jnp.zeros_like(inputs.is_greedy)
+    if BIAS in names:
+        reads |= (inputs.table_slot > 0) | jnp.any(inputs.grammar_states != 0, axis=1)
+    return reads | has_penalty(inputs) if PENALTIES in names else reads
+
+
+def _scaled(
+    logits: Float[Array, "n vocab"],
+    inputs: SamplingInputs,
+    positions: Int[Array, " n"],
+    features: SamplingFeatures,
+) -> Float[Array, "n vocab"]:
     if BIAS in features:
         logits = apply_processors(add_bias(logits, inputs, positions), inputs, positions)
     scaled = logits
     for name in (PENALTIES, TEMPERATURE):
         if name in features:
             scaled = PROCESSORS[name](scaled, inputs, positions)
-    if scaled is not logits:
-        most = jnp.finfo(jnp.float32).max
-        scaled = jnp.where(jnp.isfinite(logits), jnp.clip(scaled, -most, most), scaled)
-    forbidden = forbidden_ids(inputs, positions)
-    if BIAS in features:
-        forbidden = jnp.concatenate([forbidden, more_forbidden_ids(inputs, positions)], axis=1)
-    # Penalties and temperature keep -inf, so the scatter can be the last step, in place on an array
-    # made here. The model's logits, which logprobs read again, would have to be copied for it.
-    return mask_columns(scaled, forbidden)
+    if scaled is logits:
+        return logits
+    most = jnp.finfo(jnp.float32).max
+    return jnp.where(jnp.isfinite(logits), jnp.clip(scaled, -most, most), scaled)
 
 
 def cuts(features: SamplingFeatures) -> list[str]:

@@ -411,7 +411,8 @@ def _attend_tiles(sizes, row, tile, warpgroup, smem):
         ]
         if heads.shared:
             pairs.append((smem.queries.shared, smem.ring.shared.at[stage]))
-        scores = _scores(pairs, is_interpreted=smem.weights is not None)
+        pairs = [(a, b.transpose((1, 0))) for a, b in pairs]
+        scores = tensor_cores.sum_of_products(pairs, is_interpreted=smem.weights is not None)
         if kinds > 1:
             release(j, KEYS)
             stage = stage_of(j, VALUES)
@@ -428,18 +429,3 @@ def _attend_tiles(sizes, row, tile, warpgroup, smem):
         return state._replace(acc=acc)
 
     return lax.fori_loop(0, row.count, attend_tile, softmax.empty(heads.half))
-
-
-def _scores(pairs, *, is_interpreted):
-    """Return the products of queries and keys, whose features are in several parts."""
-    pairs = [(a, b.transpose((1, 0))) for a, b in pairs]
-    if is_interpreted:
-        return sum(tensor_cores.product(a, b) for a, b in pairs)
-
-    def run(acc):
-        for a, b in pairs:
-            plgpu.wgmma(acc, a, b)
-        return acc[...]
-
-    shape = softmax.ROWS, pairs[0][1].shape[1]
-    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))

@@ -57,17 +57,16 @@ class _Scratch(NamedTuple):
     """Barrier and shared memory of a block, in allocation order."""
 
     arrived: Any
-    coupling: Any
+    coupling: Any  # at first the operand that selects tokens
     decayed: Any  # keys or queries times decays
     inverse: Any
     keys: Any
     line: Any  # a vector that changes from a layout over rows to one over columns
-    logs: Any  # [2, CHUNK, key_dim]: `g` as the sum of two bfloat16 numbers
+    logs: Any  # [2, CHUNK, key_dim]: `g` as the sum of two float16 numbers
     matrices: Any
     queries: Any
-    spare: Any  # argument of `tensor_cores.operand`, like the next two
+    spare: Any  # argument of `tensor_cores.operand`, like the next
     spare_keys: Any
-    spare_logs: Any
 
 
 def prepare_by_channel(sizes, operands, chunks, interpret) -> PreparedByChannel:
@@ -83,12 +82,11 @@ def prepare_by_channel(sizes, operands, chunks, interpret) -> PreparedByChannel:
         inverse=square,
         keys=keys,
         line=plgpu.SMEM((CHUNK,), jnp.float32),
-        logs=tensor_cores.tile(2, CHUNK, dim),
+        logs=tensor_cores.tile(2, CHUNK, dim, dtype=jnp.float16),
         matrices=tensor_cores.tile(2 * CHUNK, CHUNK, dtype=dtype),
         queries=keys,
         spare=None if interpret is None else square,
         spare_keys=None if interpret is None else keys,
-        spare_logs=None if interpret is None else tensor_cores.tile(CHUNK, CHUNK),
     )
     results = (
         jax.ShapeDtypeStruct((number, heads, 2 * CHUNK, CHUNK), dtype),
@@ -147,18 +145,20 @@ def _store_logs(source, low, high, scratch):
     token = plgpu.broadcasted_iota(jnp.int32, source.shape, 0, layout=plgpu.Layout.WGMMA)
     g = access.load(source, plgpu.Layout.WGMMA)
     g = jnp.where((low <= token) & (token < high), limited(g), 0.0)
-    rounded = g.astype(jnp.bfloat16)
+    rounded = g.astype(jnp.float16)
     scratch.logs[0] = rounded
-    scratch.logs[1] = (g - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
+    scratch.logs[1] = (g - rounded.astype(jnp.float32)).astype(jnp.float16)
     plgpu.commit_smem()
     return jnp.sum(g, axis=0)
 
 
 def _decay(selected, scratch):
     """Return the decay `[CHUNK, key_dim]` of each token `t` over its `selected[t, i]` tokens."""
-    ones = jnp.where(selected, 1.0, 0.0).astype(jnp.bfloat16)
-    logs = [(lambda: ones, scratch.logs.at[i]) for i in range(2)]
-    return jnp.exp(tensor_cores.summed(scratch.spare_logs, CHUNK, logs))
+    # In shared memory: on an H200, wgmma began before these registers had their values.
+    scratch.coupling[...] = jnp.where(selected, 1.0, 0.0).astype(jnp.float16)
+    plgpu.commit_smem()
+    logs = [(scratch.coupling, scratch.logs.at[i]) for i in range(2)]
+    return jnp.exp(tensor_cores.sum_of_products(logs, is_interpreted=scratch.spare is not None))
 
 
 def _store_decayed(out, scratch):

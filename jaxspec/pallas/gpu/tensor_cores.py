@@ -44,6 +44,20 @@ def product(a, b) -> Any:
     return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
 
 
+def sum_of_products(pairs, *, is_interpreted) -> Any:
+    """Return the sum of `a @ b` for all `pairs`, in float32; the operands are in shared memory."""
+    if is_interpreted:
+        return sum(product(a, b) for a, b in pairs)
+
+    def run(acc):
+        for a, b in pairs:
+            plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    (a, b), *_ = pairs
+    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
+
+
 def summed(spare, rows, operands) -> Any:
     """Return the sum of `a() @ b` for each `(a, b)` of `operands`; `a` returns `rows` in registers.
 
