@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from harness import FIXTURES
+from harness import FIXTURES, HYBRID, folder_of
 
 from jaxspec import LLM, SamplingParams, __main__
 from jaxspec.commands.replay import replay, report
@@ -29,7 +29,7 @@ PARAMS = SamplingParams(temperature=0.8, max_tokens=20, seed=4)
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(FIXTURES / "qwen3_5", **OPTIONS)
+    return LLM(folder_of(HYBRID), **OPTIONS)
 
 
 @pytest.fixture(scope="module")
