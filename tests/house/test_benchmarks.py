@@ -556,6 +556,7 @@ def test_published_experts_count_a_byte_for_each_entry(monkeypatch):
         chex.assert_trees_all_close(*outputs, atol=0.05)  # of bfloat16, fused or not
 
 
+@pytest.mark.soak
 def test_a_draft_head_counts_a_byte_for_each_weight(monkeypatch):
     matmul = importlib.import_module("benchmarks.kernels.cases.matmul")
     monkeypatch.setattr(matmul, "_WEIGHTS", 1)

@@ -24,6 +24,7 @@ PROMPTS = prompts(5, seed=7)
 MIXED = (0.8, 0.5, 0.5)
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @EACH
 @pytest.mark.parametrize("drafts", [0, 3])

@@ -56,6 +56,7 @@ def test_norms_and_decays_are_those_of_a_model_before_training(folder):
     assert steps.min() > 0.99e-3 and steps.max() < 0.101
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("folder", [HYBRID], indirect=True)
 def test_it_runs_and_drafts(folder):
     options = {"max_num_seqs": 2, "decode_buckets": [2], "prefill_buckets": [16]}

@@ -189,6 +189,7 @@ def test_heads_with_a_folder_are_rounded_with_their_model(holds):
     assert all(matrix.published_operand.dtype == jnp.float8_e4m3fn for matrix in held)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("drafter", ["llama_eagle3", soak("llama_draft")])
 def test_drafters_in_8_bits_change_no_token(drafter, holds):
     method = "eagle3" if "eagle" in drafter else "draft_model"
