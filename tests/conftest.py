@@ -2,12 +2,15 @@
 
 import collections
 import ctypes
+import dataclasses
 import functools
 import gc
 import importlib.util
+import math
 import os
 import sys
 import warnings
+import weakref
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +25,13 @@ from jaxspec.api.loading import EMBEDDED_MODEL
 from jaxspec.models.quantised import holding
 from jaxspec.options.engine_options import EngineConfig
 from jaxspec.pallas import dispatch
+from jaxspec.plan.plan import AfterForwardPass, ForwardPass
 from jaxspec.runner import model_runner
+from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.programs import program_cache
 from jaxspec.runner.programs.compilation_cache import enable_compilation_cache
 from jaxspec.runner.step import new_step
+from jaxspec.runner.warmup import warm_up
 
 # XLA reads these when its first program is compiled.
 if jax.__version_info__ < (0, 11):  # later versions have no such flags
@@ -49,6 +55,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # tests run all the same where nothing can be kept
     if enable_compilation_cache() is None:
         jax.config.update("jax_enable_compilation_cache", False)
+if jax.config.jax_persistent_cache_min_compile_time_secs < math.inf:  # which means: read alone
+    # Ops that tests call one by one compile in tens of ms, thousands of times.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
 
 # The same cases each time, and nothing kept between runs. HYPOTHESIS_PROFILE=search draws others.
 hypothesis.settings.register_profile("same", database=None, deadline=None, derandomize=True)
@@ -198,6 +207,35 @@ def programs_compile_on_demand():
         yield
 
 
+class _OnFirstRun:
+    """A program of a runner that is compiled when it runs."""
+
+    def __init__(self, runner, program):
+        self._runner, self._program = weakref.proxy(runner), program
+
+    def __call__(self, *args):
+        compiled = self._runner.lower(self._program).compile()
+        self._runner.install(self._program, compiled)
+        return compiled(*args)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def halves_of_steps_compile_on_demand():
+    """A rung with masks brings four programs, and few tests run the two of masks by the host."""
+
+    def warm_up_without_halves(runner, wanted, **options):
+        for program in wanted:
+            is_half = isinstance(program, ForwardPass | AfterForwardPass)
+            if is_half and type(runner) is ModelRunner and not runner.is_warm(program):
+                runner.install(program, _OnFirstRun(runner, program))
+        return warm_up(runner, wanted, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxspec.runner.compiler.warm_up", warm_up_without_halves)
+        patch.setattr("harness.warm_up", warm_up_without_halves)
+        yield
+
+
 @pytest.fixture(scope="session")
 def short_model(tmp_path_factory):
     """Two of the embedded model's layers, for tests that ask neither for text nor for good drafts.
@@ -207,18 +245,36 @@ def short_model(tmp_path_factory):
     return write_shortened(EMBEDDED_MODEL, (0, 3), tmp_path_factory.mktemp("models") / "short")
 
 
+def _shared_steps():
+    """Return `jitted_step` with programs shared by all engines that differ in no program's text.
+
+    The sizes of pools are those of a program's arguments, by which JAX tells its versions apart;
+    which programs an engine has, and how many cached states, no step reads.
+    """
+    made = functools.lru_cache(256)(new_step)
+
+    def jitted_step(config, program):
+        rows = config.shapes.max_num_seqs
+        unread = {"num_pages": 2, "num_checkpoints": 0, "steps_per_dispatch": 1}
+        unread |= {"decode_rows": (rows,), "prefill_tokens": (1,), "draft_buckets": ()}
+        shapes = dataclasses.replace(config.shapes, **unread)
+        return made(dataclasses.replace(config, shapes=shapes), program)
+
+    return jitted_step
+
+
 @pytest.fixture(scope="session", autouse=True)
 def programs_outlive_engines():
-    """A test's engine has the programs of an equal one that another test has left behind."""
+    """A test's engine has the programs of one that another test has left behind."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "jitted_step", functools.lru_cache(128)(new_step))
+        patch.setattr(model_runner, "jitted_step", _shared_steps())
         yield
 
 
 @pytest.fixture
 def fresh_programs(monkeypatch):
     """Trace programs anew, for functions that are replaced, and keep those of other tests."""
-    monkeypatch.setattr(model_runner, "jitted_step", functools.lru_cache(new_step))
+    monkeypatch.setattr(model_runner, "jitted_step", _shared_steps())
 
 
 @pytest.fixture

@@ -69,6 +69,7 @@ def test_what_is_not_finite_is_not_a_number_in_8_bits():
 PARTS = [(192, 320, 128), (64, 100), (40,)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("outers", PARTS)
 @pytest.mark.parametrize("inner", [256, 192])
 def test_published_blocks_have_the_scales_of_their_own_part(outers, inner):

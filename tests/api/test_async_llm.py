@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from callers import Ask, expected
 from fake_llm_engine import FakeLLMEngine
-from harness import FIXTURES
+from harness import FIXTURES, HYBRID, folder_of
 from threads import ctrl_c_after
 from tokenizer_folders import with_bytes
 
@@ -32,7 +32,7 @@ WORDS = ("def f(x):", "naïve café", "日本語のテキスト", "🙂🙃", "\
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     """Random weights with the byte tokenizer: any text may come, in pieces of characters."""
-    folder = with_bytes("qwen3_5", tmp_path_factory.mktemp("bytes"))
+    folder = with_bytes(folder_of(HYBRID), tmp_path_factory.mktemp("bytes"))
     return LLM(folder, **OPTIONS, max_model_len=96)
 
 

@@ -10,7 +10,7 @@ import time
 import weakref
 
 import pytest
-from harness import FIXTURES
+from harness import FIXTURES, HYBRID, folder_of
 from threads import in_threads
 from tokenizer_folders import with_bytes
 
@@ -48,7 +48,7 @@ def plain(short_model):
 @pytest.fixture(scope="module")
 def bytes_llm(tmp_path_factory):
     """A fixture with the byte tokenizer: random weights, so any text may come."""
-    folder = with_bytes("qwen3_5", tmp_path_factory.mktemp("bytes"))
+    folder = with_bytes(folder_of(HYBRID), tmp_path_factory.mktemp("bytes"))
     return LLM(folder, **OPTIONS, max_model_len=96)
 
 
@@ -721,7 +721,7 @@ def test_bad_input_harms_nothing_that_runs(drafted, call):
 
 
 def test_without_a_tokenizer_ids_go_in_and_come_out():
-    llm = LLM(FIXTURES / "qwen3_5", **OPTIONS, max_model_len=96)  # shares bytes_llm's programs
+    llm = LLM(folder_of(HYBRID), **OPTIONS, max_model_len=96)  # shares bytes_llm's programs
     output = llm.generate({"prompt_token_ids": [1, 2, 3]}, GREEDY)[0]
     assert len(output.outputs[0].token_ids) == 24 and output.outputs[0].text == ""
     with pytest.raises(ValueError, match="tokenizer.json"):

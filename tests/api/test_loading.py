@@ -75,7 +75,7 @@ def test_overrides_replace_what_config_json_says_for_loading_and_inspecting():
 
 
 def test_the_tokenizer_is_the_model_s_another_one_or_none():
-    def tokenizer(model=FIXTURES / "qwen3_5", **options):
+    def tokenizer(model=FIXTURES / "llama_draft", **options):
         return load(EngineConfig(model, max_num_seqs=1, **options), progress=False).tokenizer
 
     assert tokenizer() is None  # its folder has none

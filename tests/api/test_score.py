@@ -4,20 +4,20 @@ import dataclasses
 
 import numpy as np
 import pytest
-from harness import FIXTURES, prompts
+from harness import HYBRID, folder_of, prompts
 from logprobs import NEAR, check_entry, exact
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.api.score import TextScore
 from jaxspec.requests.outputs import RequestOutput
 
-FIXTURE = "qwen3_5"
+FIXTURE = HYBRID
 
 
 @pytest.fixture(scope="module")
 def llm():
     options = {"max_num_seqs": 2, "decode_buckets": [2], "prefill_buckets": [16]}
-    with LLM(FIXTURES / FIXTURE, dtype="float32", max_model_len=64, **options) as llm:
+    with LLM(folder_of(FIXTURE), dtype="float32", max_model_len=64, **options) as llm:
         yield llm
 
 
@@ -117,7 +117,7 @@ def test_an_engine_may_report_processed_logprobs_by_default():
     options |= {"logprobs_mode": "processed_logprobs", "dtype": "float32", "max_model_len": 64}
     params = SamplingParams(temperature=0.7, top_k=1, max_tokens=4, logprobs=0, seed=1)
     raw = dataclasses.replace(params, logprobs_mode="raw_logprobs")
-    with LLM(FIXTURES / FIXTURE, **options) as llm:
+    with LLM(folder_of(FIXTURE), **options) as llm:
         found = llm.generate([{"prompt_token_ids": [3, 4]}] * 2, [params, raw])
     assert params.logprobs_mode is None
     assert not found[0].outputs[0].token_logprobs.any()

@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from harness import FIXTURES
+from harness import FIXTURES, HYBRID, folder_of
 
 from jaxspec import LLM, SamplingParams, __main__
 from jaxspec.commands.replay import replay, report
@@ -29,7 +29,7 @@ PARAMS = SamplingParams(temperature=0.8, max_tokens=20, seed=4)
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(FIXTURES / "qwen3_5", **OPTIONS)
+    return LLM(folder_of(HYBRID), **OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_an_engine_with_a_bug_parts_from_the_flight(path, monkeypatch):
 
 
 def test_a_failed_step_leaves_a_flight_that_says_how_it_ended(tmp_path, monkeypatch):
-    llm = LLM(FIXTURES / "qwen3_5", **OPTIONS, flight_folder=tmp_path)
+    llm = LLM(folder_of(HYBRID), **OPTIONS, flight_folder=tmp_path)
     dispatch, plans = llm._runner.dispatch, []
 
     def fail_later(plan):
@@ -175,7 +175,7 @@ def test_a_failed_step_leaves_a_flight_that_says_how_it_ended(tmp_path, monkeypa
 
 
 def test_a_flight_without_ids_says_what_can_t_be_replayed(tmp_path):
-    llm = LLM(FIXTURES / "qwen3_5", **OPTIONS, flight_recorder="hashed")
+    llm = LLM(folder_of(HYBRID), **OPTIONS, flight_recorder="hashed")
     outputs = llm.generate(PROMPTS, PARAMS)
     result = replay(llm.save_flight(tmp_path / "a.npz"))
     assert result.num_compared == 0 and result.is_equal and result.failure is None
@@ -196,14 +196,14 @@ def test_a_flight_without_ids_says_what_can_t_be_replayed(tmp_path):
 
 
 def test_a_recorder_that_is_off_has_no_flight(tmp_path):
-    llm = LLM(FIXTURES / "qwen3_5", **OPTIONS, flight_recorder="off")
+    llm = LLM(folder_of(HYBRID), **OPTIONS, flight_recorder="off")
     for call in (lambda: llm.save_flight(tmp_path / "a.npz"), llm.restart_flight):
         with pytest.raises(ValueError, match="flight_recorder='off'"):
             call()
 
 
 def test_a_recorder_that_can_t_start_anew_disturbs_nobody():
-    llm = LLM(FIXTURES / "qwen3_5", **OPTIONS, flight_recorder="hashed")
+    llm = LLM(folder_of(HYBRID), **OPTIONS, flight_recorder="hashed")
     stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=9))
     next(stream)
     with pytest.raises(ValueError, match="would show what prompts said"):
@@ -265,6 +265,6 @@ def test_the_command_says_what_came_of_it(path, tmp_path, capsys):
     moved = json.loads(json.dumps(file.read(path).about))
     moved["options"]["model"] = "/nowhere"
     new = changed(path, tmp_path, about=moved)
-    assert __main__.main(["replay", str(new), "--model", str(FIXTURES / "qwen3_5")]) == 0
+    assert __main__.main(["replay", str(new), "--model", str(folder_of(HYBRID))]) == 0
     assert __main__.main(["replay", str(tmp_path / "none.npz")]) == 2
     assert "A flight must be a file" in capsys.readouterr().err

@@ -28,7 +28,8 @@ from jaxspec.models.layers.moe import MoEConfig, sharing_experts
 from jaxspec.models.layers.weight_matrix import forms_of
 from jaxspec.models.weights import undefined
 from jaxspec.plan.step_shapes import StateConfig
-from jaxspec.requests.request import Finish
+from jaxspec.requests.request import Finish, Request
+from jaxspec.requests.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(p for p in (ROOT / "benchmarks").rglob("*.py") if "__main__" in p.read_text())
@@ -541,6 +542,7 @@ def test_experts_without_a_gate_have_two_matrices_each(monkeypatch):
     assert one.total_bytes == 2 * (4 * 2 * 64 * 32 + 64 * 8 + 4 * 64)
 
 
+@pytest.mark.soak
 def test_published_experts_count_a_byte_for_each_entry(monkeypatch):
     moe = importlib.import_module("benchmarks.kernels.cases.moe")
     monkeypatch.setattr(moe, "_TOKENS", {})
@@ -554,6 +556,7 @@ def test_published_experts_count_a_byte_for_each_entry(monkeypatch):
         chex.assert_trees_all_close(*outputs, atol=0.05)  # of bfloat16, fused or not
 
 
+@pytest.mark.soak
 def test_a_draft_head_counts_a_byte_for_each_weight(monkeypatch):
     matmul = importlib.import_module("benchmarks.kernels.cases.matmul")
     monkeypatch.setattr(matmul, "_WEIGHTS", 1)
@@ -661,25 +664,32 @@ def test_the_ab_tells_ties_from_differences_and_early_ends(ab):
     assert (tally.short, tally.short_plain, tally.short_with_drafts_alone) == (1, 0, 1)
 
 
-def test_the_ab_fails_where_an_output_differs(ab, monkeypatch, tmp_path):
+@pytest.fixture
+def ab_module():
+    """The A/B's module, for what needs no generations."""
+    return importlib.import_module("benchmarks.engine.ab")
+
+
+def test_the_ab_fails_where_an_output_differs(ab_module, monkeypatch, tmp_path):
     """After its file is written, which describes the difference."""
-    request = ab.requests[0][0]
-    difference = ab.module.describe(3, 1, request, changed(request, *request.output[:5]), math.inf)
+    request = Request((3, 1, 4), SamplingParams(temperature=0.0, max_tokens=8), 0)
+    request = changed(request, *range(20, 28), finish=Finish.LENGTH)
+    difference = ab_module.describe(3, 1, request, changed(request, *request.output[:5]), math.inf)
 
     def compare(model, numbers, args, found, save):
-        found.results.append(ab.module.Tally({}, generations=2, differing=1))
+        found.results.append(ab_module.Tally({}, generations=2, differing=1))
         found.differences.append(difference)
 
-    monkeypatch.setattr(ab.module, "compare", compare)
+    monkeypatch.setattr(ab_module, "compare", compare)
     monkeypatch.setattr(sys, "argv", ["ab.py", "--json", str(tmp_path / "ab.json")])
     with pytest.raises(SystemExit, match="Speculation changed an output"):
-        ab.module.main()
+        ab_module.main()
     (told,) = json.loads((tmp_path / "ab.json").read_text())["differences"]
     assert (told["round"], told["prompt"], told["same_tokens"]) == (3, 1, 5)
     assert (told["tokens"], told["score_gap"]) == ([8, 5], None)
 
 
-def test_the_ab_adds_the_rounds_that_a_file_lacks(ab, monkeypatch, tmp_path, capsys):
+def test_the_ab_adds_the_rounds_that_a_file_lacks(ab_module, monkeypatch, tmp_path, capsys):
     """Two rounds a call, of five: the third call has one, and the fourth none."""
     asked, file = [], tmp_path / "ab.json"
 
@@ -690,18 +700,18 @@ def test_the_ab_adds_the_rounds_that_a_file_lacks(ab, monkeypatch, tmp_path, cap
             found.tally(model.rounds(args)[number]).generations += 1
             save()
 
-    monkeypatch.setattr(ab.module, "compare", compare)
+    monkeypatch.setattr(ab_module, "compare", compare)
     arguments = ["ab.py", "--rounds", "4", "--json", str(file)]
     for _ in range(4):
         monkeypatch.setattr(sys, "argv", arguments)
-        ab.module.main()
+        ab_module.main()
     assert asked == [[0, 1, 2, 3, 4], [2, 3, 4], [4]]
     written = json.loads(file.read_text())
     assert [tally["generations"] for tally in written["results"]] == [1, 2, 1, 1]
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", [*arguments, "--rows", "8"])
     with pytest.raises(SystemExit):
-        ab.module.main()
+        ab_module.main()
     assert "with another rows, 64" in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from harness import FIXTURES
+from harness import FIXTURES, HYBRID, folder_of
 from pairwise import soak
 
 from jaxspec import LLM, SamplingParams
@@ -51,7 +51,7 @@ def optimized(fresh_programs):
 
 def make(name="qwen3_5", dtype="bfloat16", rungs=(LADDER[-1],), **options):
     llm = LLM(
-        FIXTURES / name,
+        folder_of(name),
         **{
             "dtype": dtype,
             "deterministic": True,
@@ -133,7 +133,7 @@ def check(llm, params=GREEDY_TEXT, lengths=LENGTHS):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", soak("float32")])
 def test_generated_and_scored_tokens_have_the_same_bits(dtype):
-    llm = make(dtype=dtype)
+    llm = make(HYBRID, dtype)
     _, again = check(llm)
     assert all(output.num_cached_tokens >= 48 for output in again)
     assert accepted(llm) >= 40

@@ -85,6 +85,7 @@ WAYS = {
 CASES = [*(("projection", way) for way in WAYS), ("overflow", "drawn"), ("queries", "block")]
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("what", "way"), CASES, ids=" of ".join)
 def test_a_head_that_fails_costs_all_drafts_and_no_token(run, what, way):

@@ -11,20 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import folder_of, model
+from harness import HYBRID, folder_of, model
 from pairwise import soak
 from safetensors.numpy import load_file
 
 import jaxspec
 from jaxspec.pallas import dispatch
 
-WITH_HEADS = ["qwen3_5", "qwen3_next", "nemotron_h_latent", "deepseek_v3", "deepseek_v32"]
+WITH_HEADS = [HYBRID, "qwen3_5", "qwen3_next", "nemotron_h_latent", "deepseek_v3", "deepseek_v32"]
 WITH_HEADS += ["glm4_moe"]
-QUICK = ["qwen3_5"]
-OTHERS = ["nemotron_h_latent", "qwen3_moe", "falcon_h1", "lfm2"]
-OTHERS += ["qwen3_next", "mamba2", "granitemoehybrid", "llama", "qwen2"]
-OTHERS += ["deepseek_v3", "deepseek_v32", "kimi_linear", "glm4_moe", "gemma4_shared"]
-UNTIED = ["qwen3_5", "qwen3_moe", "nemotron_h_latent"]
+WITH_VALUES = ["qwen3_5", "nemotron_h_latent", "qwen3_moe", "falcon_h1", "lfm2"]
+WITH_VALUES += ["qwen3_next", "mamba2", "granitemoehybrid", "llama", "qwen2"]
+WITH_VALUES += ["deepseek_v3", "deepseek_v32", "kimi_linear", "glm4_moe", "gemma4_shared"]
+UNTIED = [HYBRID, "qwen3_5", "qwen3_moe", "nemotron_h_latent"]
 # What only chooses: the correction of experts' scores, and the index of tokens.
 NOT_TRAINED = ["correction", "['indexer']"]
 LENGTHS = np.array([80, 9])  # the first text spans two chunks of 64
@@ -87,7 +86,7 @@ def ids_of(name):
     return np.concatenate([reference(name)["prompt_ids"], reference(name)["greedy_ids"]])
 
 
-@pytest.fixture(params=[*QUICK, *map(soak, OTHERS)])
+@pytest.fixture(params=[HYBRID, *map(soak, WITH_VALUES)])
 def run(request):
     return run_of(request.param)
 
@@ -103,6 +102,7 @@ def by_path(gradient):
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("run", WITH_VALUES, indirect=True)
 def test_values_are_those_of_another_implementation(run):
     found, _ = run()
     logits = [reference(run.name)["logits_full"]]

@@ -204,6 +204,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize("fixture, method, drafts, params", OTHERS, ids=name_of)
 def test_speculation_never_changes_output_of_other_models(fixture, method, drafts, params):
@@ -283,6 +284,7 @@ def test_the_oracle_gives_the_ids_of_the_reference(fixture):
     assert not expected(fixture, tuple(prompt), params, 0).check(greedy)
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "fixture, method, drafts, policy",
@@ -412,37 +414,37 @@ def test_top_k_and_top_p_never_depend_on_speculation():
 
 @pytest.mark.few(1)
 @POLICIES
-def test_samples_of_one_prompt_fork_and_equal_requests_of_their_own(states):
+@pytest.mark.parametrize("accuracy", [MIXED, None], ids=["oracle", "mtp"])
+def test_samples_of_one_prompt_fork_and_equal_requests_of_their_own(accuracy, states):
     """Rows that begin with num_computed > 0: prompt 11, computed 10, in a verify of width 1 + K."""
     params = dataclasses.replace(SAMPLED, n=3)
     single = dataclasses.replace(SAMPLED, n=1)
     prompt = tuple(range(100, 111))
     known = continuations(HYBRID, [(prompt, single, seed) for seed in (5, 6, 7)])
-    for accuracy in (None, MIXED):
-        engine = Harness(
-            drafts=3,
-            accuracy=accuracy,
-            continuations=known,
-            feature_sets=(SAMPLED.features,),
-            states=states,
-        )
-        forks, dispatch = [], engine.runner.dispatch
+    engine = Harness(
+        drafts=3,
+        accuracy=accuracy,
+        continuations=known,
+        feature_sets=(SAMPLED.features,),
+        states=states,
+    )
+    forks, dispatch = [], engine.runner.dispatch
 
-        def spy(plan, dispatch=dispatch, forks=forks, buckets=engine.buckets):
-            values = plan_layout(plan.program, buckets).unpack(plan.packed)
-            forks.extend(zip(values["target_tables"], values["source_pages"], strict=True))
-            return dispatch(plan)
+    def spy(plan):
+        values = plan_layout(plan.program, engine.buckets).unpack(plan.packed)
+        forks.extend(zip(values["target_tables"], values["source_pages"], strict=True))
+        return dispatch(plan)
 
-        engine.runner.dispatch = spy
-        engine.add(PROMPTS[0], SAMPLED, 1)
-        engine.add(prompt, params, 5)
-        engine.add(PROMPTS[1], SAMPLED, 2)
-        engine.run()
-        forks = [(np.count_nonzero(table), page) for table, page in forks if table.any()]
-        assert len(forks) == 2 and all(pages == 3 and page for pages, page in forks)
-        for request in engine.requests:
-            request.params = single
-        assert engine.check() <= 1
+    engine.runner.dispatch = spy
+    engine.add(PROMPTS[0], SAMPLED, 1)
+    engine.add(prompt, params, 5)
+    engine.add(PROMPTS[1], SAMPLED, 2)
+    engine.run()
+    forks = [(np.count_nonzero(table), page) for table, page in forks if table.any()]
+    assert len(forks) == 2 and all(pages == 3 and page for pages, page in forks)
+    for request in engine.requests:
+        request.params = single
+    assert engine.check() <= 1
 
 
 @pytest.mark.few(1)
@@ -519,6 +521,7 @@ def test_a_state_rolled_back_equals_a_state_never_advanced(fixture, states):
         chex.assert_trees_all_close(histories[0][length], histories[1][length], atol=2e-5)
 
 
+@pytest.mark.few(1)
 @POLICIES
 def test_after_a_stop_inside_accepted_drafts_the_true_state_is_still_known(states):
     """What was accepted behind the stop is no part of the row: its state stands at its counts."""

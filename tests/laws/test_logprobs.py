@@ -38,14 +38,13 @@ def run(engine, params, others=(GREEDY,)):
 
 
 ENGINES = {
-    "mtp 2, two steps a dispatch": {"drafts": 2, "steps_per_dispatch": 2},
     "mtp 3, replayed": {"drafts": 3, "states": REPLAY},
+    "mtp 2, two steps a dispatch": soak({"drafts": 2, "steps_per_dispatch": 2}),
     "no drafts": soak({}),
     "ngram 1": soak({"drafts": 1, "method": "ngram", "options": NgramOptions()}),
 }
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_greedy_rows_report_the_model_s_own_logprobs(options):
     """And give the tokens that they give without, as do their neighbours."""

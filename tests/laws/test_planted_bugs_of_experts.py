@@ -116,6 +116,7 @@ def test_without_a_bug_the_layer_is_its_equations():
     assert_the_layer_is_its_equations()
 
 
+@pytest.mark.soak
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("module", "name", "bug"), OPERATION, ids=bug_name)
 def test_the_equations_see(module, name, bug, monkeypatch):

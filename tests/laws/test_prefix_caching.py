@@ -28,6 +28,7 @@ from jaxspec.pallas.recurrent.state_select import state_select_reference
 from jaxspec.plan.plan import EXPORT, RESTORE, StateExport
 from jaxspec.prefix import cache as prefix_cache
 from jaxspec.requests.request import Finish
+from jaxspec.requests.sampling_features import join
 from jaxspec.runner.step import make_step
 from jaxspec.scheduler import packing
 
@@ -107,7 +108,7 @@ def test_a_hit_over_8_bit_keys_and_values_gives_the_tokens_of_a_cold_run():
 
 def test_a_prompt_that_parts_from_another_is_found_there_by_the_third():
     """And one sample's prefix serves others, whatever their noise."""
-    engine = make(states=REPLAY, feature_sets=(GREEDY.features, SAMPLED.features))
+    engine = make(states=REPLAY, feature_sets=(SAMPLED.features,))
     first = ask(engine, PROMPT)
     second = ask(engine, LONGER)  # pages of 8 tokens are there, and no state behind them
     third = ask(engine, (*PROMPT[:8], 200, 201))
@@ -187,7 +188,7 @@ def test_prompts_whose_every_token_must_be_seen_are_computed():
     reported = dataclasses.replace(GREEDY, prompt_logprobs=0)
     counted = dataclasses.replace(GREEDY, presence_penalty=0.5)
     kinds = [GREEDY, reported, counted]
-    engine = make(drafts=0, feature_sets=[params.features for params in kinds])
+    engine = make(drafts=0, feature_sets=[join(params.features for params in kinds)])
     cached = [ask(engine, PROMPT, params).num_cached_tokens for params in (*kinds, GREEDY)]
     assert cached == [0, 0, 0, len(PROMPT) - 1]
     assert engine.check() == 0
@@ -243,7 +244,7 @@ def test_a_model_that_drafts_for_itself_is_right_behind_a_hit():
 
 def test_the_step_s_programs_are_the_same_with_and_without():
     """What is kept is no argument of theirs, so that it costs them nothing."""
-    engines = [make(mode="off", drafts=1), make(drafts=1)]
+    engines = [make(mode="off"), make()]
     for program in engines[0].runner._programs:
         arguments = [engine.runner._args(program) for engine in engines]
         structures = [jax.tree.structure(args) for args in arguments]

@@ -44,7 +44,7 @@ ALL = dataclasses.replace(
     logit_bias=BIAS,
     allowed_token_ids=ALLOWED,
 )
-KINDS = pytest.mark.parametrize("params", [PENALIZED, BIASED, ALL], ids=["pen", "bias", "all"])
+KINDS = pytest.mark.parametrize("params", [ALL, PENALIZED, BIASED], ids=["all", "pen", "bias"])
 
 
 def stops_of(params):

@@ -19,12 +19,12 @@ BOTH = {"feature_sets": tuple({each.features: None for each in PARAMS})}
 @pytest.mark.parametrize(
     "depth, chunk, num_pages, options",
     [
+        (3, 7, 24, {"steps_per_dispatch": 2}),
         (2, None, 40, {"decode_rows": (1, 4), **BOTH}),
         (0, 3, 40, SMALL),
-        (3, 7, 24, {"steps_per_dispatch": 2}),
         (1, 5, 24, {"states": REPLAY}),
     ],
-    ids=["several programs", "synchronous", "deep, in twos and short of pages", "replay"],
+    ids=["deep, in twos and short of pages", "several programs", "synchronous", "replay"],
 )
 def test_whatever_happens_to_a_batch_every_request_gives_its_own_tokens(
     depth, chunk, num_pages, options

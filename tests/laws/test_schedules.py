@@ -1,6 +1,6 @@
 """Schedules as fuzz: whatever callers do, wherever they are interrupted, others notice nothing.
 
-CI draws 2,000. More, from other seeds, with a line for each 500:
+CI draws 150, and 2,000 with `-m soak`. More, from other seeds, with a line for each 500:
 
     SCHEDULES=100000 python -m pytest -s -m soak tests/laws/test_schedules.py
 
@@ -231,22 +231,26 @@ def steps_of(error):
     return [line for line in lines if line.startswith("state.")][1:-1]  # not begin, teardown
 
 
-@pytest.mark.parametrize("seed", [0, *map(soak, (1, 2, 3))])
-def test_whatever_callers_do_and_wherever_they_are_interrupted_others_notice_nothing(seed):
-    happened = search(500, seed)
-    print(dict(happened))
-    assert happened["schedules"] >= 500
-    assert min(happened[finish.name] for finish in Finish) > 100
-    assert min(happened[name] for name in ("interrupts", "preemptions", "forks")) > 100
+SEARCHES = pytest.mark.parametrize("count, seed", [(150, 0), *(soak(500, n) for n in range(4))])
 
 
-@pytest.mark.parametrize("seed", [0, *map(soak, (1, 2, 3))])
-def test_whatever_trainers_do_meanwhile_others_notice_nothing(seed):
-    happened = search(400, seed, TrainedMachine)
+@SEARCHES
+def test_whatever_callers_do_and_wherever_they_are_interrupted_others_notice_nothing(count, seed):
+    happened = search(count, seed)
     print(dict(happened))
-    assert happened["schedules"] >= 400
-    assert min(happened[finish.name] for finish in Finish) > 50
-    assert min(happened[name] for name in ("interrupts", "trained", "refused", "broken")) > 10
+    assert happened["schedules"] >= count
+    assert min(happened[finish.name] for finish in Finish) > count // 5
+    assert min(happened[name] for name in ("interrupts", "preemptions", "forks")) > count // 5
+
+
+@SEARCHES
+def test_whatever_trainers_do_meanwhile_others_notice_nothing(count, seed):
+    happened = search(count, seed, TrainedMachine)
+    print(dict(happened))
+    assert happened["schedules"] >= count
+    assert min(happened[finish.name] for finish in Finish) > count // 8
+    assert min(happened[name] for name in ("interrupts", "trained", "refused")) > count // 40
+    assert happened["broken"] > count // 40
 
 
 @pytest.mark.soak
@@ -259,8 +263,7 @@ def test_nobody_notices_anything_in_very_many_schedules(machine):
     assert total >= count
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("again, stride", [(None, 1), (1, 3)])
+@pytest.mark.parametrize("again, stride", [(None, 5), soak(None, 1), soak(1, 3)])
 def test_an_interrupt_at_each_place_of_a_short_schedule_leaves_the_next_one_served(again, stride):
     """A Ctrl-C, and perhaps one more behind the next place."""
     for places in range(0, 2000, stride):

@@ -24,6 +24,7 @@ PROMPTS = prompts(5, seed=7)
 MIXED = (0.8, 0.5, 0.5)
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @EACH
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -81,6 +82,7 @@ def test_a_hit_before_at_and_behind_the_border_of_a_window_changes_no_token(fixt
     assert engine.check() <= 1
 
 
+@pytest.mark.soak
 def test_a_window_of_the_whole_context_is_full_attention(tmp_path):
     """And one that is shorter is not."""
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from harness import HYBRID, folder_of
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.models import load_model
 
 
 @pytest.fixture
-def folder(tmp_path, fixture_folder, request):
+def folder(tmp_path, request):
     """A folder with the config.json of a fixture, and no more."""
-    shutil.copy(fixture_folder(request.param) / "config.json", tmp_path)
+    shutil.copy(folder_of(request.param) / "config.json", tmp_path)
     return tmp_path
 
 
@@ -55,10 +56,10 @@ def test_norms_and_decays_are_those_of_a_model_before_training(folder):
     assert steps.min() > 0.99e-3 and steps.max() < 0.101
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
+@pytest.mark.soak
+@pytest.mark.parametrize("folder", [HYBRID], indirect=True)
 def test_it_runs_and_drafts(folder):
-    options = {"max_num_seqs": 2, "decode_buckets": [2], "prefill_buckets": [64]}
+    options = {"max_num_seqs": 2, "decode_buckets": [2], "prefill_buckets": [16]}
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     prompts = [{"prompt_token_ids": ids} for ids in ([1, 2, 3], [250, 7])]
     drafted, plain = (

@@ -135,6 +135,7 @@ def test_what_is_not_implemented_is_refused_by_name(changes, message):
         parse_config(PUBLISHED | changes)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("fixture", "ends"),
     [

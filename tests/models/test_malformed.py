@@ -192,6 +192,7 @@ def read_names(corpus):
     return [name for name in corpus.tensors if not name.startswith("model.visual.")]
 
 
+@pytest.mark.few(1)
 @ALL
 def test_a_tensor_that_is_missing_or_doubled_is_named(corpus):
     for name in read_names(corpus):
@@ -211,6 +212,7 @@ def test_a_tensor_of_another_name_is_named(corpus):
     corpus.done(60)
 
 
+@pytest.mark.few(1)
 @ALL
 def test_a_tensor_of_another_shape_is_named(corpus):
     for name in read_names(corpus):
@@ -225,7 +227,7 @@ def test_a_tensor_of_another_shape_is_named(corpus):
     corpus.done(100)
 
 
-@pytest.mark.parametrize("corpus", ["qwen3_5", "qwen3"], indirect=True)
+@pytest.mark.parametrize("corpus", ["qwen3", soak("qwen3_5")], indirect=True)
 def test_a_tensor_of_another_dtype_is_named(corpus):
     for name in read_names(corpus):
         _, shape, _ = corpus.tensors[name]
@@ -260,6 +262,7 @@ def unread(corpus, monkeypatch):
     return corpus
 
 
+@pytest.mark.soak
 @OF_EXPERTS
 @pytest.mark.few(1)
 def test_each_tensor_of_a_mixture_of_experts_is_missed_and_judged(unread):
@@ -904,7 +907,7 @@ def with_field(config, path, value):
     )
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("corpus", "fields", "not_wrong"),
     [
@@ -993,7 +996,7 @@ def test_the_tables_have_every_field_that_is_read(corpus, monkeypatch):
     assert len(seen) > 20 and seen <= TABLES.keys()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "corpus",
     [

@@ -11,7 +11,7 @@ from jaxspec.models import load_model
 from jaxspec.pallas import dispatch
 
 WITH_HEADS = [
-    *("qwen3_5", "qwen3_5_tied", "qwen3_5_moe", "qwen3_5_moe_wide", "qwen3_next"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_5_tied", "qwen3_5_moe_wide"),
     *("nemotron_h", "nemotron_h_latent", "nemotron_h_wide", "deepseek_v3", "deepseek_v32"),
     *("glm4_moe", "glm4_moe_lite", "bailing_hybrid"),
 ]
@@ -55,7 +55,7 @@ def all_ids(expected):
     return np.concatenate([expected["prompt_ids"], expected["greedy_ids"]])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_prompt_in_chunks_gives_the_reference_logits(loaded, single_request):
     model, expected = loaded
     ids = all_ids(expected)
@@ -68,7 +68,7 @@ def test_a_prompt_in_chunks_gives_the_reference_logits(loaded, single_request):
             assert_close(hidden, expected["hidden_final"], 5e-4)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("count", [1, 4])
 def test_decoding_and_verification_give_the_reference_logits(loaded, single_request, count):
     model, expected = loaded
@@ -78,14 +78,14 @@ def test_decoding_and_verification_give_the_reference_logits(loaded, single_requ
     np.testing.assert_array_equal(logits.argmax(-1), greedy)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 def test_rejected_drafts_leave_no_trace(loaded, single_request):
     model, expected = loaded
     logits = single_request(model).verify(expected["prompt_ids"], expected["greedy_ids"])
     assert_close(logits, expected["logits_decode"][1 : 1 + len(logits)], 2e-4)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loaded", WITH_HEADS, indirect=True)
 def test_the_draft_head_gives_the_reference_logits(loaded, single_request):
     model, expected = loaded
@@ -96,7 +96,7 @@ def test_the_draft_head_gives_the_reference_logits(loaded, single_request):
     assert_close(logits, expected["mtp_logits_tf"], 1e-4)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loaded", WITH_HEADS, indirect=True)
 def test_the_draft_head_recurses_to_the_reference_drafts(loaded, single_request):
     model, expected = loaded
@@ -117,7 +117,7 @@ def test_a_draft_head_is_there_only_where_the_checkpoint_has_one(fixture_folder)
         assert not load_model(fixture_folder(name), jnp.float32).has_draft_head
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", IN_BFLOAT16)
 def test_bfloat16_weights_stay_near_the_reference(name, fixture_folder, reference, single_request):
     model, expected = load_model(fixture_folder(name), jnp.bfloat16), reference(name)

@@ -171,6 +171,7 @@ def test_a_change_that_is_found_at_the_end_leaves_nothing(way, nothing_stays):
         to_device([files.source((64, 64), ((64, 64), True, ...))], files, lambda count: None)
 
 
+@pytest.mark.few(1)
 def test_ctrl_c_ends_all_threads_and_leaves_nothing(way, nothing_stays):
     files = Files(each=lambda: time.sleep(0.05))
     sources = [files.source((256, 256), ((256, 256), True, ...)) for _ in range(20)]
@@ -178,6 +179,7 @@ def test_ctrl_c_ends_all_threads_and_leaves_nothing(way, nothing_stays):
         to_device(sources, files, lambda count: None)
 
 
+@pytest.mark.few(1)
 def test_ctrl_c_again_while_a_block_is_read_changes_nothing(way, nothing_stays):
     """Whoever called does not go on before the block is whole."""
     main, begun, ended = threading.main_thread().ident, [], []

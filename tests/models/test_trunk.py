@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from harness import model
+from harness import HYBRID, model
 
 from jaxspec.cache import CacheOptions, PoolSizes, Replay, Snapshot, allocate
 from jaxspec.models.config import DENSE, FULL_ATTENTION, LINEAR_ATTENTION, SPARSE
@@ -66,7 +66,7 @@ def test_each_layer_has_the_feed_forward_half_that_the_config_names():
 @pytest.mark.parametrize(
     ("fixture", "policy"),
     [
-        ("qwen3_5", Snapshot()),
+        (HYBRID, Snapshot()),
         ("qwen3_5", Replay(7)),
         ("falcon_h1", Replay(7)),
         ("lfm2", Snapshot()),

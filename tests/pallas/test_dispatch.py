@@ -101,6 +101,7 @@ def powers(x, count, most=5, batch=1):
     return dispatch.stacked(jnp.int32(count), most, body, batch=batch)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("batch", [1, 2, 7])
 @pytest.mark.parametrize("count", [0, 1, 3, 5])
 def test_a_loop_is_the_same_under_a_gradient(count, batch):

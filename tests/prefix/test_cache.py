@@ -36,7 +36,7 @@ def check_that_nothing_is_left(loop):
     assert len(store.free_slots) == loop.scheduler.shapes.num_checkpoints
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "mode, num_drafts, page_size, chunk", crossed((PAGES, ALL, ALIGN), (0, 3), (1, 4, 16), (7, 64))
 )

@@ -46,7 +46,7 @@ def check_that_nothing_is_left(loop):
     assert len(store.free_slots) == loop.scheduler.shapes.num_checkpoints
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode, num_drafts, page_size", crossed((PAGES, ALL), (0, 3), (1, 4, 7)))
 def test_a_random_walk_in_which_both_tiers_give_up_gives_every_request_what_it_gets_alone(
     mode, num_drafts, page_size

@@ -115,6 +115,7 @@ def propose(monkeypatch):
     return run
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("vocab", [None, 64, SHUFFLED], ids=["all", "first", "listed"])
 def test_greedy_drafts_are_the_best_of_the_full_head_among_the_vocabulary(propose, vocab):
     drafts, scores = propose(vocab)
@@ -123,6 +124,7 @@ def test_greedy_drafts_are_the_best_of_the_full_head_among_the_vocabulary(propos
     assert drafts.tokens.dtype == jnp.int32 and drafts.logits is None
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("vocab", [None, 64, SHUFFLED], ids=["all", "first", "listed"])
 def test_a_head_that_fails_drafts_placeholders_in_its_row_alone(propose, vocab, method):

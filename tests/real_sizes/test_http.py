@@ -45,6 +45,7 @@ def answered(served, path, **body):
     return response.json()
 
 
+@pytest.mark.soak
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", BODIES)
 def test_completions_and_chats_are_the_library_s(kind, served, reference):

@@ -13,6 +13,7 @@ OPTIONS = {
     "decode_buckets": [8],
     "prefill_buckets": [64],
     "max_model_len": 512,
+    "logits_processors": ["walks:Walk", "walks:HostWalk"],
 }
 
 
@@ -20,19 +21,13 @@ OPTIONS = {
 def served(short_model):
     """Its queue is as long as most tests need, and shorter than a storm."""
 
-    def make():
-        processors = ["walks:Walk", "walks:HostWalk"]
-        return AsyncLLM(
-            short_model, max_num_queued_reqs=100, logits_processors=processors, **OPTIONS
-        )
-
-    with serving(make) as found:
+    with serving(lambda: AsyncLLM(short_model, max_num_queued_reqs=100, **OPTIONS)) as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def reference(short_model):
-    """The library itself, with the same options."""
+    """The library itself, with the same options, so that both share programs."""
     with LLM(short_model, **OPTIONS) as llm:
         yield llm
 

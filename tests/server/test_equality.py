@@ -88,7 +88,7 @@ def wanted(reference, numbers, *, is_chat):
     return dict(zip(numbers, told, strict=True))
 
 
-@pytest.mark.parametrize("count", [60, soak(200)])
+@pytest.mark.parametrize("count", [24, soak(200)])
 def test_text_from_the_server_is_the_library_s(count, served, reference, monkeypatch):
     """Each request is streamed, and every other one is sent whole, too."""
     monkeypatch.setattr(served.service, "dialect", HERMES)

@@ -33,6 +33,7 @@ def assert_equal(matrix, other, **tolerance):
 def ids(folder, drafts=0, **options):
     speculation = {"method": "mtp", "num_speculative_tokens": drafts} if drafts else None
     sizes = {"max_num_seqs": 4, "max_model_len": 64, "decode_buckets": [4]}
+    sizes |= {"prefill_buckets": [64]}
     with LLM(folder, dtype="float32", speculative_config=speculation, **sizes, **options) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
         outputs = llm.generate([{"prompt_token_ids": each} for each in PROMPTS], params)

@@ -12,7 +12,7 @@ BYTES = FIXTURES / "tokenizer_bytes"
 
 
 def with_bytes(fixture, folder):
-    """A copy of a fixture with the byte tokenizer: its weights are random, so any bytes come."""
+    """A copy of a fixture, or a folder, with the byte tokenizer: any bytes come of its weights."""
     for part in (FIXTURES / fixture, BYTES):
         shutil.copytree(part, folder, dirs_exist_ok=True)
     return folder

@@ -14,7 +14,7 @@ from jaxspec.models.gguf.checkpoint import GGUFCheckpoint
 from jaxspec.models.gguf.fields import read_fields
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_tied", "qwen3_5_moe", "qwen3_next"])
 def test_greedy_ids_are_the_folder_s(name, tmp_path, single_request):
     assert_same_model(name, tmp_path, single_request)

@@ -135,7 +135,7 @@ def outputs(folder, **options):
 def test_scales_equal_matrices_that_are_scaled(tmp_path, monkeypatch):
     """Powers of two move between scales and matrices without rounding, if keys have no norm."""
     given, folded = (tmp_path / name for name in ("given", "folded"))
-    source = FIXTURES / "llama"
+    source = FIXTURES / "llama_draft"
     weights = load_file(source / "model.safetensors")
     by_end = {"q_proj": 2.0**3, "k_proj": 2.0**-3, "v_proj": 2.0**9, "o_proj": 2.0**-9}
     for folder in (given, folded):

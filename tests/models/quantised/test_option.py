@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from harness import FIXTURES
+from pairwise import soak
 from quantised_folders import FORMATS, write_pair
 
 from jaxspec import LLM, SamplingParams, inspect
@@ -188,12 +189,14 @@ def test_heads_with_a_folder_are_rounded_with_their_model(holds):
     assert all(matrix.published_operand.dtype == jnp.float8_e4m3fn for matrix in held)
 
 
-@pytest.mark.parametrize("drafter", ["llama_draft", "llama_eagle3"])
+@pytest.mark.soak
+@pytest.mark.parametrize("drafter", ["llama_eagle3", soak("llama_draft")])
 def test_drafters_in_8_bits_change_no_token(drafter, holds):
     method = "eagle3" if "eagle" in drafter else "draft_model"
     drafts = {"method": method, "model": str(FIXTURES / drafter), "num_speculative_tokens": 3}
     options = {"dtype": "float32", "quantization": "fp8", "skip_tokenizer_init": True, **ROUNDED}
     sizes = {"max_num_seqs": 2, "max_model_len": 64, "decode_buckets": [2]}
+    sizes |= {"prefill_buckets": [16]}
     outputs = []
     for speculation in (drafts, None):
         made = LLM(FIXTURES / "llama", speculative_config=speculation, **options, **sizes)

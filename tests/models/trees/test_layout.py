@@ -64,7 +64,7 @@ def check_update(fixture, dtype=FLOAT32, devices=1, **options):
     return got, layout
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype, devices", [(FLOAT32, 1), (BFLOAT16, 2), (BFLOAT16, 1)])
 @pytest.mark.parametrize("fixture", FAMILIES)
 def test_leaves_are_those_of_a_folder_with_the_tree(fixture, dtype, devices):
@@ -366,6 +366,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bug, fixture, dtype", BUGS)
 def test_the_law_of_leaves_sees(bug, fixture, dtype, monkeypatch):
     monkeypatch.setattr(leaves.Part, "of_tensor", bug)

@@ -95,6 +95,7 @@ def check(shape, gated, run, *args, **sizes):
     assert num_nan == (len(x) > 1) * shape.kv_heads * (spread + 1)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("half", [1, 4])

@@ -23,6 +23,7 @@ compiled = jax.jit(prefill_attention, static_argnums=2)
 reference = jax.jit(prefill_attention_reference, static_argnums=2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("slots", "lengths", "computed"),
     [

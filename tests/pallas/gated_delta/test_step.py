@@ -7,6 +7,7 @@ from recurrences import GDN
 from regions import decode_region
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("width", range(1, 10))
 def test_all_tokens_at_once_equal_one_after_the_other(width):
     rng = np.random.default_rng(width)

@@ -66,6 +66,7 @@ def check(x, weight, forbidden):
     return expected
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("case", ONE_ROW)
 def test_a_row_of_scores_has_the_argmax_of_the_table(case):
     scores, forbidden, expected = ONE_ROW[case]
@@ -73,7 +74,7 @@ def test_a_row_of_scores_has_the_argmax_of_the_table(case):
     assert check(jnp.ones((1, 1)), weight, np.reshape(forbidden, (1, -1))) == [expected]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("num_forbidden", [0, 1, 4])
 @pytest.mark.parametrize("rows", [0, 1, ROWS])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

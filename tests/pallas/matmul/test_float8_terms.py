@@ -82,6 +82,7 @@ def w8a8(x, size):
     return result
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("inner", [128, 384, 200])
 @pytest.mark.parametrize("of_blocks", [True, False])
 def test_one_term_is_the_nearest_e4m3_number_of_its_features(inner, of_blocks):

@@ -144,7 +144,7 @@ def test_16_bits_hold_these_weights(weight_of):
     np.testing.assert_array_equal(rounded, weight.dense().array)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("weight_of", ALL)
 @pytest.mark.parametrize("tokens", [1, 8, 20])
 @pytest.mark.parametrize("op", ops(1, blocks))

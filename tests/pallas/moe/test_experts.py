@@ -30,7 +30,7 @@ from jaxspec.weight import DenseExperts, InputsFirstExperts
 GATED = Activation.SWIGLU
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 8, 40])

@@ -45,6 +45,7 @@ def some_live(count):
     return jnp.arange(count) % 4 != 1
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_the_layer_is_its_equations(rule):
     held, live = weights(rule, bias=rule.score == "sigmoid"), some_live(13)

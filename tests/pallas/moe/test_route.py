@@ -114,6 +114,7 @@ def test_a_row_depends_on_no_other_and_nan_stays_in_it(rule):
     assert is_nan.any(axis=1).tolist() == is_nan.all(axis=1).tolist()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_columns_of_padding_are_not_read(rule):
     scores, bias, live = operands(rule)
@@ -188,6 +189,7 @@ def in_parts(scores, count, seed=2):
     return np.float32([*drawn, scores - drawn.sum(axis=0)])
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_partial_sums_are_summed_first(rule, count):

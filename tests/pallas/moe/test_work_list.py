@@ -55,6 +55,7 @@ def check(experts, num_experts, rows):
     return used
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @given(
     seed=st.integers(0, 2**32 - 1),

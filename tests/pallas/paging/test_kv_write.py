@@ -55,6 +55,7 @@ def test_a_layer_is_written_alone():
     assert np.count_nonzero(flat) == keys.size + values.size
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn])
 def test_vectors_are_written_as_keys_and_values_are(dtype):
     rng = np.random.default_rng(7)

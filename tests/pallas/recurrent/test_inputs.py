@@ -41,6 +41,7 @@ def check(family, run, shape, dtype, width, **options):
             np.testing.assert_allclose(got, wanted, rtol=rtol, atol=atol)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "shape", "dtype", "width", "options"),
     [

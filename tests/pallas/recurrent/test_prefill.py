@@ -44,7 +44,7 @@ def form_of(family, name):
     return run
 
 
-@pytest.mark.few(15)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("decay", [0.01, 1.0, 30.0])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @every
@@ -91,6 +91,7 @@ def test_a_prefill_is_as_many_steps(family):
         np.testing.assert_allclose(after[1, slot, 0], by_steps[1, slot, count - 1], atol=1e-5)
 
 
+@pytest.mark.few(3)
 @all_forms
 @every
 def test_padding_is_inert(family, form):

@@ -24,6 +24,7 @@ from jaxspec.regions import DecodeRegion
 OPTIMIZED = True  # as for a user: one test looks at what the compiler makes
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("widest", range(1, 10))
 @pytest.mark.parametrize("mixed", [False, True])
@@ -74,6 +75,7 @@ def by_fractions(live, folds):
     return [row for *_, row in sorted(when)]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("count", [1, 2, 7, 64, 1024])
 @pytest.mark.parametrize("folding", [0, 0.2, 0.5, 1])
 @pytest.mark.parametrize("padding", [0, 0.3, 1])

@@ -1,5 +1,6 @@
 """Scans of tokens: each token as a step of it by itself, in any number of scans."""
 
+import functools
 import itertools
 
 import jax
@@ -102,6 +103,7 @@ def check_parts(family, tokens, states, want, expected):
         np.testing.assert_array_equal(after, expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("activation", ["silu", None])
 def test_a_convolution_is_an_update_of_each_token(activation, has_bias):
@@ -117,19 +119,17 @@ def test_a_convolution_is_an_update_of_each_token(activation, has_bias):
     )
     x = x.at[NUM_LIVE:].set(jnp.nan)
     options = {"bias": bias if has_bias else None, "activation": activation}
+    one_token = jax.jit(functools.partial(conv_update_reference, **options))
+    scan = jax.jit(functools.partial(conv_scan, **options))
     expected, outputs = pool.at[LAYER, SLOT[3]].set(0), []  # nothing precedes a prompt
     for token in range(NUM_LIVE):
         row = decode_region([SLOT[token]], 1, num_computed=POSITION[token])
-        out, expected = conv_update_reference(
-            x[token][None, None], weight, expected, LAYER, row, **options
-        )
+        out, expected = one_token(x[token][None, None], weight, expected, LAYER, row)
         outputs.append(out[0, 0])
     for bounds in [(0, 18), (0, 2, 5, 6, 13, 18), tuple(range(19))]:
         after, found = pool, []
         for begin, end in itertools.pairwise(bounds):
-            out, after = conv_scan(
-                x[begin:end], weight, after, LAYER, region(begin, end), **options
-            )
+            out, after = scan(x[begin:end], weight, after, LAYER, region(begin, end))
             found.append(out)
         found = jnp.concatenate(found)[:NUM_LIVE]
         np.testing.assert_allclose(found, jnp.stack(outputs), atol=1e-6)

@@ -268,6 +268,7 @@ def test_another_model_s_name_is_a_404(client):
         client.completions.create(model="gpt-4", prompt=PROMPT)
 
 
+@pytest.mark.soak
 def test_a_sample_that_ends_before_the_first_one_is_told_the_prompt_s_logprobs_too(
     served, reference
 ):

@@ -35,7 +35,7 @@ def app():
         async def parts():
             for _ in range(6):
                 yield b"part"
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(0.3)
 
         return StreamingResponse(parts())
 
@@ -118,7 +118,7 @@ def test_headers_that_do_not_end_are_a_408_and_nothing_at_all_is_closed():
             await stray.send(GET + b"\r\n")
             assert await stray.answer() == (200, b'"done"')
             await stray.send(b"\r\n")  # after an answer, without a request
-            for byte in GET + 60 * b"x":
+            for byte in GET + 30 * b"x":
                 await dripping.send(bytes([byte]))
                 await asyncio.sleep(0.05)
             for late in (begun, stray):
@@ -192,7 +192,7 @@ def test_a_body_is_no_header_and_comes_whole():
             for _ in range(2):  # two requests, one after the other within the same data
                 await client.send(head + body + head + body[:100])
                 assert await client.answer() == (200, str(len(body)).encode())
-                await asyncio.sleep(2)  # a body has its own time
+                await asyncio.sleep(1.3)  # a body has its own time
                 await client.send(body[100:])
                 assert await client.answer() == (200, str(len(body)).encode())
 
