@@ -154,7 +154,7 @@ def _store_logs(source, low, high, scratch):
 
 def _decay(selected, scratch):
     """Return the decay `[CHUNK, key_dim]` of each token `t` over its `selected[t, i]` tokens."""
-    # In shared memory: on an H200, wgmma began before these registers had their values.
+    # In shared memory: the kernel's first wgmma read such registers too early (docs/hopper.md).
     scratch.coupling[...] = jnp.where(selected, 1.0, 0.0).astype(jnp.float16)
     plgpu.commit_smem()
     logs = [(scratch.coupling, scratch.logs.at[i]) for i in range(2)]
