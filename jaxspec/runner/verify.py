@@ -155,9 +155,13 @@ def emitted_logprobs(
 
     verified, ends = places.split_rows(acceptance.tokens)
     tokens = jnp.concatenate([verified.reshape(verified.size), ends[:, 0]])
-    names = "num_reported", "reports_processed"
-    columns = [jnp.concatenate([getattr(each.inputs, n) for each in scored]) for n in names]
-    packed = report_logprobs(logits, tokens, *columns, reported)
+    packed = report_logprobs(
+        logits,
+        tokens,
+        jnp.concatenate([each.inputs.num_reported for each in scored]),
+        jnp.concatenate([each.inputs.reports_processed for each in scored]),
+        reported,
+    )
     fields, end_fields = places.split_tokens(packed)
     padding = (0, 0), (0, places.width - 1), (0, 0)
     return jnp.concatenate([places.rectangle(fields), jnp.pad(end_fields[:, None], padding)])

@@ -193,7 +193,7 @@ def _add_products(scratch, step, products):
     """Add the products of neighbouring blocks of `2**step` tokens."""
     t, i, size = iota(0), iota(1), jnp.left_shift(1, step)
     xor = t ^ i
-    # Of tokens in a second block those up to it, of tokens in a first block those after it.
+    # A token of a second block decays from the block's start on, one of a first to its end.
     decay = _decay((xor < size) & jnp.where((t & size) != 0, i <= t, i > t), scratch)
     keys = scratch.keys[...].astype(jnp.float32) * decay
     scratch.decayed[...] = keys.astype(scratch.decayed.dtype)
