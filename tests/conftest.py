@@ -109,7 +109,8 @@ def _leave_most_to_soak(items):
             functions[item.nodeid.split("[")[0]].append(item)
     for cases in functions.values():
         [num_quick] = cases[0].get_closest_marker("few").args
-        values = [set(case.callspec.indices.items()) for case in cases]
+        # Not `indices`, which number the cases where parametrizations are stacked.
+        values = [{(name, id(x)) for name, x in case.callspec.params.items()} for case in cases]
         for index in set(range(len(cases))) - set(cover(values, num_quick)):
             cases[index].add_marker("soak")
 

@@ -80,6 +80,7 @@ DRAWS = {
 COLUMNS = {"temperature": 0.8, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "min_len": 0}
 COLUMNS |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 COLUMNS |= {"prompt_len": 100, "num_computed": 120}
+COLUMNS |= {"num_reported": 0, "reports_processed": 0}
 PLACES = 4  # that a row verifies
 
 

@@ -39,7 +39,7 @@ from jaxspec.requests.sampling_features import (
     SamplingFeatures,
 )
 from jaxspec.sampling import SamplingInputs, Use, draw, gumbel_noise
-from jaxspec.sampling.logprobs import pack_logprobs, reported_logits, unless_raw
+from jaxspec.sampling.logprobs import pack_logprobs, report_logprobs, reported_logits
 from jaxspec.sampling.noise import row_keys
 from jaxspec.sampling.processors import process_logits
 from jaxspec.sampling.tables import SamplingTables
@@ -60,6 +60,8 @@ ASKED = {
     "top-k 1,000, top-p 0.9": {"temperature": 1.0, "top_k": 1000, "top_p": 0.9},
     "min-p 0.05": {"temperature": 1.0, "min_p": 0.05},
     "penalties, greedy": {"temperature": 0.0} | PENALTY,
+    "its logprob": {"temperature": 0.8, "num_reported": 1},
+    "likeliest ids": {"temperature": 0.8, "num_reported": 6},
 }
 
 
@@ -157,8 +159,8 @@ def drawn(logits, offset, inputs, positions, *, features, places=PLACES):
     if LOGPROBS not in features:
         return tokens
     processed = functools.partial(reported_logits, logits, rows, positions, features=features)
-    reported = unless_raw(rows.reports_processed, processed, logits)
-    return tokens, pack_logprobs(reported, tokens)
+    reports = rows.num_reported, rows.reports_processed
+    return tokens, report_logprobs(logits, tokens, *reports, processed)
 
 
 def programs(found: Measurements, rows: int, vocab: int, kind: str) -> None:

@@ -82,7 +82,7 @@ def _recurrent_fields(gdn: GdnShape) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class PublishedShape:
-    """A published model with all layers, or with so many of them (`PublishedModel.thin`)."""
+    """A published model with all layers, or with `layers` of them (`PublishedModel.thin`)."""
 
     model: str
     layers: int | None = None

@@ -121,19 +121,6 @@ def rollout_samples(figures: Figures) -> Rows:
                 yield case | {"name": name, "logprobs": logprobs, "rate": rate}
 
 
-def deterministic(figures: Figures) -> Rows:
-    """Yield a row per number of rows, of an engine with the option and one without."""
-    beside: dict[tuple[str, int], dict[bool, Figures]] = {}
-    for case in results(figures):
-        beside.setdefault((case["size"], case["drafts"]), {})[case["deterministic"]] = case
-    for (size, drafts), cases in beside.items():
-        for key in cases[True]:
-            if key.startswith("ms_per_token_"):
-                ms = [cases[option][key] for option in (False, True)]
-                name = f"{size}, {drafts}, {key.removeprefix('ms_per_token_')}"
-                yield cases[True] | {"name": name, "ms": ms, "cost": ms[1] / ms[0] - 1}
-
-
 def _format(case: Figures) -> str:
     return case["quantization"] + ", rounded activations" * bool(case["activation_dtype"])
 
@@ -424,15 +411,6 @@ TABLES = {
         ("prompts x samples x tokens, drafts", "{name}"),
         ("logprobs", "{logprobs}"),
         ("tokens a second", "{rate:,.0f}"),
-        COMMIT,
-    ),
-    "deterministic": Table(
-        "deterministic_h200.json",
-        deterministic,
-        ("model, drafts, rows", "{name}"),
-        ("ms per token", "{ms[0]:.2f}"),
-        ("deterministic", "{ms[1]:.2f}"),
-        ("costs", "{cost:+.0%}"),
         COMMIT,
     ),
     "draft counts": Table(

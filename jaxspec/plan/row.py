@@ -68,7 +68,7 @@ SAMPLING_FIELDS = (
     ),
     RowField(
         "num_reported",
-        "Ids with a logprob at each position: its token and so many likeliest ones; 0 for none.",
+        "1 + the number of likeliest ids whose logprobs are reported; 0 for no logprobs.",
         lambda r: 0 if r.params.logprobs is None else 1 + r.params.logprobs,
     ),
     RowField(

@@ -15,7 +15,11 @@ LAYOUT = PackedLayout(
         Field("logit", "Of the token itself, before any processor.", dtype=np.float32),
         Field("rank", "1 + the number of ids with a larger logit."),
         Field("log_total", "Logarithm of the sum of exp(logit - largest).", dtype=np.float32),
-        Field("top_ids", "Those of the largest logits, -1 behind the last.", shape=(MAX_LOGPROBS,)),
+        Field(
+            "top_ids",
+            "Those of the largest logits, then -1; -1 alone if no row of the step lists any.",
+            shape=(MAX_LOGPROBS,),
+        ),
         Field("top_logits", "Theirs, descending.", shape=(MAX_LOGPROBS,), dtype=np.float32),
     ]
 )

@@ -1,8 +1,8 @@
 """SamplingFeatures: the logits processors and reports of a program, or those that a request needs.
 
 The host chooses them and the device implements them (`jaxspec.sampling.processors`,
-`runner.logprobs`), so they are plain names without JAX. Programs are compiled only for the sets of
-`LADDER`, so their number does not grow with the variety of requests.
+`runner.verify`, `runner.logprobs`), so they are plain names without JAX. Programs are compiled only
+for the sets of `LADDER`, so their number does not grow with the variety of requests.
 """
 
 import functools

@@ -23,7 +23,7 @@ def report_logprobs(
     reports_processed: Int[Array, " n"],
     reported: Callable[[], Float[Array, "n vocab"]],
 ) -> Int[Array, "n fields"]:
-    """Return the fields of `pack_logprobs`, of which no more is computed than some row reports.
+    """Return the fields of `pack_logprobs`, or only those of tokens if no row lists others.
 
     A GPU decides it inside the step's CUDA graph, without the host.
 
@@ -32,18 +32,19 @@ def report_logprobs(
         tokens: int32; the fields of -1 are meaningless.
         num_reported: int32, as in `plan.row.SAMPLING_FIELDS`.
         reports_processed: int32, as in `plan.row.SAMPLING_FIELDS`.
-        reported: Returns the logits that rows report which report processed ones.
+        reported: Returns the logits that each row reports (`reported_logits`).
     """
     if not len(logits):
         return jnp.zeros((0, LAYOUT.size), jnp.int32)
     most = jnp.minimum(jnp.max(num_reported), 2)
     is_processed = jnp.any((num_reported > 0) & (reports_processed > 0))
     return jax.lax.switch(
-        jnp.where(is_processed, 3, most),
+        jnp.where(is_processed, most + 2, most),
         [
             lambda: jnp.zeros((len(logits), LAYOUT.size), jnp.int32),
             lambda: _pack_alone(logits, tokens),
             lambda: pack_logprobs(logits, tokens),
+            lambda: _pack_alone(reported(), tokens),
             lambda: pack_logprobs(reported(), tokens),
         ],
     )
@@ -115,8 +116,8 @@ def _packed(logits: Float[Array, "n vocab"], tokens: Int[Array, " n"]) -> Int[Ar
 def _pack_alone(
     logits: Float[Array, "n vocab"], tokens: Int[Array, " n"]
 ) -> Int[Array, "n fields"]:
-    """Return the fields of each token without ids of the likeliest, or also with them."""
-    if is_deterministic():  # other maxima would be fused with sums of another order
+    """Return the fields without the likeliest ids (in a deterministic engine: with them)."""
+    if is_deterministic():  # another maximum would change the order in which XLA sums
         return pack_logprobs(logits, tokens)
     likeliest = jnp.max(logits, axis=1, keepdims=True)
     return _pack(logits, tokens, likeliest, jnp.full(likeliest.shape, NO_TOKEN, jnp.int32))

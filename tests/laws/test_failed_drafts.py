@@ -86,7 +86,6 @@ CASES = [*(("projection", way) for way in WAYS), ("overflow", "drawn"), ("querie
 
 
 @pytest.mark.soak
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("what", "way"), CASES, ids=" of ".join)
 def test_a_head_that_fails_costs_all_drafts_and_no_token(run, what, way):
     params, options = WAYS[way]
@@ -118,7 +117,6 @@ def test_a_draft_that_the_target_itself_cannot_read_falls(run, fixture, states, 
 
 
 @pytest.mark.soak
-@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [DRAWN, BLOCK], ids=["standard", "block"])
 def test_a_drawn_draft_that_the_target_itself_cannot_read_falls(run, options):
     params = dataclasses.replace(SAMPLED, temperature=0.3)

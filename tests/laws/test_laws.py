@@ -205,7 +205,6 @@ OTHERS = [
 
 
 @pytest.mark.soak
-@pytest.mark.few(1)
 @pytest.mark.parametrize("fixture, method, drafts, params", OTHERS, ids=name_of)
 def test_speculation_never_changes_output_of_other_models(fixture, method, drafts, params):
     """Each way of drafting with every depth and every chunk size; which meet turns by the row."""
@@ -285,7 +284,6 @@ def test_the_oracle_gives_the_ids_of_the_reference(fixture):
 
 
 @pytest.mark.soak
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "fixture, method, drafts, policy",
     [*RUNS, *(soak(*run) for run in OTHER_RUNS if run not in RUNS)],

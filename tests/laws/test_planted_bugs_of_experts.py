@@ -117,7 +117,6 @@ def test_without_a_bug_the_layer_is_its_equations():
 
 
 @pytest.mark.soak
-@pytest.mark.few(3)
 @pytest.mark.parametrize(("module", "name", "bug"), OPERATION, ids=bug_name)
 def test_the_equations_see(module, name, bug, monkeypatch):
     monkeypatch.setattr(module, name, bug)
@@ -193,7 +192,6 @@ def test_without_a_bug_the_scores_are_those_of_the_reference():
 
 
 @pytest.mark.soak
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("owner", "name", "bug"), MODEL, ids=bug_name)
 def test_the_reference_sees(owner, name, bug, monkeypatch):
     monkeypatch.setattr(owner, name, bug)

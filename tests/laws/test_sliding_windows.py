@@ -25,7 +25,6 @@ MIXED = (0.8, 0.5, 0.5)
 
 
 @pytest.mark.soak
-@pytest.mark.few(1)
 @EACH
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_greedy_ids_equal_the_reference(fixture, drafts):

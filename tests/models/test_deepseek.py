@@ -256,7 +256,6 @@ def norm_of_the_index_without_shift(monkeypatch):
 
 
 @pytest.mark.soak
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fixture", "bug"),
     [

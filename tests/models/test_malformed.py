@@ -264,7 +264,6 @@ def unread(corpus, monkeypatch):
 
 @pytest.mark.soak
 @OF_EXPERTS
-@pytest.mark.few(1)
 def test_each_tensor_of_a_mixture_of_experts_is_missed_and_judged(unread):
     """Absent, of another shape or dtype, doubled, renamed: before any is read."""
     dtypes = itertools.cycle(WRONG_DTYPES.items())

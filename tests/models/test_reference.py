@@ -36,7 +36,12 @@ ON_A_GPU = {
 }
 
 
-@pytest.fixture(scope="module", params=[*WITH_HEADS, *OTHERS])
+FIRST = "qwen3_5", "kimi_linear"  # whose prompts are computed in the quick suite, too
+
+
+@pytest.fixture(
+    scope="module", params=[*FIRST, *(x for x in (*WITH_HEADS, *OTHERS) if x not in FIRST)]
+)
 def loaded(request, fixture_folder, reference):
     return load_model(fixture_folder(request.param), jnp.float32), reference(request.param)
 
@@ -55,7 +60,7 @@ def all_ids(expected):
     return np.concatenate([expected["prompt_ids"], expected["greedy_ids"]])
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 def test_a_prompt_in_chunks_gives_the_reference_logits(loaded, single_request):
     model, expected = loaded
     ids = all_ids(expected)

@@ -46,7 +46,6 @@ def answered(served, path, **body):
 
 
 @pytest.mark.soak
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", BODIES)
 def test_completions_and_chats_are_the_library_s(kind, served, reference):
     told = {"temperature": 0.0, "seed": 3, **BODIES[kind]}

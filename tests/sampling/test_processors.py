@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from prefixes import Prefixes
 
 from jaxspec.pallas.matmul.scores import mask_columns
 from jaxspec.requests.sampling_features import (
@@ -16,8 +19,11 @@ from jaxspec.requests.sampling_features import (
     TOP_K_TOP_P,
     SamplingFeatures,
 )
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.sampling import processors
 from jaxspec.sampling.processors import (
     PROCESSORS,
+    adjusted_logits,
     forbidden_ids,
     has_choice,
     process_logits,
@@ -88,3 +94,37 @@ def test_there_is_a_processor_of_every_name_that_a_sampler_may_have(make_inputs)
     assert list(PROCESSORS) == [BIAS, PENALTIES, TEMPERATURE, MIN_P, SMALL_TOP_K, TOP_K_TOP_P]
     with pytest.raises(ValueError, match="mirostat"):
         process_logits(logits, inputs, inputs.seed, features=SamplingFeatures.of("mirostat"))
+
+
+@pytest.mark.parametrize(
+    ("own", "state", "reads"),
+    [
+        ({}, 0, False),
+        ({}, 5, True),  # of a grammar
+        ({"logit_bias": {3: 1.5}}, 0, True),
+        ({"presence_penalty": 0.5}, 0, True),
+        ({"repetition_penalty": 1.5}, 0, True),
+    ],
+    ids=str,
+)
+def test_tables_are_read_where_a_row_needs_them(own, state, reads, monkeypatch):
+    real, passes = processors.add_bias, []
+
+    def counted(*args):
+        jax.debug.callback(lambda: passes.append(1))
+        return real(*args)
+
+    monkeypatch.setattr(processors, "add_bias", counted)
+    plain = SamplingParams(temperature=0.8)
+    requests = [((1, 2), (3,), plain, (), ()), ((4,), (5, 6), replace(plain, **own), (), ())]
+    prefixes = Prefixes(requests, 1, VOCAB)
+    inputs = prefixes.inputs()
+    states = inputs.grammar_states.at[1].set(state)
+    inputs = replace(inputs, columns=inputs.columns | {"grammar_states": states})
+    logits = np.random.default_rng(0).normal(size=(2, VOCAB)).astype(np.float32)
+    positions = jnp.asarray(prefixes.positions()[:, 0])
+    features = SamplingFeatures.of(BIAS, PENALTIES, TEMPERATURE)
+    found = adjusted_logits(jnp.asarray(logits), inputs, positions, features=features)
+    jax.effects_barrier()
+    assert bool(passes) == reads
+    np.testing.assert_allclose(found, prefixes.expected(logits[:, None])[:, 0] / 0.8, rtol=1e-5)

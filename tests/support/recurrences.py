@@ -228,7 +228,7 @@ MAMBA2 = Family(
     sign=1,
     replay=Op.jitted(mamba2_replay, mamba2_replay_reference, mamba2_replay_kernel, layer=3),
 )
-RECURRENT = GDN, MAMBA2  # which have kernels for everything
+RECURRENT = GDN, MAMBA2  # whose convolution and recurrence are one kernel, too
 REPLAYED = GDN, KDA, MAMBA2
 
 both = pytest.mark.parametrize("family", RECURRENT, ids=str)

@@ -28,3 +28,11 @@ def test_a_cross_has_every_row_once_and_a_cover_of_it_is_quick():
 def test_a_cover_has_the_cases_with_most_new_values_first():
     cases = [{"a"}, {"a", "b"}, {"b", "c"}, {"d"}, {"a"}]
     assert cover(cases, 3) == [1, 2, 3] and cover(cases, 9) == [1, 2, 3, 0, 4]
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("second", [4, 5, 6])
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_few_cases_of_stacked_parametrizations_have_all_values(request, first, second):
+    is_quick = request.node.get_closest_marker("soak") is None
+    assert is_quick == (second == first + 3)

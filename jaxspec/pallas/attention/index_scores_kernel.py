@@ -87,12 +87,12 @@ def index_scores_kernel(queries, weights, keys, layer, pages, length, *, interpr
     tokens = -(-width // blocks)
     splits = _choose_splits(num_rows * blocks, tiling.context)
     sizes = _Sizes(tiling, heads, tokens, blocks, splits)
-    rest = blocks * tokens - width
+    rest, padded = blocks * tokens - width, num_rows * blocks * tokens
     queries = jnp.pad(queries, ((0, 0), (0, rest), (0, 0), (0, 0)))
     weights = jnp.pad(weights, ((0, 0), (0, rest), (0, 0)))
     operands = {
-        "queries": queries.reshape(-1, dim),
-        "weights": weights.reshape(-1, heads),
+        "queries": queries.reshape(padded * heads, dim),
+        "weights": weights.reshape(padded, heads),
         "keys": keys.reshape(layers * num_pages * page_size, dim),
         "layer": layer[None],
         "pages": pages,

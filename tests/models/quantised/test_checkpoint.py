@@ -331,7 +331,6 @@ ENGINE = {
 
 
 @pytest.mark.soak
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("form", "drafts"), [("fp8 blocks", "auto"), ("w4a16", None)])
 def test_an_engine_runs_a_quantised_folder_as_its_weights(form, drafts, tmp_path):
     """With the drafts of its head, and without drafts."""
