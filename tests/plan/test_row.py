@@ -41,6 +41,7 @@ def test_a_row_begins_as_its_request_says():
         "prompt_len": 3,
         "table_slot": 0,
         "grammar_state": 0,
+        "num_reported": 0,
         "reports_processed": 0,
         "min_p": 0.125,
         "presence_penalty": -1.5,
