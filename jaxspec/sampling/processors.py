@@ -1,5 +1,6 @@
 """Logits processors, their order, and the ids that a request forbids."""
 
+import functools
 from typing import Protocol
 
 import jax.numpy as jnp
@@ -77,34 +78,28 @@ def adjusted_logits(
     which `has_choice` sees, because it applies them too: it is `has_argmax` of this result.
     """
     logits = logits.astype(jnp.float32)
-    of_tables = [name for name in (BIAS, PENALTIES) if name in features]
-    others = features
-    for name in of_tables:
-        others = others.without(name)
-
-    def scaled(features: SamplingFeatures) -> Float[Array, "n vocab"]:
-        return _scaled(logits, inputs, positions, features)
-
-    if of_tables and len(logits):
-        # A pass over the logits reads the tables only where a row needs it.
-        is_needed = jnp.any(_reads_tables(inputs, of_tables))
-        result = lax.cond(is_needed, lambda: scaled(features), lambda: scaled(others))
+    scale = functools.partial(_scaled, logits, inputs, positions)
+    without_tables = features.without(BIAS).without(PENALTIES)
+    if without_tables == features or not len(logits):
+        scaled = scale(features)
     else:
-        result = scaled(features)
+        # The pass over the logits reads the tables only where a row needs it.
+        is_needed = jnp.any(_reads_tables(inputs, features))
+        scaled = lax.cond(is_needed, lambda: scale(features), lambda: scale(without_tables))
     forbidden = forbidden_ids(inputs, positions)
     if BIAS in features:
         forbidden = jnp.concatenate([forbidden, more_forbidden_ids(inputs, positions)], axis=1)
     # Penalties and temperature keep -inf, so the scatter can be the last step, in place on an array
     # made here. The model's logits, which logprobs read again, would have to be copied for it.
-    return mask_columns(result, forbidden)
+    return mask_columns(scaled, forbidden)
 
 
-def _reads_tables(inputs: SamplingInputs, names: list[str]) -> Bool[Array, " n"]:
+def _reads_tables(inputs: SamplingInputs, features: SamplingFeatures) -> Bool[Array, " n"]:
     """Return the rows that a bias, a grammar, a user's processor or a penalty changes."""
     reads = jnp.zeros_like(inputs.is_greedy)
-    if BIAS in names:
+    if BIAS in features:
         reads |= (inputs.table_slot > 0) | jnp.any(inputs.grammar_states != 0, axis=1)
-    return reads | has_penalty(inputs) if PENALTIES in names else reads
+    return reads | has_penalty(inputs) if PENALTIES in features else reads
 
 
 def _scaled(

@@ -26,7 +26,7 @@ _SIZES = CHUNK.bit_length() - 1  # of blocks
 
 
 class PreparedByChannel(NamedTuple):
-    """Results of `prepare_by_channel` for each chunk and head.
+    """Results of `prepare_by_channel` for each chunk and head, with the interface of `Prepared`.
 
     The matrices are those of `Prepared`, with decayed products. The decayed parts are queries and
     keys from the chunk's start on, and keys to its end; rows of other sequences are zero.
@@ -38,11 +38,9 @@ class PreparedByChannel(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Copies of keys and queries per chunk, of `CHUNK` rows."""
         return 3
 
     def fetch(self, sizes: Sizes, chunk: Any, head: Any, rows: Any, targets: Any, arrived: Any):
-        """Start copies of the queries, and of the keys with which the chunk reads and writes."""
         for i, target in enumerate(targets):
             source = self.decayed.at[chunk, head, pl.ds(i * CHUNK, CHUNK)]
             plgpu.copy_gmem_to_smem(source, target, arrived)

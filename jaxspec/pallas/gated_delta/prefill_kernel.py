@@ -172,7 +172,7 @@ def _walk(sizes, values, prepared, seqs, pool, interpret):
     return kernel(values, prepared, seqs, pool)
 
 
-def _walk_sequence(sizes, tokens, prepared, seqs, pool, out, *, scratch):
+def _walk_sequence(sizes, all_values, prepared, seqs, pool, out, *, scratch):
     """Load the initial state of the block's sequence, walk its chunks, store the final state."""
     part, head, seq = (lax.axis_index(name) for name in ("part", "head", "seq"))
     begin, end, slot = seqs.query_start[seq], seqs.query_start[seq + 1], seqs.slots[seq]
@@ -187,7 +187,7 @@ def _walk_sequence(sizes, tokens, prepared, seqs, pool, out, *, scratch):
         arrived, parts = scratch.arrived.at[stage], scratch.parts.at[stage]
         prepared.fetch(sizes, chunk, head, rows, _parts(parts), arrived)
         copies = (
-            (tokens.at[rows, values], scratch.values),
+            (all_values.at[rows, values], scratch.values),
             (prepared.matrices.at[chunk, head], scratch.matrices),
         )
         for source, target in copies:
@@ -271,10 +271,7 @@ def _against_state(state, chunk, spare):
         plgpu.wgmma(written, tensor_cores.operand(wrong.astype(state.dtype), spare), chunk.coupling)
         plgpu.wgmma(read, tensor_cores.operand(state, spare), chunk.queries.transpose((1, 0)))
         new = plgpu.wgmma_accumulator_load(written, wait_n=1)
-        rounded, decayed = (
-            new.astype(state.dtype),
-            (new * chunk.decays.to_end()).astype(state.dtype),
-        )
-        return rounded, decayed, read[...] * decay
+        decayed = (new * chunk.decays.to_end()).astype(state.dtype)
+        return new.astype(state.dtype), decayed, read[...] * decay
 
     return pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((VALUES, CHUNK), jnp.float32)] * 3)
