@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures jaxspec on 4 or 8 GPUs of one machine: docs/tensor-parallel.md has the order and the time.
+# Measures jaxspec on 2, 4 or 8 GPUs of one machine: docs/tensor-parallel.md has the order and the time.
 # Run it in the root of the repository.
 #
 #   bash benchmarks/several_gpus.sh GPUS FOLDER PART ...
@@ -9,7 +9,12 @@
 set -u
 gpus=$1 folder=$2
 shift 2
-case $gpus in 4) word=four ;; 8) word=eight ;; *) echo "GPUS must be 4 or 8, got $gpus." >&2 && exit 2 ;; esac
+case $gpus in
+2) word=two group=2 ;;
+4) word=four group=4 ;;
+8) word=eight group=4 ;;
+*) echo "GPUS must be 2, 4 or 8, got $gpus." >&2 && exit 2 ;;
+esac
 python=${PYTHON:-python3} cache=${CACHE:-/tmp/jaxspec-programs}
 export PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
 mkdir -p "$folder" "$cache"
@@ -22,7 +27,7 @@ decode() { # FILE SHAPE option ...
 }
 
 ab() { # FILE option ...
-  module engine.ab "$1" --shape "${SHAPE:-qwen3.5-27b}" --tensor-parallel-size 4 --tokens 512 \
+  module engine.ab "$1" --shape "${SHAPE:-qwen3.5-27b}" --tensor-parallel-size $group --tokens 512 \
     --rows 256 --seconds "${AB_SECONDS:-420}" --compilation-cache "$cache" "${@:2}"
 }
 
@@ -43,7 +48,8 @@ part() {
     for shape in qwen3.5-27b qwen3.5-35b-a3b; do
       for drafts in 0 3; do
         CUDA_VISIBLE_DEVICES=$gpu decode "one_${shape}_$drafts" "$shape" --rows 1 8 64 --drafts $drafts &
-        gpu=$((gpu + 1))
+        gpu=$(((gpu + 1) % gpus))
+        [ $gpu != 0 ] || all || return
       done
     done
     all
@@ -63,7 +69,7 @@ part() {
     done
     ;;
   ab) # 40 rounds in all calls together; with eight GPUs by two groups of four
-    if [ "$gpus" = 4 ]; then ab ab --dtype bfloat16; return; fi
+    if [ "$gpus" = "$group" ]; then ab ab --dtype bfloat16; return; fi
     CUDA_VISIBLE_DEVICES=0,1,2,3 ab ab_0 --dtype bfloat16 --share 0 2 &
     CUDA_VISIBLE_DEVICES=4,5,6,7 ab ab_1 --dtype bfloat16 --share 1 2 &
     all
