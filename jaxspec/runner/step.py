@@ -178,8 +178,9 @@ def _make_forward_pass(
             if config.mailbox is not None:
                 state = _joined(state)
             _, output, pools = _forward(config, program.rest, model, plan, state)
-        first = (slice(len(output.hidden)),)
-        forward = jax.tree.map(lambda kept, new: kept.at[first].set(new), state.forward, output)
+        # Not `kept.at[:n].set`: XLA of jax 0.11.2 crashes on its scatter over several devices.
+        first = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=0, axis=0)
+        forward = jax.tree.map(first, state.forward, output)
         return dataclasses.replace(state, pools=pools, forward=forward), _no_output(config)
 
     forward_pass.__name__ = f"forward_pass_{program.decode_rows}_{program.num_drafts}"

@@ -7,7 +7,7 @@ import harness
 import jax
 import jax.numpy as jnp
 import pytest
-from fused_sums import Chain, run_fused_sums
+from fused_sums import Chain, jaxprs_of, run_fused_sums
 from harness import HYBRID, ROWS, SNAPSHOT
 
 from jaxspec.models.base import ModelSpec
@@ -92,6 +92,15 @@ def blueprint_of(fixture):
     )
 
 
+def scatters_without_indices(jaxpr):
+    """The scatters at no indices of a jaxpr, which end XLA of jax 0.11.2 on several devices."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name.startswith("scatter") and not eqn.invars[1].aval.size:
+            yield eqn
+        for inner in jaxprs_of(eqn):
+            yield from scatters_without_indices(inner)
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("fixture", FAMILIES)
 def test_each_exchange_of_a_program_depends_on_the_one_before(fixture):
@@ -108,6 +117,7 @@ def test_each_exchange_of_a_program_depends_on_the_one_before(fixture):
         num_layers = len(blueprint.model_spec.model().config.layer_types)
         assert chain.length >= (0 if program == half.rest else num_layers)
         assert chain.broken == []
+        assert not list(scatters_without_indices(traced.jaxpr.jaxpr))
         # Exchanges are gathers here. XLA loads a program with a collective on all devices at once.
         assert program != half or "psum" in str(traced.jaxpr)
 
