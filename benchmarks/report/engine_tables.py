@@ -89,38 +89,6 @@ def quantised_traffic(figures: Figures) -> Rows:
         )
 
 
-ACTS = {
-    "update_device": "`update_weights` from device arrays",
-    "update_host": "`update_weights` from NumPy arrays",
-    "sleep_1": "`sleep(1)`, weights to the host",
-    "after_sleep_1": "`wake_up()` after it",
-    "after_sleep_2": "`wake_up()` after `sleep(2)`, without weights",
-}
-
-
-def weight_updates(figures: Figures) -> Rows:
-    """Yield a row per act on the weights of a running engine."""
-    for case in results(figures):
-        if case["part"] == "weights":
-            for key, act in ACTS.items():
-                yield case | {
-                    "act": f"{case['size']}, {case['weight_gb']:.1f} GB: {act}",
-                    "ms": case[f"{key}_ms"],
-                    "pause_ms": case.get(f"{key}_pause_ms"),
-                }
-
-
-def rollout_samples(figures: Figures) -> Rows:
-    """Yield a row without logprobs, and one with them."""
-    for case in results(figures):
-        if case["part"] == "samples":
-            sizes = f"{case['prompts']} x {case['samples']} x {case['tokens']}"
-            name = f"{case['size']}, {sizes}, {case['drafts']}"
-            for key, logprobs in (("", "none"), ("logprobs_", "of the sampled token")):
-                rate = case[f"{key}tokens_per_second"]
-                yield case | {"name": name, "logprobs": logprobs, "rate": rate}
-
-
 def _format(case: Figures) -> str:
     return case["quantization"] + ", rounded activations" * bool(case["activation_dtype"])
 
@@ -333,7 +301,7 @@ TABLES = {
     "sums over devices": Table(
         "tensor_parallel_h200.json",
         tensor_parallel,
-        ("model, rows, prompt tokens", "{size}, {rows}, {prompt:,}"),
+        ("model, rows, drafts, prompt tokens", "{size}, {rows}, {drafts}, {prompt:,}"),
         ("GPUs", "{tensor_parallel_size}"),
         ("sums", "{sums}"),
         ("ms per token", "{ms_per_token:.2f}"),
@@ -395,22 +363,6 @@ TABLES = {
         ("tokens a second", "{total_tokens_per_second:,.0f}"),
         ("ms per token of a request", "{tpot_ms:.1f}"),
         ("floor's share of the time", "{of_floor:.0%}"),
-        COMMIT,
-    ),
-    "weight updates": Table(
-        "rollouts_h200.json",
-        weight_updates,
-        ("act", "{act}"),
-        ("ms", "{ms:,.0f}"),
-        ("ms without a step", "{pause_ms:,.0f}"),
-        COMMIT,
-    ),
-    "rollout samples": Table(
-        "rollouts_h200.json",
-        rollout_samples,
-        ("prompts x samples x tokens, drafts", "{name}"),
-        ("logprobs", "{logprobs}"),
-        ("tokens a second", "{rate:,.0f}"),
         COMMIT,
     ),
     "draft counts": Table(

@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks.report import engine_tables, load_tables, model_tables
+from benchmarks.report import engine_tables, load_tables, model_tables, rollout_tables
 from benchmarks.report.table import NOT_MEASURED, Figures, Table
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -31,7 +31,10 @@ _DOCS = (
     "traffic",
 )
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _DOCS)]
-TABLES: dict[str, Table] = load_tables.TABLES | model_tables.TABLES | engine_tables.TABLES
+_MODULES = load_tables, model_tables, engine_tables, rollout_tables
+TABLES: dict[str, Table] = {
+    name: each for module in _MODULES for name, each in module.TABLES.items()
+}
 PLACE = re.compile(r"<!-- table: (.*?) -->\n((?:(?!<!--).)*)<!-- end -->", re.DOTALL)
 
 

@@ -1,11 +1,13 @@
 """Drafts of the model's multi-token-prediction (MTP) head, run K times in a row."""
 
 import dataclasses
+import itertools
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
+from jaxspec import parallel
 from jaxspec.cache import Pools
 from jaxspec.models.base import CheckpointModule, DraftHead, Model, Selection
 from jaxspec.options import SpeculativeConfig
@@ -68,9 +70,10 @@ class MTPProposer(Proposer):
         """Return the draft ids (None for all) and a copy of their columns of the output head.
 
         A copy in each step would cost what it saves. Without ids and without an 8-bit copy there
-        are no tables: the head itself is read.
+        are no tables: the head itself is read. The devices of a group share the ids: the least
+        others are added until they can have equally many.
         """
-        ids = None if self.vocab_ids is None else jnp.asarray(self.vocab_ids, jnp.int32)
+        ids = None if self.vocab_ids is None else _shared(self.vocab_ids, model.vocab_size)
         columns = model.lm_head_columns(ids)
         if self._takes_float8(columns):
             return ids, Float8.of(columns)
@@ -117,3 +120,9 @@ def _head_of(model: Model) -> DraftHead:
             "one has none. Use another speculative method, or a checkpoint that kept them."
         )
     return model.draft_head
+
+
+def _shared(ids: tuple[int, ...], vocab_size: int) -> Int[Array, " ids"]:
+    chosen, missing = set(ids), -len(ids) % parallel.size()
+    others = (token for token in range(vocab_size) if token not in chosen)
+    return jnp.asarray(sorted([*ids, *itertools.islice(others, missing)]), jnp.int32)
