@@ -147,7 +147,8 @@ def pytest_sessionfinish(session):
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
     """Every process leaves out the same tests, so one count is all of them."""
-    node.config.stash[NOT_HERE] |= collections.Counter(node.workeroutput["not here"])
+    output = getattr(node, "workeroutput", {})  # a crashed worker has none
+    node.config.stash[NOT_HERE] |= collections.Counter(output.get("not here"))
 
 
 def pytest_terminal_summary(terminalreporter, config):
