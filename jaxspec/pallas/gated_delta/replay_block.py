@@ -85,6 +85,10 @@ class LoadedTokens:
 class GdnReplayBlock:
     """Computation of some values of one head of one row."""
 
+    # Copies to shared memory per token of the ring, and those of this step's gates.
+    RING_COPIES = 2
+    GATE_COPIES = 0
+
     def __init__(self, launch: GdnLaunch, gmem: Any, smem: Any):
         """`gmem` has references to operands, pools and output by name, `smem` to scratch."""
         self.launch, self.sizes, self.gmem, self.smem = launch, launch.sizes, gmem, smem
@@ -102,7 +106,7 @@ class GdnReplayBlock:
     def _step(self):
         ring, state, smem, wait = self.ring, self.state, self.smem, plgpu.barrier_wait
         tokens = self.launch.tokens(self.launch, ring, state, self.part, smem)
-        self.begin_copies(tokens, self._ring_gate)
+        self.begin_copies(tokens.copies(), gate_of=self._ring_gate)
         self._find_ring_decay()
         tokens.finish()
         self.append_keys()
@@ -140,16 +144,19 @@ class GdnReplayBlock:
         """Return the log decay of a ring token, by age."""
         return self.gmem.ring_g[self.ring.update_index(self.ring.row_by_age(j))]
 
-    def begin_copies(self, tokens: Any, gate_of: Any = None) -> None:
+    def begin_copies(
+        self, token_copies: list[tuple[Any, Any]], *, gate_of: Any = None, ring_g: Any = None
+    ) -> None:
         """Start all copies to shared memory: tokens, ring tokens that count, replay base.
 
-        `gate_of(j)` returns the log decay of ring token `j`, for shared memory, too.
+        The log decays of ring tokens are scalars that `gate_of(j)` returns, or vectors that are
+        copied to `ring_g`.
 
         The replay base is last, because copies that are needed earlier would wait for its bytes.
         Each warp issues some of the copies, because the address of one takes about 40 instructions.
         """
         ring, gmem, smem, copy = self.ring, self.gmem, self.smem, plgpu.copy_gmem_to_smem
-        token_copies, tiles, width = tokens.copies(), ring.tiles, self.sizes.width
+        tiles, width = ring.tiles, self.sizes.width
 
         @plgpu.warp_map
         def _(warp):
@@ -167,9 +174,11 @@ class GdnReplayBlock:
             def copy_token(i, _):
                 j, produced = RING_GROUP * i + warp, smem.ring_produced.at[i]
                 row = ring.row_by_age(j)
-                update = gmem.ring_u.at[ring.update_index(row), self.part.values]
+                index = ring.update_index(row)
                 copy(gmem.ring_k.at[ring.key_index(row)], self.state.keys.at[width + j], produced)
-                copy(update, tiles.updates.at[j], produced)
+                copy(gmem.ring_u.at[index, self.part.values], tiles.updates.at[j], produced)
+                if ring_g is not None:
+                    copy(gmem.ring_g.at[index], ring_g.at[j], produced)
 
             lax.fori_loop(0, ring.num_groups, copy_token, None)
             self.state.begin_load(warp)

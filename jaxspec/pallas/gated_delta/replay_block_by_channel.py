@@ -20,7 +20,7 @@ from jaxspec.pallas.gated_delta.replay_block import GdnLaunch, GdnReplayBlock, L
 from jaxspec.pallas.gated_delta.replay_block_16bit import STRIPES, rounded_and_rest
 from jaxspec.pallas.gpu import layouts, tensor_cores
 from jaxspec.pallas.gpu.access import load, load_untiled, store
-from jaxspec.pallas.recurrent.replay_block import ReplaySizes, broadcast
+from jaxspec.pallas.recurrent.replay_block import RING_GROUP, ReplaySizes, broadcast
 
 _WGMMA = plgpu.Layout.WGMMA
 
@@ -28,13 +28,18 @@ _WGMMA = plgpu.Layout.WGMMA
 class ChannelReplayBlock:
     """Computation of some values of one head of one row."""
 
+    RING_COPIES = 3
+    GATE_COPIES = 1
+
     @staticmethod
     def scratch(sizes: ReplaySizes) -> dict[str, Any]:
         """Return the shared memory of these blocks besides that of `GdnReplayBlock`."""
         # Log decays of this step; the rows before and after them are read but do not count.
         step_g = plgpu.SMEM((2 * sizes.width + 1, sizes.key_dim), jnp.float32)
         outputs = plgpu.SMEM((sizes.width, sizes.values), jnp.float32)
+        ring_tokens = -(-sizes.window // RING_GROUP) * RING_GROUP
         scratch = {
+            "ring_g": plgpu.SMEM((ring_tokens, sizes.key_dim), jnp.float32),
             "base_decay": plgpu.SMEM((sizes.key_dim,), jnp.float32),
             "step_g_then_o": plgpu.RefUnion(step_g, outputs),
             # Products of this step's keys with its queries and its keys, by distance and token.
@@ -67,18 +72,15 @@ class ChannelReplayBlock:
             plgpu.barrier_wait,
         )
         tokens = LoadedTokens(self.launch, ring, state, self.part, smem)
-        block.begin_copies(tokens)
-        ring_g = [
-            load(self.gmem.ring_g.at[ring.update_index(ring.row_by_age(j))], ring.by_key)
-            for j in range(self.sizes.copied_tokens)
-        ]
-        g = self._load_gates()
+        block.begin_copies([*tokens.copies(), self._copy_of_gates()], ring_g=smem.ring_g)
         self._mark_ring_tokens()
         tokens.finish()
+        width = self.sizes.width
+        g = [load(self.step_g.at[width + t], ring.by_key) for t in range(width)]
         block.append_keys()
         self._multiply_step()
         lax.fori_loop(0, ring.num_groups, lambda i, _: wait(smem.ring_produced.at[i]), None)
-        base = self._decay_ring_keys(ring_g)
+        base = self._decay_ring_keys()
         ring.sync()
 
         @pl.when(ring.folds)
@@ -87,7 +89,7 @@ class ChannelReplayBlock:
             self._fold()
 
         v = tokens.values()
-        beta = [self.gmem.beta[ring.table.row, t, ring.head] for t in range(self.sizes.width)]
+        beta = [self.gmem.beta[ring.table.row, t, ring.head] for t in range(width)]
         norm = self.launch.norm
         gates = block.load_output_gates(norm) if norm else []
         self._multiply_ring(g, jnp.where(ring.folds, 1.0, base))
@@ -105,13 +107,11 @@ class ChannelReplayBlock:
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _load_gates(self):
-        """Load this step's log decays, and store them for `_multiply_step`."""
-        row, head, width = self.ring.table.row, self.ring.head, self.sizes.width
-        gates = [load(self.gmem.g.at[row, t, head], self.ring.by_key) for t in range(width)]
-        for t, g in enumerate(gates):
-            store(self.step_g.at[width + t], g)
-        return gates
+    def _copy_of_gates(self):
+        """Return (source, target) of this step's log decays."""
+        width = self.sizes.width
+        source = self.gmem.g.at[self.ring.table.row, :, self.ring.head]
+        return source, self.step_g.at[pl.ds(width, width)]
 
     def _mark_ring_tokens(self):
         """Store 1 for each ring token that counts, else 0: the keys will have the decays."""
@@ -143,11 +143,13 @@ class ChannelReplayBlock:
                     target = products.at[distance, kind, pl.ds(start, count)]
                     store(target, jnp.sum(key * factor, axis=1))
 
-    def _decay_ring_keys(self, ring_g):
+    def _decay_ring_keys(self):
         """Multiply the ring's keys with their decays; return and store the replay base's."""
         width, by_key, length = self.sizes.width, self.ring.by_key, self.ring.table.ring_length
-        total = jnp.zeros_like(ring_g[0])
-        for j, g in reversed(list(enumerate(ring_g))):
+        ring_g = self.smem.ring_g
+        total = jnp.zeros_like(load(ring_g.at[0], by_key))
+        for j in reversed(range(ring_g.shape[0])):
+            g = load(ring_g.at[j], by_key)
             key = load(self.state.keys.at[width + j], by_key).astype(jnp.float32)
             store(self.ring.tiles.keys.at[width + j], key * jnp.exp(total))
             total += jnp.where(j < length, g, 0.0)
@@ -163,20 +165,18 @@ class ChannelReplayBlock:
             self.ring.by_key,
             self.ring,
         )
-
-        def scale(row, decay):
-            store(tokens.at[row], load(tokens.at[row], by_key) * decay)
-
-        total = jnp.zeros_like(base)
+        total, decayed = jnp.zeros_like(base), {}
         for t in range(width):
             total += g[t]
+            decay = jnp.exp(total)
             for row in (t, width + t):
-                scale(row, jnp.exp(total))
+                decayed[row] = load(tokens.at[row], by_key) * decay
+                store(tokens.at[row], decayed[row])
         ring.sync()
         ring.multiply_keys(tokens)
         ring.sync()
-        for row in range(2 * width):
-            scale(row, base)
+        for row, token in decayed.items():
+            store(tokens.at[row], token * base)
         ring.sync()
         if self.is_16_bit:
             self.state.store_factors()

@@ -211,11 +211,13 @@ def _scratch(launch, interpreted):
         "barrier": plgpu.Barrier(),
         "state_produced": plgpu.Barrier(num_arrivals=state.STATE_COPIES),
         "ring_produced": plgpu.Barrier(
-            num_arrivals=2 * RING_GROUP, num_barriers=sizes.copied_tokens // RING_GROUP
+            num_arrivals=launch.block.RING_COPIES * RING_GROUP,
+            num_barriers=sizes.copied_tokens // RING_GROUP,
         ),
     }
     if is_loaded:
-        scratch["tokens_produced"] = plgpu.Barrier(num_arrivals=state.TOKEN_COPIES)
+        copies = state.TOKEN_COPIES + launch.block.GATE_COPIES
+        scratch["tokens_produced"] = plgpu.Barrier(num_arrivals=copies)
     if launch.block is ChannelReplayBlock:
         scratch |= ChannelReplayBlock.scratch(sizes)
     elif launch.norm or not is_loaded:
