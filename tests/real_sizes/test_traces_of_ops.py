@@ -15,13 +15,19 @@ import jax.numpy as jnp
 import pytest
 
 import jaxspec.pallas
-from benchmarks.measure.shapes import ATTENTION, GDN, MAMBA2
+from benchmarks.measure.shapes import ATTENTION, GDN, KDA, MAMBA2
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.attention.inputs import QKNorm
 from jaxspec.pallas.attention.output_gate import OutputGate
 from jaxspec.pallas.attention.ring_tables import ring_length
 from jaxspec.pallas.attention.token_index import TokenIndex
-from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnRing, GdnTokens
+from jaxspec.pallas.gated_delta.heads import (
+    ChannelParams,
+    GdnHeads,
+    GdnParams,
+    GdnRing,
+    GdnTokens,
+)
 from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params, Mamba2Ring, Mamba2Tokens
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.moe.experts import Experts
@@ -93,6 +99,18 @@ DELTA_RING = GdnRing(
     array(2, SLOTS, RING, DELTA.value_heads, DELTA.value_dim),
     array(2, SLOTS, RING, DELTA.value_heads),
     WINDOW,
+)
+
+
+# Kimi Delta Attention.
+KIMI = KDA["kimi-linear-48b-a3b"]
+KIMI_PARAMS = ChannelParams(
+    conv=half(4, KIMI.conv_dim),
+    log_rate=array(KIMI.value_heads),
+    bias=array(KIMI.value_heads, KIMI.key_dim),
+    lower_bound=None,
+    heads=GdnHeads(KIMI.key_heads, KIMI.key_dim, KIMI.value_heads),
+    b_column=KIMI.conv_dim,
 )
 
 
@@ -257,6 +275,11 @@ OPS = {
     ),
     "gdn_inputs": lambda n: (
         *(half(n, WIDTH, DELTA.projected), DELTA_PARAMS, DELTA_CONV, 1, region(n)),
+    ),
+    "gdn_inputs_by_channel": lambda n: (
+        half(n, WIDTH, KIMI.conv_dim + KIMI.value_heads),
+        half(n, WIDTH, KIMI.value_heads * KIMI.value_dim),
+        *(KIMI_PARAMS, half(2, SLOTS, 3 + WIDTH, KIMI.conv_dim), 1, region(n)),
     ),
     "gdn_step": lambda n: (delta_tokens(n, WIDTH), delta_states(WIDTH), 1, region(n)),
     "gdn_scan": lambda n: (delta_tokens(n), delta_states(WIDTH), 1, tokens_of(n)),

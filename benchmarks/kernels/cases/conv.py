@@ -7,9 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels.case import INPUTS, Case, about, filled, live_region
-from benchmarks.measure.shapes import GDN, MAMBA2, Mamba2Shape
-from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams
-from jaxspec.pallas.gated_delta.inputs import gdn_inputs, gdn_inputs_reference
+from benchmarks.measure.shapes import GDN, KDA, MAMBA2, Mamba2Shape
+from jaxspec.pallas.gated_delta.heads import ChannelParams, GdnHeads, GdnParams
+from jaxspec.pallas.gated_delta.inputs import (
+    gdn_inputs,
+    gdn_inputs_by_channel,
+    gdn_inputs_by_channel_reference,
+    gdn_inputs_reference,
+)
 from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params
 from jaxspec.pallas.mamba2.inputs import mamba2_inputs, mamba2_inputs_reference
 from jaxspec.pallas.recurrent.conv_update import conv_update, conv_update_reference
@@ -25,6 +30,44 @@ def gdn_inputs_cases() -> Iterator[Case]:
     """The sizes of `conv_update`; it moves the same bytes, outputs in float32, and the gates."""
     for model, shape, *sizes in _sizes():
         yield _case("gdn_inputs", model, shape, *sizes)
+
+
+def gdn_inputs_by_channel_cases() -> Iterator[Case]:
+    """With the heads of Kimi-Linear-48B, whose projection has no further columns here but b."""
+    (model, shape), dtype = next(iter(KDA.items())), jnp.dtype("bfloat16")
+    channels, heads = shape.conv_dim, GdnHeads(shape.key_heads, shape.key_dim, shape.value_heads)
+    values = heads.value_heads * heads.key_dim
+    columns = channels + heads.value_heads
+    for rows, width in ((64, 4), (64, 1), (8, 1), (1, 1)):
+        window = 3 + width
+        keys = jax.random.split(jax.random.key(0), 1 + 2 * INPUTS)
+        # Several inputs, so that none is found in the cache.
+        xs, fs = (
+            tuple(jax.random.normal(key, (rows, width, size)).astype(dtype) for key in some)
+            for size, some in ((columns, keys[1::2]), (values, keys[2::2]))
+        )
+        taps = jax.random.normal(keys[0], (4, channels)).astype(dtype)
+        decay = jnp.zeros(heads.value_heads), jnp.zeros((heads.value_heads, heads.key_dim))
+
+        def run(inputs, pool, layer, xs, fs, taps, decay, region):
+            params = ChannelParams(taps, *decay, None, heads, channels)
+            at = layer % INPUTS
+            return inputs(xs[at], fs[at], params, pool, layer, region)
+
+        yield Case(
+            op="gdn_inputs_by_channel",
+            about={"model": model, "dtype": dtype.name, "rows": rows, "width": width},
+            run=functools.partial(run, gdn_inputs_by_channel),
+            reference=functools.partial(run, gdn_inputs_by_channel_reference),
+            pool=lambda layers, rows=rows, window=window: filled(
+                layers, rows, window, channels, dtype=dtype
+            ),
+            layer_bytes=rows * window * channels * dtype.itemsize,
+            operands=(xs, fs, taps, decay, live_region(rows, width)),
+            total_bytes=rows * width * (columns + values) * (dtype.itemsize + 4)
+            + taps.nbytes
+            + rows * window * channels * dtype.itemsize,  # read, and written
+        )
 
 
 def mamba2_inputs_cases() -> Iterator[Case]:

@@ -13,6 +13,7 @@ from benchmarks.kernels.cases.attention import (
 )
 from benchmarks.kernels.cases.conv import (
     conv_update_cases,
+    gdn_inputs_by_channel_cases,
     gdn_inputs_cases,
     mamba2_inputs_cases,
 )
@@ -52,6 +53,7 @@ OPS = {
     "mamba2_prefill": mamba2_prefill_cases,
     "conv_update": conv_update_cases,
     "gdn_inputs": gdn_inputs_cases,
+    "gdn_inputs_by_channel": gdn_inputs_by_channel_cases,
     "add_norm": add_norm_cases,
     "gated_group_norm": gated_group_norm_cases,
     "attention_inputs": attention_inputs_cases,

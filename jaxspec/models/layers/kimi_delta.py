@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterator
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -17,15 +16,15 @@ from jaxspec.models.layers.mixer import LayerInputs, Projected, rectangle
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import Placement, declare, draw_rates
 from jaxspec.models.layers.recurrent_mixer import RecurrentMixer
-from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnRing, GdnTokens, channel_gates
-from jaxspec.pallas.gated_delta.inputs import split_qkv
+from jaxspec.pallas.gated_delta.heads import ChannelParams, GdnHeads, GdnRing
+from jaxspec.pallas.gated_delta.inputs import gdn_inputs_by_channel, tokens_by_channel
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill
 from jaxspec.pallas.gated_delta.replay import gdn_replay, replayed_states
 from jaxspec.pallas.gated_delta.step import gdn_scan, gdn_step
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
 from jaxspec.pallas.norm.residual import Pending
-from jaxspec.pallas.recurrent.conv_update import conv_prefill, conv_update
+from jaxspec.pallas.recurrent.conv_update import conv_prefill
 from jaxspec.pallas.recurrent.token_scan import conv_scan
 from jaxspec.regions import DecodeRegion, PrefillRegion, TokenRegion
 
@@ -160,20 +159,24 @@ class KimiDelta(RecurrentMixer):
 
     def _decode_inputs(self, tokens, pool, rows, layer):
         """Return the recurrence's inputs for a rectangle, and the convolution pool."""
-        tokens = jax.tree.map(lambda x: rectangle(x, rows), tokens)
-        channels = tokens.projected[..., : self.conv.shape[1]]
-        y, conv = conv_update(channels, self.conv[...], pool.conv, layer, rows)
-        return self._inputs(y, tokens), conv
+        projected, f = (rectangle(x, rows) for x in (tokens.projected, tokens.decay))
+        return gdn_inputs_by_channel(projected, f, self._params, pool.conv, layer, rows)
 
     def _inputs(self, y, tokens):
         """Return the recurrence's inputs, given the convolution's outputs."""
+        return tokens_by_channel(y, tokens.projected, tokens.decay, self._params)
+
+    @property
+    def _params(self):
         heads, head_dim = self.sizes.heads, self.sizes.head_dim
-        q, k, v = split_qkv(y, GdnHeads(heads, head_dim, heads))
-        b = self.in_proj.split(tokens.projected)[-1]
-        f = tokens.decay.reshape(v.shape)
-        bias = self.step_bias[...].reshape(heads, head_dim)
-        g = channel_gates(f, self.log_rate[...], bias, self.sizes.lower_bound)
-        return GdnTokens(q, k, v, g, jax.nn.sigmoid(b.astype(jnp.float32)))
+        return ChannelParams(
+            self.conv[...],
+            self.log_rate[...],
+            self.step_bias[...].reshape(heads, head_dim),
+            self.sizes.lower_bound,
+            GdnHeads(heads, head_dim, heads),
+            b_column=self.in_proj.starts[-1],
+        )
 
     def replayed(self, pool: RecurrentPool, rows: DecodeRegion, layer: int) -> Array:
         return replayed_states(pool.states, pool.ring, layer, rows)

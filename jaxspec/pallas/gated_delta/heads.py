@@ -40,6 +40,17 @@ class GdnParams(NamedTuple):
     heads: GdnHeads
 
 
+class ChannelParams(NamedTuple):
+    """Parameters of a layer whose decay is by channel; no argument of a jitted function either."""
+
+    conv: Float[Array, "kernel channels"]
+    log_rate: Float[Array, " heads"]  # these two are float32: see `channel_gates`
+    bias: Float[Array, "heads key_dim"]
+    lower_bound: float | None  # of log decays
+    heads: GdnHeads  # as many of keys as of values
+    b_column: int  # first column of b, the write strengths' input, in a projection
+
+
 class GdnTokens(NamedTuple):
     """Inputs of the recurrence for each token, float32 unless an op documents another dtype.
 
@@ -94,6 +105,13 @@ def channel_gates(
     if lower_bound is not None:
         return lower_bound * jax.nn.sigmoid(rate * step)
     return -rate * jax.nn.softplus(step)
+
+
+def channel_gates_in_kernel(step: Any, rate: Any, lower_bound: float | None) -> Any:
+    """`channel_gates` inside a kernel, of `f + bias` and `exp(log_rate)` in float32 registers."""
+    if lower_bound is not None:
+        return lower_bound * kernel_math.sigmoid(rate * step)
+    return -rate * kernel_math.softplus(step)
 
 
 def over_state(

@@ -1,5 +1,6 @@
-"""Inputs of Gated DeltaNet's recurrence (`GdnTokens`) from a layer's projection."""
+"""Inputs of the gated delta rule (`GdnTokens`) from a layer's projection."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -8,11 +9,13 @@ from jaxspec.pallas import dispatch
 from jaxspec.pallas.gated_delta.heads import (
     BLOCK_CHANNELS,
     EPS,
+    ChannelParams,
     GdnHeads,
     GdnParams,
     GdnTokens,
     Keys,
     Values,
+    channel_gates,
     gates,
     gates_column,
 )
@@ -53,9 +56,7 @@ def gdn_inputs(
     """
     check_window(projected, params.conv, conv)
     check_columns(projected, params)
-    is_toy = params.conv.shape[1] < 2048  # smaller than any published model: no warning
-    why, num_rows = _why_not_kernel(projected, params, conv), projected.shape[0]
-    if dispatch.runs_kernel("gdn_inputs", why, rows=num_rows, by_choice=is_toy):
+    if _runs_kernel("gdn_inputs", projected, params.conv, params.heads, conv):
         from jaxspec.pallas.gated_delta.inputs_kernel import gdn_inputs_kernel
 
         taps, decay, heads = params
@@ -70,6 +71,53 @@ def gdn_inputs_reference(projected, params, conv, layer, rows):
     qkv, b, a = _columns(projected, params)
     y, conv = conv_update_reference(qkv, params.conv, conv, layer, rows)
     return GdnTokens(*split_qkv(y, params.heads), *gates(b, a, params.decay)), conv
+
+
+def gdn_inputs_by_channel(
+    projected: Float[Array, "rows width columns"],
+    f: Float[Array, "rows width channels"],
+    params: ChannelParams,
+    conv: ConvPool,
+    layer: int,
+    rows: DecodeRegion,
+) -> tuple[GdnTokens, ConvPool]:
+    """Compute float32 tokens with a decay by channel; also return the convolution pool.
+
+    `projected` is a whole projection. Its first columns are convolved as in `gdn_inputs`, and there
+    is one column of b per head. `f` is the input of the log decays (`channel_gates`), one per
+    channel of the values. One kernel computes both under the conditions of `gdn_inputs`.
+    """
+    check_window(projected, params.conv, conv)
+    if _runs_kernel("gdn_inputs_by_channel", projected, params.conv, params.heads, conv):
+        from jaxspec.pallas.gated_delta.inputs_kernel import gdn_inputs_by_channel_kernel
+
+        taps, log_rate, bias, *static = params
+        operands = projected, f, taps, log_rate, bias, conv
+        return gdn_inputs_by_channel_kernel(
+            *operands, dispatch.layer_index(conv, layer), rows, *static
+        )
+    channels = projected[..., : params.conv.shape[1]]
+    y, conv = conv_update(channels, params.conv, conv, layer, rows)
+    return tokens_by_channel(y, projected, f, params), conv
+
+
+def gdn_inputs_by_channel_reference(projected, f, params, conv, layer, rows):
+    channels = projected[..., : params.conv.shape[1]]
+    y, conv = conv_update_reference(channels, params.conv, conv, layer, rows)
+    return tokens_by_channel(y, projected, f, params), conv
+
+
+def tokens_by_channel(
+    y: Float[Array, "*tokens channels"],
+    projected: Float[Array, "*tokens columns"],
+    f: Float[Array, "*tokens values"],
+    params: ChannelParams,
+) -> GdnTokens:
+    """Return the tokens of `gdn_inputs_by_channel`, given the convolution's output `y`."""
+    q, k, v = split_qkv(y, params.heads)
+    g = channel_gates(f.reshape(v.shape), params.log_rate, params.bias, params.lower_bound)
+    b = projected[..., params.b_column :][..., : params.heads.value_heads]
+    return GdnTokens(q, k, v, g, jax.nn.sigmoid(b.astype(jnp.float32)))
 
 
 def check_columns(projected: Float[Array, "rows width columns"], params: GdnParams) -> None:
@@ -113,11 +161,17 @@ def _normalise(x):
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPS)
 
 
-def _why_not_kernel(projected, params, conv):
-    key_heads, key_dim, value_heads = params.heads
-    keys, channels = key_heads * key_dim, params.conv.shape[1]
+def _runs_kernel(op, projected, taps, heads, conv):
+    is_toy = taps.shape[1] < 2048  # smaller than any published model: no warning
+    why = _why_not_kernel(projected, taps, heads, conv)
+    return dispatch.runs_kernel(op, why, rows=projected.shape[0], by_choice=is_toy)
+
+
+def _why_not_kernel(projected, taps, heads, conv):
+    key_heads, key_dim, value_heads = heads
+    keys, channels = key_heads * key_dim, taps.shape[1]
     if key_dim not in (64, 128) or channels - 2 * keys != value_heads * key_dim:
         return f"heads of {key_dim} and {(channels - 2 * keys) // value_heads}, not all 64 or 128"
     if keys % BLOCK_CHANNELS or channels % BLOCK_CHANNELS:
         return f"{keys} channels of keys among {channels}, not multiples of {BLOCK_CHANNELS}"
-    return why_not_convolve(projected, params.conv, conv)
+    return why_not_convolve(projected, taps, conv)

@@ -1,4 +1,4 @@
-"""Pallas (Mosaic GPU) kernel of `gdn_inputs` for Hopper GPUs."""
+"""Pallas (Mosaic GPU) kernels of the ops in `inputs` for Hopper GPUs."""
 
 import functools
 from typing import Any
@@ -12,11 +12,12 @@ from jaxspec.pallas.gated_delta.heads import (
     BLOCK_CHANNELS,
     EPS,
     GdnTokens,
+    channel_gates_in_kernel,
     gates_column,
     gates_in_kernel,
 )
 from jaxspec.pallas.gpu import access, layouts
-from jaxspec.pallas.recurrent import conv_update_kernel
+from jaxspec.pallas.recurrent import conv_update_kernel, kernel_math
 from jaxspec.pallas.recurrent.conv_update_kernel import ConvOperands
 
 
@@ -27,20 +28,69 @@ def gdn_inputs_kernel(projected, taps, decay, pool, layer, rows, heads, *, inter
     Each block computes `BLOCK_CHANNELS` channels of one row, which are whole heads; the last block
     of a row computes its gates.
     """
+    gates = _float32(projected, heads.value_heads)
+    first = gates_column(pool.shape[3], heads)
 
+    def put_gates(block, x, decay, out):
+        _put_gates(x, first, decay, out)
+
+    conv = ConvOperands.of(taps, layer, rows)
+    return _launch(projected, decay, conv, pool, heads, gates, put_gates, 1, interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("lower_bound", "heads", "b_column", "interpret"))
+def gdn_inputs_by_channel_kernel(
+    projected,
+    f,
+    taps,
+    log_rate,
+    bias,
+    pool,
+    layer,
+    rows,
+    lower_bound,
+    heads,
+    b_column,
+    *,
+    interpret=None,
+):
+    """Run `gdn_inputs_by_channel`, as `gdn_inputs_kernel` runs its op.
+
+    The last blocks of a row compute `BLOCK_CHANNELS` log decays each.
+    """
+    log_decays = _float32(projected, heads.value_heads, heads.key_dim)
+
+    def put_gates(block, x, gates, out):
+        _put_log_decays(block, gates, lower_bound, out)
+
+        @pl.when(block == 0)
+        def _():
+            _put_strengths(x, b_column, out)
+
+    gates, conv = (f, log_rate, bias), ConvOperands.of(taps, layer, rows)
+    blocks = heads.value_heads * heads.key_dim // BLOCK_CHANNELS
+    return _launch(projected, gates, conv, pool, heads, log_decays, put_gates, blocks, interpret)
+
+
+def _float32(projected, *dims) -> Any:
+    return jax.ShapeDtypeStruct((*projected.shape[:2], *dims), jnp.float32)
+
+
+def _launch(projected, gates, conv, pool, heads, log_decays, put_gates, gate_blocks, interpret):
+    """Return the tokens, whose log decays have the shape of `log_decays`, and the pool.
+
+    The last `gate_blocks` blocks of a row call `put_gates(block, x, gates, out)`.
+    """
     key_heads, key_dim, value_heads = heads
     num_rows, width, _ = projected.shape
-    channels = pool.shape[3]
-    first = gates_column(channels, heads)
-    size, blocks = BLOCK_CHANNELS // key_dim, channels // BLOCK_CHANNELS
+    size, blocks = BLOCK_CHANNELS // key_dim, pool.shape[3] // BLOCK_CHANNELS
 
-    def body(x, decay, conv, pool, out):
+    def body(x, gates, conv, pool, out):
         row, part = lax.axis_index("row"), lax.axis_index("part")
 
         @pl.when(part < blocks)
         def _():
-            # Four channels per thread: a head of 128 is within one warp, so no sum crosses warps.
-            layout = layouts.row_layout(key_dim, itemsize=4, most_lanes=32)
+            layout = _layout(key_dim)
             block = pl.ds(part * BLOCK_CHANNELS, BLOCK_CHANNELS)
             # A token's first column is not at a multiple of the head size, so only the block's
             # columns are reshaped into heads.
@@ -50,26 +100,28 @@ def gdn_inputs_kernel(projected, taps, decay, pool, layer, rows, heads, *, inter
             own_heads = pl.ds(part * size, size)
             conv_update_kernel.convolve(new, conv, pool, own_heads, layout, put)
 
-        @pl.when(part == blocks)
+        @pl.when(part >= blocks)
         def _():
-            _put_gates(x, first, decay, out)
+            put_gates(part - blocks, x, gates, out)
 
-    def array(*dims) -> Any:
-        return jax.ShapeDtypeStruct((num_rows, width, *dims), jnp.float32)
-
-    key, value, gate = array(key_heads, key_dim), array(value_heads, key_dim), array(value_heads)
+    key, value = (_float32(projected, count, key_dim) for count in (key_heads, value_heads))
     taps, pool_in_heads = (
-        a.reshape(*a.shape[:-1], a.shape[-1] // key_dim, key_dim) for a in (taps, pool)
+        a.reshape(*a.shape[:-1], a.shape[-1] // key_dim, key_dim) for a in (conv.taps, pool)
     )
     tokens, after = conv_update_kernel.launch(
         body,
-        (projected, decay, ConvOperands.of(taps, layer, rows)),
+        (projected, gates, conv._replace(taps=taps)),
         pool_in_heads,
-        GdnTokens(q=key, k=key, v=value, g=gate, beta=gate),
-        grid=(blocks + 1, num_rows),
+        GdnTokens(q=key, k=key, v=value, g=log_decays, beta=_float32(projected, value_heads)),
+        grid=(blocks + gate_blocks, num_rows),
         interpret=interpret,
     )
     return tokens, after.reshape(pool.shape)
+
+
+def _layout(key_dim):
+    """Four channels per thread: a head of 128 is within one warp, so no sum crosses warps."""
+    return layouts.row_layout(key_dim, itemsize=4, most_lanes=32)
 
 
 def _put_heads(out, dtype, t, y):
@@ -118,3 +170,30 @@ def _put_gates(x, first, decay, out):
         g, beta = gates_in_kernel(b[t], a[t], log_rate, bias)
         access.store(out.g.at[row, t], g)
         access.store(out.beta.at[row, t], beta)
+
+
+def _put_log_decays(block, gates, lower_bound, out):
+    """Write the log decays of a block's channels."""
+
+    f, log_rate, bias = gates
+    row, (width, _, key_dim) = lax.axis_index("row"), out.g.shape[1:]
+    size, layout = BLOCK_CHANNELS // key_dim, _layout(key_dim)
+    own_heads, columns = pl.ds(block * size, size), pl.ds(block * BLOCK_CHANNELS, BLOCK_CHANNELS)
+    steps = [f.at[row, t, columns].reshape(size, key_dim) for t in range(width)]
+    steps = [access.load(step, layout).astype(jnp.float32) for step in steps]
+    rate = kernel_math.exp(access.load(log_rate.at[own_heads], layout.reduce(1)))
+    rate = lax.broadcast_in_dim(rate, (size, key_dim), (0,))
+    shift = access.load(bias.at[own_heads], layout)
+    for t, step in enumerate(steps):
+        g = channel_gates_in_kernel(step + shift, rate, lower_bound)
+        access.store(out.g.at[row, t, own_heads], g)
+
+
+def _put_strengths(x, first, out):
+    """Write the write strengths of a row's tokens; in `x`, `b` starts at column `first`."""
+
+    row, (width, heads) = lax.axis_index("row"), out.beta.shape[1:]
+    layout = layouts.lane_layout(heads)
+    for t in range(width):
+        b = access.load(x.at[row, t, pl.ds(first, heads)], layout).astype(jnp.float32)
+        access.store(out.beta.at[row, t], kernel_math.sigmoid(b))
