@@ -44,15 +44,15 @@ part() {
       --only qwen3.5-9b qwen3.5-27b nemotron-3-nano-30b-a3b qwen3.5-35b-a3b
     ;;
   one) # the baselines, a GPU each
-    local gpu=0 shape drafts
+    local gpu=0 status=0 shape drafts
     for shape in qwen3.5-27b qwen3.5-35b-a3b; do
       for drafts in 0 3; do
         CUDA_VISIBLE_DEVICES=$gpu decode "one_${shape}_$drafts" "$shape" --rows 1 8 64 --drafts $drafts &
         gpu=$(((gpu + 1) % gpus))
-        [ $gpu != 0 ] || all || return
+        [ $gpu != 0 ] || all || status=1
       done
     done
-    all
+    return $status
     ;;
   27b) decode group qwen3.5-27b --tensor-parallel-size "$gpus" --rows 1 8 64 --drafts 0 3 ;;
   35b) decode group qwen3.5-35b-a3b --tensor-parallel-size "$gpus" --rows 1 8 64 --drafts 0 3 ;;
@@ -69,12 +69,12 @@ part() {
     done
     ;;
   ab) # 40 rounds in all calls together; with eight GPUs by two groups of four
-    if [ "$gpus" = "$group" ]; then ab ab --dtype bfloat16; return; fi
-    CUDA_VISIBLE_DEVICES=0,1,2,3 ab ab_0 --dtype bfloat16 --share 0 2 &
-    CUDA_VISIBLE_DEVICES=4,5,6,7 ab ab_1 --dtype bfloat16 --share 1 2 &
+    if [ "$gpus" = "$group" ]; then ab "ab_tp$group" --dtype bfloat16; return; fi
+    CUDA_VISIBLE_DEVICES=0,1,2,3 ab ab_tp4_0 --dtype bfloat16 --share 0 2 &
+    CUDA_VISIBLE_DEVICES=4,5,6,7 ab ab_tp4_1 --dtype bfloat16 --share 1 2 &
     all
     ;;
-  ab-float32) ab ab_float32 --dtype float32 --rounds 3 --no-greedy ;;
+  ab-float32) ab "ab_float32_tp$group" --dtype float32 --rounds 3 --no-greedy ;;
   *) echo "There is no part $1." >&2 && return 2 ;;
   esac
 }

@@ -25,7 +25,8 @@ class MTPOptions:
         draft_vocab: Token ids that may be drafted (FR-Spec, arXiv 2502.14856): None allows all, an
             integer n the first n ids, and a list only its ids. Byte-pair vocabularies begin with
             the frequent merges and have the end-of-text ids last. Drafting reads only these
-            columns of the output head. The target still scores every token, so outputs do not
+            columns of the output head. On several devices, the smallest other ids are added until
+            the devices have equally many. The target still scores every token, so outputs do not
             change; with probabilistic drafts their distribution does not.
         draft_head_dtype: Dtype of the output head that scores greedy drafts. "float8_e4m3fn" uses
             a copy with half the bytes of bfloat16, None the head itself, and "auto" the copy where

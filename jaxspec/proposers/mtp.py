@@ -70,10 +70,10 @@ class MTPProposer(Proposer):
         """Return the draft ids (None for all) and a copy of their columns of the output head.
 
         A copy in each step would cost what it saves. Without ids and without an 8-bit copy there
-        are no tables: the head itself is read. The devices of a group share the ids: the least
-        others are added until they can have equally many.
+        are no tables: the head itself is read. In a group, the smallest ids that are not listed
+        are added until the number of ids is a multiple of the number of devices.
         """
-        ids = None if self.vocab_ids is None else _shared(self.vocab_ids, model.vocab_size)
+        ids = None if self.vocab_ids is None else _padded_ids(self.vocab_ids, model.vocab_size)
         columns = model.lm_head_columns(ids)
         if self._takes_float8(columns):
             return ids, Float8.of(columns)
@@ -122,7 +122,7 @@ def _head_of(model: Model) -> DraftHead:
     return model.draft_head
 
 
-def _shared(ids: tuple[int, ...], vocab_size: int) -> Int[Array, " ids"]:
+def _padded_ids(ids: tuple[int, ...], vocab_size: int) -> Int[Array, " ids"]:
     chosen, missing = set(ids), -len(ids) % parallel.size()
     others = (token for token in range(vocab_size) if token not in chosen)
     return jnp.asarray(sorted([*ids, *itertools.islice(others, missing)]), jnp.int32)

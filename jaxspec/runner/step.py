@@ -179,8 +179,8 @@ def _make_forward_pass(
                 state = _joined(state)
             _, output, pools = _forward(config, program.rest, model, plan, state)
         # Not `kept.at[:n].set`: XLA of jax 0.11.2 crashes on its scatter over several devices.
-        first = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=0, axis=0)
-        forward = jax.tree.map(first, state.forward, output)
+        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=0, axis=0)
+        forward = jax.tree.map(write, state.forward, output)
         return dataclasses.replace(state, pools=pools, forward=forward), _no_output(config)
 
     forward_pass.__name__ = f"forward_pass_{program.decode_rows}_{program.num_drafts}"

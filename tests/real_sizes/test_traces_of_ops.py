@@ -110,6 +110,7 @@ KIMI_PARAMS = ChannelParams(
     bias=array(KIMI.value_heads, KIMI.key_dim),
     lower_bound=None,
     heads=GdnHeads(KIMI.key_heads, KIMI.key_dim, KIMI.value_heads),
+    f_column=0,
     b_column=KIMI.conv_dim,
 )
 

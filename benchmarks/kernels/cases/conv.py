@@ -33,8 +33,9 @@ def gdn_inputs_cases() -> Iterator[Case]:
 
 
 def gdn_inputs_by_channel_cases() -> Iterator[Case]:
-    """With the heads of Kimi-Linear-48B, whose projection has no further columns here but b."""
-    (model, shape), dtype = next(iter(KDA.items())), jnp.dtype("bfloat16")
+    """Yield cases with the heads of Kimi-Linear-48B; of other columns the projection has b's."""
+    model, dtype = "kimi-linear-48b-a3b", jnp.dtype("bfloat16")
+    shape = KDA[model]
     channels, heads = shape.conv_dim, GdnHeads(shape.key_heads, shape.key_dim, shape.value_heads)
     values = heads.value_heads * heads.key_dim
     columns = channels + heads.value_heads
@@ -50,7 +51,7 @@ def gdn_inputs_by_channel_cases() -> Iterator[Case]:
         decay = jnp.zeros(heads.value_heads), jnp.zeros((heads.value_heads, heads.key_dim))
 
         def run(inputs, pool, layer, xs, fs, taps, decay, region):
-            params = ChannelParams(taps, *decay, None, heads, channels)
+            params = ChannelParams(taps, *decay, None, heads, 0, channels)
             at = layer % INPUTS
             return inputs(xs[at], fs[at], params, pool, layer, region)
 

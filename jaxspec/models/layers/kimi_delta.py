@@ -68,11 +68,14 @@ class KimiDeltaConfig:
 
 @flax.struct.dataclass
 class KimiDeltaTokens:
-    """The projection of each token, and its decay and output gate after all their matrices."""
+    """The projection of each token, and arrays with its decay and its output gate.
+
+    With one matrix for each, both are columns of the projection.
+    """
 
     projected: Projected
-    decay: Float[Array, "*tokens channels"]
-    gates: Float[Array, "*tokens channels"]
+    decay: Float[Array, "*tokens decay_columns"]
+    gates: Float[Array, "*tokens gate_columns"]
 
 
 class KimiDelta(RecurrentMixer):
@@ -118,10 +121,11 @@ class KimiDelta(RecurrentMixer):
         self, projected: Projected, inputs: LayerInputs, pools: Pools, layer: int
     ) -> tuple[KimiDeltaTokens, Pools]:
         """Multiply with the second matrices of the decay and of the output gate, if there are."""
+        if self.decay_proj is None or self.gate_proj is None:
+            return KimiDeltaTokens(projected, projected, projected), pools
         *_, g, f, _ = self.in_proj.split(projected)
-        if self.decay_proj is not None and self.gate_proj is not None:
-            f, g = self.decay_proj.joined(f), self.gate_proj.joined(g)
-        return KimiDeltaTokens(projected, f, g), pools
+        decay, gates = self.decay_proj.joined(f), self.gate_proj.joined(g)
+        return KimiDeltaTokens(projected, decay, gates), pools
 
     def step_heads(
         self, projected: KimiDeltaTokens, pool: RecurrentPool, rows: DecodeRegion, layer: int
@@ -175,6 +179,7 @@ class KimiDelta(RecurrentMixer):
             self.step_bias[...].reshape(heads, head_dim),
             self.sizes.lower_bound,
             GdnHeads(heads, head_dim, heads),
+            f_column=0 if self.decay_proj is not None else self.in_proj.starts[-2],
             b_column=self.in_proj.starts[-1],
         )
 
@@ -183,7 +188,8 @@ class KimiDelta(RecurrentMixer):
 
     def output_norm(self, projected: KimiDeltaTokens) -> GatedNorm:
         norm = self.norm.operand
-        return GatedNorm(projected.gates, norm.weight, first=0, eps=norm.eps, gate="sigmoid")
+        first = 0 if self.decay_proj is not None else self.in_proj.starts[-3]
+        return GatedNorm(projected.gates, norm.weight, first, norm.eps, gate="sigmoid")
 
     def output(self, heads: Heads, projected: KimiDeltaTokens) -> Pending:
         """Apply the output projection, after the gated norm if the heads are not finished."""

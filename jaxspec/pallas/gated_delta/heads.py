@@ -41,14 +41,18 @@ class GdnParams(NamedTuple):
 
 
 class ChannelParams(NamedTuple):
-    """Parameters of a layer whose decay is by channel; no argument of a jitted function either."""
+    """Parameters of a layer with a decay by channel, between its projection and its recurrence.
 
-    conv: Float[Array, "kernel channels"]
-    log_rate: Float[Array, " heads"]  # these two are float32: see `channel_gates`
+    `heads` and the columns are Python integers, so this cannot be an argument of a jitted function.
+    """
+
+    conv: Float[Array, "kernel channels"]  # taps; the last multiplies the current token
+    log_rate: Float[Array, " heads"]  # float32, as the bias: see `channel_gates`
     bias: Float[Array, "heads key_dim"]
     lower_bound: float | None  # of log decays
     heads: GdnHeads  # as many of keys as of values
-    b_column: int  # first column of b, the write strengths' input, in a projection
+    f_column: int  # first column of f, the log decays' input, in its array
+    b_column: int  # first column of b, the write strengths' input, in the projection
 
 
 class GdnTokens(NamedTuple):

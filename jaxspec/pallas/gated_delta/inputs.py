@@ -75,26 +75,50 @@ def gdn_inputs_reference(projected, params, conv, layer, rows):
 
 def gdn_inputs_by_channel(
     projected: Float[Array, "rows width columns"],
-    f: Float[Array, "rows width channels"],
+    f: Float[Array, "rows width f_columns"],
     params: ChannelParams,
     conv: ConvPool,
     layer: int,
     rows: DecodeRegion,
 ) -> tuple[GdnTokens, ConvPool]:
-    """Compute float32 tokens with a decay by channel; also return the convolution pool.
+    """Compute the recurrence's float32 tokens, with a decay by channel, from a projection.
 
-    `projected` is a whole projection. Its first columns are convolved as in `gdn_inputs`, and there
-    is one column of b per head. `f` is the input of the log decays (`channel_gates`), one per
-    channel of the values. One kernel computes both under the conditions of `gdn_inputs`.
+    Dtypes and padding are those of `gdn_inputs`, and so are the conditions of the kernel, which
+    reads both arrays in place.
+
+    Args:
+        projected: A whole projection. Its first columns are the channels, as in `gdn_inputs`; b has
+            a column per head, from `params.b_column` on. Other columns are not read.
+        f: The inputs of the log decays (`channel_gates`), one per head and key channel, from
+            `params.f_column` on; it may be the projection.
+        params: Parameters of the layer.
+        conv: The pool of the convolution.
+        layer: The layer in the pool.
+        rows: The decode region.
+
+    Returns:
+        The tokens, and the pool after the step.
+
+    Raises:
+        ValueError: An array has too few columns, or keys have another number of heads than values.
     """
     check_window(projected, params.conv, conv)
+    check_columns_by_channel(projected, f, params)
     if _runs_kernel("gdn_inputs_by_channel", projected, params.conv, params.heads, conv):
         from jaxspec.pallas.gated_delta.inputs_kernel import gdn_inputs_by_channel_kernel
 
-        taps, log_rate, bias, *static = params
-        operands = projected, f, taps, log_rate, bias, conv
         return gdn_inputs_by_channel_kernel(
-            *operands, dispatch.layer_index(conv, layer), rows, *static
+            projected,
+            f,
+            params.conv,
+            (params.log_rate, params.bias),
+            conv,
+            dispatch.layer_index(conv, layer),
+            rows,
+            params.heads,
+            f_column=params.f_column,
+            b_column=params.b_column,
+            lower_bound=params.lower_bound,
         )
     channels = projected[..., : params.conv.shape[1]]
     y, conv = conv_update(channels, params.conv, conv, layer, rows)
@@ -110,14 +134,38 @@ def gdn_inputs_by_channel_reference(projected, f, params, conv, layer, rows):
 def tokens_by_channel(
     y: Float[Array, "*tokens channels"],
     projected: Float[Array, "*tokens columns"],
-    f: Float[Array, "*tokens values"],
+    f: Float[Array, "*tokens f_columns"],
     params: ChannelParams,
 ) -> GdnTokens:
     """Return the tokens of `gdn_inputs_by_channel`, given the convolution's output `y`."""
     q, k, v = split_qkv(y, params.heads)
+    f = f[..., params.f_column :][..., : params.heads.value_heads * params.heads.key_dim]
     g = channel_gates(f.reshape(v.shape), params.log_rate, params.bias, params.lower_bound)
     b = projected[..., params.b_column :][..., : params.heads.value_heads]
     return GdnTokens(q, k, v, g, jax.nn.sigmoid(b.astype(jnp.float32)))
+
+
+def check_columns_by_channel(
+    projected: Float[Array, "rows width columns"],
+    f: Float[Array, "rows width f_columns"],
+    params: ChannelParams,
+) -> None:
+    key_heads, key_dim, value_heads = params.heads
+    if key_heads != value_heads:
+        raise ValueError(
+            f"A decay by channel needs as many heads of keys as of values, got {key_heads} and "
+            f"{value_heads}. Use gdn_inputs, whose decay is one number per head."
+        )
+    ends = {
+        "projection": (projected, params.b_column + value_heads),
+        "f": (f, params.f_column + value_heads * key_dim),
+    }
+    for name, (x, needed) in ends.items():
+        if x.shape[-1] < needed:
+            raise ValueError(
+                f"{name} needs at least {needed} columns for {value_heads} heads, got "
+                f"{x.shape[-1]}. Pass the whole array."
+            )
 
 
 def check_columns(projected: Float[Array, "rows width columns"], params: GdnParams) -> None:

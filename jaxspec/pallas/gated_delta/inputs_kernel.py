@@ -28,58 +28,77 @@ def gdn_inputs_kernel(projected, taps, decay, pool, layer, rows, heads, *, inter
     Each block computes `BLOCK_CHANNELS` channels of one row, which are whole heads; the last block
     of a row computes its gates.
     """
-    gates = _float32(projected, heads.value_heads)
     first = gates_column(pool.shape[3], heads)
 
-    def put_gates(block, x, decay, out):
+    def put_gates(_, x, decay, out):
         _put_gates(x, first, decay, out)
 
-    conv = ConvOperands.of(taps, layer, rows)
-    return _launch(projected, decay, conv, pool, heads, gates, put_gates, 1, interpret)
+    return _launch(
+        projected,
+        decay,
+        ConvOperands.of(taps, layer, rows),
+        pool,
+        heads,
+        log_decays=_float32(projected, heads.value_heads),
+        put_gates=put_gates,
+        gate_blocks=1,
+        interpret=interpret,
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("lower_bound", "heads", "b_column", "interpret"))
+@functools.partial(
+    jax.jit, static_argnames=("heads", "f_column", "b_column", "lower_bound", "interpret")
+)
 def gdn_inputs_by_channel_kernel(
     projected,
     f,
     taps,
-    log_rate,
-    bias,
+    decay,
     pool,
     layer,
     rows,
-    lower_bound,
     heads,
-    b_column,
     *,
+    f_column,
+    b_column,
+    lower_bound=None,
     interpret=None,
 ):
     """Run `gdn_inputs_by_channel`, as `gdn_inputs_kernel` runs its op.
 
-    The last blocks of a row compute `BLOCK_CHANNELS` log decays each.
+    `decay` has the log rates and the biases. The last blocks of a row compute `BLOCK_CHANNELS` log
+    decays each.
     """
-    log_decays = _float32(projected, heads.value_heads, heads.key_dim)
 
     def put_gates(block, x, gates, out):
-        _put_log_decays(block, gates, lower_bound, out)
+        _put_log_decays(block, gates, f_column, lower_bound, out)
 
         @pl.when(block == 0)
         def _():
             _put_strengths(x, b_column, out)
 
-    gates, conv = (f, log_rate, bias), ConvOperands.of(taps, layer, rows)
-    blocks = heads.value_heads * heads.key_dim // BLOCK_CHANNELS
-    return _launch(projected, gates, conv, pool, heads, log_decays, put_gates, blocks, interpret)
+    return _launch(
+        projected,
+        (f, *decay),
+        ConvOperands.of(taps, layer, rows),
+        pool,
+        heads,
+        log_decays=_float32(projected, heads.value_heads, heads.key_dim),
+        put_gates=put_gates,
+        gate_blocks=heads.value_heads * heads.key_dim // BLOCK_CHANNELS,
+        interpret=interpret,
+    )
 
 
 def _float32(projected, *dims) -> Any:
     return jax.ShapeDtypeStruct((*projected.shape[:2], *dims), jnp.float32)
 
 
-def _launch(projected, gates, conv, pool, heads, log_decays, put_gates, gate_blocks, interpret):
+def _launch(projected, gates, conv, pool, heads, *, log_decays, put_gates, gate_blocks, interpret):
     """Return the tokens, whose log decays have the shape of `log_decays`, and the pool.
 
-    The last `gate_blocks` blocks of a row call `put_gates(block, x, gates, out)`.
+    The last `gate_blocks` blocks of a row call `put_gates(block, x, gates, out)`, with references
+    to the arrays of `gates`.
     """
     key_heads, key_dim, value_heads = heads
     num_rows, width, _ = projected.shape
@@ -120,7 +139,7 @@ def _launch(projected, gates, conv, pool, heads, log_decays, put_gates, gate_blo
 
 
 def _layout(key_dim):
-    """Four channels per thread: a head of 128 is within one warp, so no sum crosses warps."""
+    # Four channels per thread: a head of 128 is within one warp, so no sum crosses warps.
     return layouts.row_layout(key_dim, itemsize=4, most_lanes=32)
 
 
@@ -172,20 +191,22 @@ def _put_gates(x, first, decay, out):
         access.store(out.beta.at[row, t], beta)
 
 
-def _put_log_decays(block, gates, lower_bound, out):
+def _put_log_decays(block, gates, f_column, lower_bound, out):
     """Write the log decays of a block's channels."""
 
     f, log_rate, bias = gates
     row, (width, _, key_dim) = lax.axis_index("row"), out.g.shape[1:]
     size, layout = BLOCK_CHANNELS // key_dim, _layout(key_dim)
-    own_heads, columns = pl.ds(block * size, size), pl.ds(block * BLOCK_CHANNELS, BLOCK_CHANNELS)
-    steps = [f.at[row, t, columns].reshape(size, key_dim) for t in range(width)]
-    steps = [access.load(step, layout).astype(jnp.float32) for step in steps]
+    own_heads = pl.ds(block * size, size)
+    columns = pl.ds(f_column + block * BLOCK_CHANNELS, BLOCK_CHANNELS)
+    inputs = [
+        access.load(f.at[row, t, columns].reshape(size, key_dim), layout) for t in range(width)
+    ]
     rate = kernel_math.exp(access.load(log_rate.at[own_heads], layout.reduce(1)))
     rate = lax.broadcast_in_dim(rate, (size, key_dim), (0,))
     shift = access.load(bias.at[own_heads], layout)
-    for t, step in enumerate(steps):
-        g = channel_gates_in_kernel(step + shift, rate, lower_bound)
+    for t, x in enumerate(inputs):
+        g = channel_gates_in_kernel(x.astype(jnp.float32) + shift, rate, lower_bound)
         access.store(out.g.at[row, t, own_heads], g)
 
 

@@ -85,9 +85,8 @@ class LoadedTokens:
 class GdnReplayBlock:
     """Computation of some values of one head of one row."""
 
-    # Copies to shared memory per token of the ring, and those of this step's gates.
-    RING_COPIES = 2
-    GATE_COPIES = 0
+    RING_COPIES = 2  # to shared memory, per token of the ring: its key and its update
+    GATE_COPIES = 0  # of this step's gates
 
     def __init__(self, launch: GdnLaunch, gmem: Any, smem: Any):
         """`gmem` has references to operands, pools and output by name, `smem` to scratch."""
@@ -157,6 +156,7 @@ class GdnReplayBlock:
         """
         ring, gmem, smem, copy = self.ring, self.gmem, self.smem, plgpu.copy_gmem_to_smem
         tiles, width = ring.tiles, self.sizes.width
+        assert len(token_copies) <= 4, "each warp issues at most one of them"
 
         @plgpu.warp_map
         def _(warp):

@@ -28,7 +28,7 @@ _WGMMA = plgpu.Layout.WGMMA
 class ChannelReplayBlock:
     """Computation of some values of one head of one row."""
 
-    RING_COPIES = 3
+    RING_COPIES = 3  # the log decays, too
     GATE_COPIES = 1
 
     @staticmethod
@@ -37,7 +37,7 @@ class ChannelReplayBlock:
         # Log decays of this step; the rows before and after them are read but do not count.
         step_g = plgpu.SMEM((2 * sizes.width + 1, sizes.key_dim), jnp.float32)
         outputs = plgpu.SMEM((sizes.width, sizes.values), jnp.float32)
-        ring_tokens = -(-sizes.window // RING_GROUP) * RING_GROUP
+        ring_tokens = -(-sizes.window // RING_GROUP) * RING_GROUP  # all that are ever copied
         scratch = {
             "ring_g": plgpu.SMEM((ring_tokens, sizes.key_dim), jnp.float32),
             "base_decay": plgpu.SMEM((sizes.key_dim,), jnp.float32),
@@ -147,7 +147,7 @@ class ChannelReplayBlock:
         """Multiply the ring's keys with their decays; return and store the replay base's."""
         width, by_key, length = self.sizes.width, self.ring.by_key, self.ring.table.ring_length
         ring_g = self.smem.ring_g
-        total = jnp.zeros_like(load(ring_g.at[0], by_key))
+        total = plgpu.layout_cast(jnp.zeros(self.sizes.key_dim, jnp.float32), by_key)
         for j in reversed(range(ring_g.shape[0])):
             g = load(ring_g.at[j], by_key)
             key = load(self.state.keys.at[width + j], by_key).astype(jnp.float32)

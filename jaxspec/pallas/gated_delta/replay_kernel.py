@@ -27,6 +27,8 @@ Shared memory, in the order of its use:
     products         of the state: in float32 one part per warp, in the memory of `keys`; in 16 bits
                      in the memory of `tokens`
 
+A decay by channel has further arrays, and no `g` (`ChannelReplayBlock.scratch`).
+
 `barrier` (`RingBlock.sync`) separates writes of one thread from reads of others. Where tensor cores
 or a copy read, `commit_smem` does so instead.
 """

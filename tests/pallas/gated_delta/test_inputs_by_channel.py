@@ -10,7 +10,6 @@ import pytest
 from convolution import REAL, ROWS
 from sm90 import array, assert_lean, compile_for
 
-from benchmarks.measure.shapes import KDA
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gated_delta.heads import ChannelParams, GdnHeads
 from jaxspec.pallas.gated_delta.inputs import (
@@ -22,26 +21,34 @@ from jaxspec.regions import DecodeRegion
 
 OPTIMIZED = True  # as for a user: one test looks at what the compiler makes
 HEADS = GdnHeads(32, 128, 32)  # of Kimi-Linear-48B and Ling-3.0
-SPARE = 5  # columns between the channels and b
+OTHERS = 5  # columns between the channels and b, which nothing reads
 
 
 def operands(heads, dtype, width, lower_bound=None, spare=0):
-    """Projection, input of the decays, parameters and pool."""
+    """Projection, inputs of the decays, parameters and pool, whose window has `spare` inputs more.
+
+    Only a decay without bound has an array of inputs; others are columns of the projection.
+    """
     channels = 3 * heads.value_heads * heads.key_dim
     x, taps, conv = convolution.operands(channels, dtype, width, spare=spare)
     rng, values = np.random.default_rng(width), (heads.value_heads, heads.key_dim)
-    rest = rng.normal(size=(*x.shape[:2], SPARE + heads.value_heads + 3))
-    projected = jnp.concatenate([x, jnp.asarray(rest, dtype)], axis=2)
-    f = jnp.asarray(4 * rng.normal(size=(*x.shape[:2], channels // 3)), dtype)
+    columns = [OTHERS, heads.value_heads, channels // 3, 3]
+    others, b, f, rest = (
+        jnp.asarray(4 * rng.normal(size=(*x.shape[:2], count)), dtype) for count in columns
+    )
+    projected = jnp.concatenate([x, others, b, f, rest], axis=2)
+    b_column, f_column = channels + OTHERS, 0
+    if lower_bound is not None:
+        f, f_column = projected, b_column + heads.value_heads
     log_rate, bias = (
         jnp.asarray(rng.normal(size=size), jnp.float32) for size in (values[:1], values)
     )
-    params = ChannelParams(taps, log_rate, bias, lower_bound, heads, channels + SPARE)
+    params = ChannelParams(taps, log_rate, bias, lower_bound, heads, f_column, b_column)
     return projected, f, params, conv
 
 
 def check(run, heads, dtype, width, lower_bound=None, **options):
-    """`run` is the reference: in real tokens, and bit for bit in the pool."""
+    """Compare `run` with the reference: real tokens, and the pool bit for bit."""
     projected, f, params, conv = operands(heads, dtype, width, lower_bound, **options)
     ours, after = run(projected, f, params, conv, 1, ROWS)
     reference = jax.jit(
@@ -58,6 +65,17 @@ def check(run, heads, dtype, width, lower_bound=None, **options):
             got, wanted = (np.asarray(x)[row, :count] for x in (mine, theirs))
             assert np.isnan(wanted).all() == (row == 1 and name in "qkv")
             np.testing.assert_allclose(got, wanted, rtol=rtol, atol=atol)
+
+
+def kernel(projected, f, params, conv, layer, rows, **options):
+    return gdn_inputs_by_channel_kernel(
+        *(projected, f, params.conv, (params.log_rate, params.bias), conv),
+        *(jnp.int32(layer), rows, params.heads),
+        f_column=params.f_column,
+        b_column=params.b_column,
+        lower_bound=params.lower_bound,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
@@ -80,12 +98,24 @@ def test_the_kernel_equals_its_reference_without_races(
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
     def run(projected, f, params, conv, layer, rows):
-        taps, log_rate, bias, *static = params
-        arrays = projected, f, taps, log_rate, bias, conv, jnp.int32(layer), rows
-        return gdn_inputs_by_channel_kernel(*arrays, *static, interpret=interpreter)
+        return kernel(projected, f, params, conv, layer, rows, interpret=interpreter)
 
     check(run, heads, dtype, width, lower_bound, spare=spare)
     assert not get_races().races_found
+
+
+@pytest.mark.parametrize(
+    ("columns", "heads", "message"),
+    [
+        (52, GdnHeads(2, 8, 2), "needs at least 55 columns for 2 heads, got 52"),
+        (90, GdnHeads(1, 8, 2), "as many heads of keys as of values, got 1 and 2"),
+    ],
+)
+def test_arrays_without_the_columns_are_refused(columns, heads, message):
+    projected, f, params, conv = operands(GdnHeads(2, 8, 2), jnp.float32, 1)
+    params = params._replace(heads=heads)
+    with pytest.raises(ValueError, match=message):
+        gdn_inputs_by_channel(projected[..., :columns], f, params, conv, 1, ROWS)
 
 
 @pytest.mark.gpu
@@ -101,25 +131,29 @@ def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(dtype, width, lo
 
 @pytest.mark.parametrize("width", [1, 4, 9])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_the_kernel_compiles(h200, monkeypatch, capfd, dtype, width):
-    """And reads the projection in place; its columns are those of Kimi-Linear-48B."""
-    shape = KDA["kimi-linear-48b-a3b"]
-    heads = GdnHeads(shape.key_heads, shape.key_dim, shape.value_heads)
-    num_rows, channels = 4, shape.conv_dim
-    static = None, heads, channels + 2 * 128
+@pytest.mark.parametrize("lower_bound", [None, -5.0])  # Kimi-Linear; Ling-3.0
+def test_the_kernel_compiles_and_reads_its_arrays_in_place(
+    h200, monkeypatch, capfd, lower_bound, dtype, width
+):
+    num_rows, values = 4, HEADS.value_heads * HEADS.key_dim
+    channels, is_column = 3 * values, lower_bound is not None
+    columns = {"f_column": 0, "b_column": channels + 2 * 128}
+    if is_column:
+        columns = {"f_column": channels + values, "b_column": channels + 2 * values}
 
     def step(projected, f, taps, log_rate, bias, conv, rows):
+        params = ChannelParams(taps, log_rate, bias, lower_bound, HEADS, **columns)
+        f = projected if is_column else f
         outputs = []
         for layer in range(2):
-            arrays = projected, f, taps, log_rate, bias, conv, jnp.int32(layer), rows
-            tokens, conv = gdn_inputs_by_channel_kernel(*arrays, *static)
+            tokens, conv = kernel(projected, f, params, conv, layer, rows)
             outputs.append(tokens)
         return outputs, conv
 
-    projected = array(num_rows, width, 12608, dtype=dtype)
+    projected = array(num_rows, width, columns["b_column"] + 64, dtype=dtype)
     taps, pool = array(4, channels, dtype=dtype), array(2, 65, 12, channels, dtype=dtype)
-    f = array(num_rows, width, channels // 3, dtype=dtype)
-    decay = array(heads.value_heads), array(heads.value_heads, heads.key_dim)
+    f = array(num_rows, width, values, dtype=dtype)
+    decay = array(HEADS.value_heads), array(HEADS.value_heads, HEADS.key_dim)
     rows = DecodeRegion(*[array(num_rows, dtype=jnp.int32)] * 5)
     arrays = (projected, f, taps, *decay, pool, rows)
     compiled = compile_for(h200, monkeypatch, step, arrays, donated=5)
