@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from jaxspec.models import load_model
 from jaxspec.models.falcon_h1 import FalconMultipliers
-from jaxspec.models.layers import kimi_delta, parallel, short_conv
+from jaxspec.models.layers import parallel, short_conv
 from jaxspec.models.layers.kimi_delta import KimiDelta
 from jaxspec.models.layers.latent_attention import LatentAttention
 from jaxspec.models.layers.linear import Linear
@@ -20,11 +20,12 @@ from jaxspec.models.layers.mamba2 import Mamba2
 from jaxspec.models.layers.parallel import Parallel
 from jaxspec.models.layers.short_conv import ShortConv
 from jaxspec.models.lfm2 import LFM2
+from jaxspec.pallas.gated_delta import inputs
 
 real_factors, real_projection = FalconMultipliers.of_tensors, Mamba2._projection
 real_split, real_decode = Linear.split, Parallel.decode
 real_update, real_prefill = short_conv.conv_update, short_conv.conv_prefill
-real_gates, real_norm = kimi_delta.channel_gates, KimiDelta.output_norm
+real_gates, real_norm = inputs.channel_gates, KimiDelta.output_norm
 real_kimi_prepare, real_output = KimiDelta.prepare, LatentAttention.output
 real_prepare, real_finish, real_name = ShortConv.prepare, Mamba2.finish, LFM2.canonical_name
 
@@ -160,7 +161,7 @@ def decays_and_gates_swapped(self, projected, inputs, pools, layer):
 
 
 KIMI = [
-    (kimi_delta, "channel_gates", decays_of_heads),
+    (inputs, "channel_gates", decays_of_heads),
     (KimiDelta, "output_norm", gated_by_silu),
     (KimiDelta, "prepare", decays_and_gates_swapped),
 ]
@@ -183,14 +184,19 @@ def unbounded(f, log_rate, bias, lower_bound):
     return real_gates(f, log_rate, bias)
 
 
+def gated_by_the_decays(self, projected):
+    """The output gate's columns of the projection are those of the decay's inputs."""
+    return dataclasses.replace(real_norm(self, projected), first=self.in_proj.starts[-2])
+
+
 def without_gates(self, heads, tokens):
     return real_output(self, heads, dataclasses.replace(tokens, gates=None))
 
 
 LING = [
-    (kimi_delta, "channel_gates", rate_outside_of_the_sigmoid),
-    (kimi_delta, "channel_gates", unbounded),
-    (KimiDelta, "prepare", decays_and_gates_swapped),
+    (inputs, "channel_gates", rate_outside_of_the_sigmoid),
+    (inputs, "channel_gates", unbounded),
+    (KimiDelta, "output_norm", gated_by_the_decays),
     (LatentAttention, "output", without_gates),
 ]
 
