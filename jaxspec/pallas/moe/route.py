@@ -134,8 +134,6 @@ def moe_route(
 def why_not_kernel(scores, rule):
     if scores.dtype != jnp.float32 or rule.num_experts % 8:
         return f"{rule.num_experts} experts in {scores.dtype}"
-    if rule.top_groups < rule.groups:
-        return f"{rule.groups} groups"
     return None
 
 

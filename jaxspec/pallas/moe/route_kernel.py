@@ -13,7 +13,7 @@ from jaxspec.pallas.gpu import access, device, layouts
 
 @functools.partial(jax.jit, static_argnames=("rule", "interpret"))
 def moe_route_kernel(scores, bias, live, rule, *, interpret=None):
-    """Run `moe_route`, without groups; return the experts and the weights."""
+    """Run `moe_route`; return the experts and the weights."""
     (tokens, columns), count = scores.shape[-2:], rule.num_experts
     layout = layouts.lane_layout(count)  # each warp has all, so that no warp waits for another
     operands = (scores, live.astype(jnp.int32), *([] if bias is None else [bias]))
@@ -29,6 +29,9 @@ def moe_route_kernel(scores, bias, live, rule, *, interpret=None):
         compared = score + access.load(bias[0], layout) if bias else score
         total = jnp.sum(compared)  # NaN if a score is NaN
         place = plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout)
+        if rule.top_groups < rule.groups:
+            is_among = _ranks_of_groups(compared, place, rule.groups) < rule.top_groups
+            compared = jnp.where(is_among, compared, -jnp.inf)
         chosen, values = [], []
         for part in range(rule.num_chosen):
             best, index = _best(compared, place, part)
@@ -97,6 +100,27 @@ def _scores(logits, rule):
     largest = jnp.max(logits)
     total = jnp.sum(jnp.exp(logits - largest))
     return lambda some: jnp.exp(some - largest) / total
+
+
+def _ranks_of_groups(compared, place, groups):
+    """Return for each expert how many groups are chosen before its own.
+
+    Nothing precedes a group with NaN, so that enough experts remain to choose from.
+    """
+    size = compared.shape[0] // groups
+    members = [(place >= first) & (place < first + size) for first in range(0, groups * size, size)]
+    sums = []
+    for is_member in members:
+        own = jnp.where(is_member, compared, -jnp.inf)
+        best, index = _best(own, place, 0)
+        sums.append(best + jnp.max(jnp.where(place == index, -jnp.inf, own)))
+    ranks = jnp.zeros_like(place)
+    for group, (is_member, own) in enumerate(zip(members, sums, strict=True)):
+        before = [other >= own for other in sums[:group]] + [
+            other > own for other in sums[group + 1 :]
+        ]
+        ranks = jnp.where(is_member, sum(each.astype(jnp.int32) for each in before), ranks)
+    return ranks
 
 
 def _best(compared, place, part):

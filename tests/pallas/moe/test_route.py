@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mixtures import RULES, choose
 from races import assert_no_races
+from sm90 import array, assert_lean, compile_for
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.moe.route import Routing, moe_route, own_choices, why_not_kernel
@@ -21,8 +22,10 @@ KERNEL_RULES = {
     "corrected": Routing(32, 4, "sigmoid", eps=0.25, scale=2.5, num_shared=2),
     "corrected softmax": Routing(16, 3),
     "many": Routing(512, 22, "sigmoid", eps=1e-20, scale=5.0),
+    "groups": Routing(64, 6, eps=1e-20, groups=8, top_groups=3, num_shared=1),
+    "corrected groups": Routing(96, 8, "sigmoid", groups=4, top_groups=2),
 }
-CORRECTED = "corrected", "corrected softmax", "many"
+CORRECTED = "corrected", "corrected softmax", "many", "corrected groups"
 route = jax.jit(moe_route, static_argnames="rule")
 
 
@@ -255,17 +258,30 @@ def test_the_kernel_gives_a_row_with_nan_different_experts_and_nan_weights(inter
     np.testing.assert_allclose(weights[3:], sound[1], rtol=1e-5)
 
 
+@pytest.mark.parametrize("experts", [256, 512], ids=["DeepSeek-V3", "Ling-3.0-flash"])
+def test_the_kernel_with_groups_compiles_for_an_h200(h200, monkeypatch, capfd, experts):
+    from jaxspec.pallas.moe.route_kernel import moe_route_kernel
+
+    rule = Routing(experts, 8, "sigmoid", groups=8, top_groups=4, num_shared=1)
+
+    def step(scores, bias, live):
+        return moe_route_kernel(scores, bias, live, rule)
+
+    operands = array(10, 8, experts), array(experts), array(8, dtype=jnp.bool_)
+    assert_lean(compile_for(h200, monkeypatch, step, operands), capfd.readouterr().out)
+
+
 @pytest.mark.parametrize(
     ("rule", "dtype", "why"),
     [
         (Routing(256, 8, num_shared=1, gated_shared=True), jnp.float32, None),
         (Routing(512, 10, "sigmoid", groups=4, top_groups=4), jnp.float32, None),
-        (Routing(256, 8, "sigmoid", groups=8, top_groups=4), jnp.float32, "8 groups"),
+        (Routing(256, 8, "sigmoid", groups=8, top_groups=4), jnp.float32, None),
         (Routing(12, 8), jnp.float32, "12 experts in float32"),
         (Routing(256, 8), jnp.bfloat16, "256 experts in bfloat16"),
     ],
 )
-def test_the_kernel_declines_groups_and_experts_that_are_no_multiple_of_8(rule, dtype, why):
+def test_the_kernel_declines_experts_that_are_no_multiple_of_8(rule, dtype, why):
     assert why_not_kernel(jax.ShapeDtypeStruct((4, 576), dtype), rule) == why
 
 
@@ -291,6 +307,8 @@ def test_on_a_gpu_the_kernel_sums_parts(count, columns):
         Routing(128, 6, "sigmoid", eps=1e-20, scale=2.5, num_shared=2),
         Routing(512, 22, "sigmoid", eps=1e-20, scale=5.0),
         Routing(72, 10, num_shared=2),
+        Routing(256, 8, "sigmoid", eps=1e-20, scale=2.5, groups=8, top_groups=4, num_shared=1),
+        Routing(512, 8, "sigmoid", eps=1e-20, scale=2.5, groups=8, top_groups=4, num_shared=1),
     ],
     ids=str,
 )
