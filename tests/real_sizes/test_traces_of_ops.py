@@ -190,6 +190,7 @@ OPS = {
         gated_norm(n),
         weight(DELTA.value_heads * DELTA.value_dim, HIDDEN),
     ),
+    "grouped_matmul": lambda n: (half(n, 256), (128, 0), [weight(128, 4096)] * 2),
     "matmul_silu": lambda n: (half(n, HIDDEN), weight(HIDDEN, 2 * INNER)),
     "matmul_squared_relu": lambda n: (half(n, HIDDEN), weight(HIDDEN, INNER)),
     "argmax_matmul": lambda n: (half(n, HIDDEN), weight(HIDDEN, 248_320), ints(n, 4)),

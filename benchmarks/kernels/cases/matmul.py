@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels.case import INPUTS, MANY, Case
-from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE
+from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE, KDA
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul, argmax_matmul_reference
 from jaxspec.pallas.matmul.feed_forward import (
     matmul_silu,
@@ -17,6 +17,7 @@ from jaxspec.pallas.matmul.feed_forward import (
     matmul_squared_relu_reference,
 )
 from jaxspec.pallas.matmul.gemm import MAX_PARTS
+from jaxspec.pallas.matmul.grouped_matmul import grouped_matmul, grouped_matmul_reference
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.products import matmul
 from jaxspec.pallas.matmul.scores import NO_TOKEN
@@ -251,6 +252,30 @@ def _gated_norm_matmul_case(model, tokens):
         (heads, _draw(1, INPUTS, tokens, _SHAPE.projected), jnp.ones(dims[1])),
         tokens * (6 * _VALUES + 4 * _PARTS[model] * outer),
     )
+
+
+def grouped_matmul_cases() -> Iterator[Case]:
+    """The second matrices of the decay and of the output gate of Kimi Delta Attention."""
+    rank, channels = 128, KDA["kimi-linear-48b-a3b"].conv_dim // 3
+    starts = 3 * channels + rank, 3 * channels
+
+    def halves(array):
+        return Dense(array[:, :channels]), Dense(array[:, channels:])
+
+    def run(op, weights, index, x):
+        return op(x[index], starts, weights)
+
+    for tokens in (1, 4, 8):
+        yield _case(
+            "grouped_matmul",
+            ("kimi-linear-48b-a3b", "f_b_proj and g_b_proj", tokens),
+            functools.partial(run, grouped_matmul),
+            functools.partial(run, grouped_matmul_reference),
+            (rank, 2 * channels),
+            (_draw(0, INPUTS, tokens, 3 * channels + 5 * 64),),
+            2 * rank * channels + 2 * tokens * 2 * (rank + channels),
+            halves,
+        )
 
 
 def _draw(seed, count, *dims):

@@ -21,6 +21,7 @@ from jaxspec.pallas.gated_delta.inputs import gdn_inputs_by_channel, tokens_by_c
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill
 from jaxspec.pallas.gated_delta.replay import gdn_replay, replayed_states
 from jaxspec.pallas.gated_delta.step import gdn_scan, gdn_step
+from jaxspec.pallas.matmul.grouped_matmul import grouped_matmul
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
 from jaxspec.pallas.norm.residual import Pending
@@ -123,8 +124,9 @@ class KimiDelta(RecurrentMixer):
         """Multiply with the second matrices of the decay and of the output gate, if there are."""
         if self.decay_proj is None or self.gate_proj is None:
             return KimiDeltaTokens(projected, projected, projected), pools
-        *_, g, f, _ = self.in_proj.split(projected)
-        decay, gates = self.decay_proj.joined(f), self.gate_proj.joined(g)
+        weights = self.decay_proj.operand, self.gate_proj.operand
+        *_, g, f, _ = self.in_proj.starts
+        decay, gates = grouped_matmul(projected, (f, g), weights)
         return KimiDeltaTokens(projected, decay, gates), pools
 
     def step_heads(

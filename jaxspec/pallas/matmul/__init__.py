@@ -7,6 +7,7 @@ from jaxspec.pallas.matmul.feed_forward import (
     matmul_squared_relu,
     squared_relu_feed_forward,
 )
+from jaxspec.pallas.matmul.grouped_matmul import grouped_matmul
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.split_matmul import (
     gated_matmul,
@@ -20,6 +21,7 @@ __all__ = [
     "feed_forward",
     "gated_matmul",
     "gated_norm_matmul",
+    "grouped_matmul",
     "matmul_silu",
     "matmul_squared_relu",
     "norm_matmul",

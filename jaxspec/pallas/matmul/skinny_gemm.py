@@ -22,7 +22,9 @@ from jaxspec.pallas.matmul.products import BLOCK_N, why_not_dtypes
 from jaxspec.weight import Weight
 
 MAX_ROWS = 8  # the smallest N of wgmma
-HIDDEN = 1024, 2048  # widths of models; in wider ones cuBLAS reads near the memory bandwidth
+NORM_HIDDEN = 1024, 2048  # widths of models; in wider ones cuBLAS reads near the memory bandwidth
+# Without the norm the kernels also win in Kimi-Linear, where XLA runs two to four kernels.
+HIDDEN = *NORM_HIDDEN, 2304
 # `split_matmul` also wins in mamba2-2.7b and Nemotron-3-Nano, where XLA runs two kernels;
 # `norm_matmul` ties (`benchmarks/results/decode_h200.json`).
 SPLIT_HIDDEN = *HIDDEN, 2560, 2688

@@ -34,13 +34,13 @@ def test_kernels_take_few_rows_of_small_models(rows, inner, outer, dtype, hidden
 
 def test_a_product_that_is_split_is_faster_in_more_models():
     x = jax.ShapeDtypeStruct((1, 4096), jnp.bfloat16)
-    for hidden in (1024, 2048, 2560, 2688, 4096):
+    for hidden in (1024, 2048, 2304, 2560, 2688, 4096):
         weight = Dense(jax.ShapeDtypeStruct((4096, hidden), jnp.bfloat16))
         why, split = (
             why_not_kernel(x, weight, hidden, widths) for widths in (HIDDEN, SPLIT_HIDDEN)
         )
-        assert why == (None if hidden <= 2048 else f"{hidden} features")
-        assert split == (None if hidden in (1024, 2048, 2560, 2688) else f"{hidden} features")
+        assert why == (None if hidden <= 2304 else f"{hidden} features")
+        assert split == (None if hidden < 4096 else f"{hidden} features")
 
 
 @pytest.mark.parametrize(

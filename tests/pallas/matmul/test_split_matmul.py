@@ -109,6 +109,7 @@ def test_heads_that_are_normed_already_are_multiplied_as_they_are(op):
         (8, 512, 2048, jnp.bfloat16),
         (5, 64 * 27, 2048, jnp.bfloat16),  # in chunks of 64 features
         (2, 512, 2688, jnp.bfloat16),
+        (1, 512, 2304, jnp.bfloat16),
     ],
 )
 def test_the_kernel_equals_the_oracle_without_races(interpreter, tokens, inner, outer, dtype):
@@ -225,6 +226,20 @@ def test_on_a_gpu_a_model_of_2688_features_runs_the_kernel(tokens):
     x, weight = operands(tokens, 4096, 2688, jnp.bfloat16)
     assert_is_product(jax.jit(split_matmul)(x, Dense(weight)), np.asarray(x, np.float64), weight)
     assert dispatch.implementations()["split_matmul"] == ("kernel",)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_on_a_gpu_kimi_linear_runs_the_kernels(tokens):
+    for op in ("split_matmul", "gated_norm_matmul"):
+        dispatch._chosen.pop(op, None)
+    x, weight = operands(tokens, 4096, 2304, jnp.bfloat16)
+    assert_is_product(jax.jit(split_matmul)(x, Dense(weight)), np.asarray(x, np.float64), weight)
+    heads, norm, weight = heads_of(tokens, 32, 128, 2304, jnp.bfloat16, first=0)
+    y = jax.jit(gated_norm_matmul)(heads, norm, Dense(weight))
+    assert_is_product(y, gated_norm(heads, norm), weight)
+    for op in ("split_matmul", "gated_norm_matmul"):
+        assert dispatch.implementations()[op] == ("kernel",)
 
 
 @pytest.mark.gpu
