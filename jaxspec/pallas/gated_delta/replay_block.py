@@ -85,7 +85,6 @@ class LoadedTokens:
 class GdnReplayBlock:
     """Computation of some values of one head of one row."""
 
-    RING_COPIES = 2  # to shared memory, per token of the ring: its key and its update
     GATE_COPIES = 0  # of this step's gates
 
     def __init__(self, launch: GdnLaunch, gmem: Any, smem: Any):
@@ -105,7 +104,7 @@ class GdnReplayBlock:
     def _step(self):
         ring, state, smem, wait = self.ring, self.state, self.smem, plgpu.barrier_wait
         tokens = self.launch.tokens(self.launch, ring, state, self.part, smem)
-        self.begin_copies(tokens.copies(), gate_of=self._ring_gate)
+        self.begin_copies(tokens.copies(), self._ring_gate)
         self._find_ring_decay()
         tokens.finish()
         self.append_keys()
@@ -143,13 +142,10 @@ class GdnReplayBlock:
         """Return the log decay of a ring token, by age."""
         return self.gmem.ring_g[self.ring.update_index(self.ring.row_by_age(j))]
 
-    def begin_copies(
-        self, token_copies: list[tuple[Any, Any]], *, gate_of: Any = None, ring_g: Any = None
-    ) -> None:
+    def begin_copies(self, token_copies: list[tuple[Any, Any]], gate_of: Any = None) -> None:
         """Start all copies to shared memory: tokens, ring tokens that count, replay base.
 
-        The log decays of ring tokens are scalars that `gate_of(j)` returns, or vectors that are
-        copied to `ring_g`.
+        If the log decays of ring tokens are scalars, `gate_of(j)` returns them.
 
         The replay base is last, because copies that are needed earlier would wait for its bytes.
         Each warp issues some of the copies, because the address of one takes about 40 instructions.
@@ -177,8 +173,6 @@ class GdnReplayBlock:
                 index = ring.update_index(row)
                 copy(gmem.ring_k.at[ring.key_index(row)], self.state.keys.at[width + j], produced)
                 copy(gmem.ring_u.at[index, self.part.values], tiles.updates.at[j], produced)
-                if ring_g is not None:
-                    copy(gmem.ring_g.at[index], ring_g.at[j], produced)
 
             lax.fori_loop(0, ring.num_groups, copy_token, None)
             self.state.begin_load(warp)

@@ -28,7 +28,6 @@ _WGMMA = plgpu.Layout.WGMMA
 class ChannelReplayBlock:
     """Computation of some values of one head of one row."""
 
-    RING_COPIES = 3  # the log decays, too
     GATE_COPIES = 1
 
     @staticmethod
@@ -37,9 +36,7 @@ class ChannelReplayBlock:
         # Log decays of this step; the rows before and after them are read but do not count.
         step_g = plgpu.SMEM((2 * sizes.width + 1, sizes.key_dim), jnp.float32)
         outputs = plgpu.SMEM((sizes.width, sizes.values), jnp.float32)
-        ring_tokens = -(-sizes.window // RING_GROUP) * RING_GROUP  # all that are ever copied
         scratch = {
-            "ring_g": plgpu.SMEM((ring_tokens, sizes.key_dim), jnp.float32),
             "base_decay": plgpu.SMEM((sizes.key_dim,), jnp.float32),
             "step_g_then_o": plgpu.RefUnion(step_g, outputs),
             # Products of this step's keys with its queries and its keys, by distance and token.
@@ -72,7 +69,8 @@ class ChannelReplayBlock:
             plgpu.barrier_wait,
         )
         tokens = LoadedTokens(self.launch, ring, state, self.part, smem)
-        block.begin_copies([*tokens.copies(), self._copy_of_gates()], ring_g=smem.ring_g)
+        block.begin_copies([*tokens.copies(), self._copy_of_gates()])
+        ring_g = self._load_ring_gates()
         self._mark_ring_tokens()
         tokens.finish()
         width = self.sizes.width
@@ -80,7 +78,7 @@ class ChannelReplayBlock:
         block.append_keys()
         self._multiply_step()
         lax.fori_loop(0, ring.num_groups, lambda i, _: wait(smem.ring_produced.at[i]), None)
-        base = self._decay_ring_keys()
+        base = self._decay_ring_keys(ring_g)
         ring.sync()
 
         @pl.when(ring.folds)
@@ -113,6 +111,16 @@ class ChannelReplayBlock:
         source = self.gmem.g.at[self.ring.table.row, :, self.ring.head]
         return source, self.step_g.at[pl.ds(width, width)]
 
+    def _load_ring_gates(self):
+        """Return the log decays of the ring's tokens by age; any after the newest do not count.
+
+        They stay in registers: in shared memory, a multiprocessor would run fewer blocks.
+        """
+        ring = self.ring
+        copied = -(-self.sizes.window // RING_GROUP) * RING_GROUP  # keys that are multiplied
+        indices = [ring.update_index(ring.row_by_age(j)) for j in range(copied)]
+        return [load(self.gmem.ring_g.at[index], ring.by_key) for index in indices]
+
     def _mark_ring_tokens(self):
         """Store 1 for each ring token that counts, else 0: the keys will have the decays."""
         layout = self.ring.by_token.reduce(1)
@@ -143,13 +151,11 @@ class ChannelReplayBlock:
                     target = products.at[distance, kind, pl.ds(start, count)]
                     store(target, jnp.sum(key * factor, axis=1))
 
-    def _decay_ring_keys(self):
+    def _decay_ring_keys(self, ring_g):
         """Multiply the ring's keys with their decays; return and store the replay base's."""
         width, by_key, length = self.sizes.width, self.ring.by_key, self.ring.table.ring_length
-        ring_g = self.smem.ring_g
         total = plgpu.layout_cast(jnp.zeros(self.sizes.key_dim, jnp.float32), by_key)
-        for j in reversed(range(ring_g.shape[0])):
-            g = load(ring_g.at[j], by_key)
+        for j, g in reversed(list(enumerate(ring_g))):
             key = load(self.state.keys.at[width + j], by_key).astype(jnp.float32)
             store(self.ring.tiles.keys.at[width + j], key * jnp.exp(total))
             total += jnp.where(j < length, g, 0.0)

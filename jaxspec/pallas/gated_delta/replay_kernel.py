@@ -213,7 +213,7 @@ def _scratch(launch, interpreted):
         "barrier": plgpu.Barrier(),
         "state_produced": plgpu.Barrier(num_arrivals=state.STATE_COPIES),
         "ring_produced": plgpu.Barrier(
-            num_arrivals=launch.block.RING_COPIES * RING_GROUP,
+            num_arrivals=2 * RING_GROUP,  # a key and an update for each token of a group
             num_barriers=sizes.copied_tokens // RING_GROUP,
         ),
     }
