@@ -104,7 +104,8 @@ def gdn_inputs_by_channel(
     """
     check_window(projected, params.conv, conv)
     check_columns_by_channel(projected, f, params)
-    if _runs_kernel("gdn_inputs_by_channel", projected, params.conv, params.heads, conv):
+    why = _why_not_vectors(projected.shape[-1], f.shape[-1], params.f_column)
+    if _runs_kernel("gdn_inputs_by_channel", projected, params.conv, params.heads, conv, why):
         from jaxspec.pallas.gated_delta.inputs_kernel import gdn_inputs_by_channel_kernel
 
         return gdn_inputs_by_channel_kernel(
@@ -209,10 +210,17 @@ def _normalise(x):
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPS)
 
 
-def _runs_kernel(op, projected, taps, heads, conv):
+def _runs_kernel(op, projected, taps, heads, conv, why=None):
     is_toy = taps.shape[1] < 2048  # smaller than any published model: no warning
-    why = _why_not_kernel(projected, taps, heads, conv)
+    why = _why_not_kernel(projected, taps, heads, conv) or why
     return dispatch.runs_kernel(op, why, rows=projected.shape[0], by_choice=is_toy)
+
+
+def _why_not_vectors(columns, f_columns, f_column):
+    """Return why a thread cannot load four columns at a time, or None."""
+    if columns % 4 or f_columns % 4 or f_column % 4:
+        return f"f from column {f_column} on of {f_columns}, and {columns} columns, not all by 4"
+    return None
 
 
 def _why_not_kernel(projected, taps, heads, conv):

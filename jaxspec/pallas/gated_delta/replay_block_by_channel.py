@@ -33,14 +33,16 @@ class ChannelReplayBlock:
     @staticmethod
     def scratch(sizes: ReplaySizes) -> dict[str, Any]:
         """Return the shared memory of these blocks besides that of `GdnReplayBlock`."""
-        # Log decays of this step; the rows before and after them are read but do not count.
-        step_g = plgpu.SMEM((2 * sizes.width + 1, sizes.key_dim), jnp.float32)
+        # Log decays of this step, and the decay of the replay base in the last row. The rows
+        # before and after the log decays are read but do not count.
+        step_g = plgpu.SMEM((2 * sizes.width + 2, sizes.key_dim), jnp.float32)
         outputs = plgpu.SMEM((sizes.width, sizes.values), jnp.float32)
+        # Two rows for each distance follow the products of keys: those of this step's keys with
+        # its queries and with its keys, by token. Arrays of their own would take 1 KiB each.
+        products = plgpu.SMEM((sizes.keys + 2 * sizes.width, sizes.columns), jnp.float32)
         scratch = {
-            "base_decay": plgpu.SMEM((sizes.key_dim,), jnp.float32),
             "step_g_then_o": plgpu.RefUnion(step_g, outputs),
-            # Products of this step's keys with its queries and its keys, by distance and token.
-            "step_products": plgpu.SMEM((sizes.width, 2, sizes.width + 1), jnp.float32),
+            "key_products": products,
         }
         if sizes.dtype.itemsize == 2:
             scratch["decayed_keys"] = plgpu.SMEM((sizes.keys, sizes.key_dim), jnp.float32)
@@ -49,6 +51,7 @@ class ChannelReplayBlock:
     def __init__(self, launch: GdnLaunch, gmem: Any, smem: Any):
         """`gmem` has references to operands, pools and output by name, `smem` to scratch."""
         self.step_g, smem.v_then_o = smem.step_g_then_o
+        self.base_decay = self.step_g.at[2 * launch.sizes.width + 1]
         self.block = block = GdnReplayBlock(launch, gmem, smem)
         self.launch, self.sizes, self.gmem, self.smem = launch, launch.sizes, gmem, smem
         self.ring, self.state, self.part = block.ring, block.state, block.part
@@ -133,7 +136,7 @@ class ChannelReplayBlock:
         Row `d` of the products is for keys `d` tokens before. Mosaic stores no vector of a single
         element, so a piece of one token has the row after it as well.
         """
-        width, tokens, products = self.sizes.width, self.state.tokens, self.smem.step_products
+        width, tokens, products = self.sizes.width, self.state.tokens, self.smem.key_products
         for start, count in layouts.pieces_of(width):
             count = max(count, 2)
             layout = layouts.piece_layout(count, self.sizes.key_dim, itemsize=4)
@@ -148,19 +151,27 @@ class ChannelReplayBlock:
                     total += rows(self.step_g, width + start - distance + 1)
                 key = rows(tokens, width + start - distance) * jnp.exp(total)
                 for kind, factor in enumerate(factors):
-                    target = products.at[distance, kind, pl.ds(start, count)]
+                    row = self._row_of_products(distance, kind)
+                    target = products.at[row, pl.ds(start, count)]
                     store(target, jnp.sum(key * factor, axis=1))
+
+    def _row_of_products(self, distance, kind):
+        """Return the row of products of this step's keys; `kind` 0: with queries, 1: with keys."""
+        return self.sizes.keys + 2 * distance + kind
 
     def _decay_ring_keys(self, ring_g):
         """Multiply the ring's keys with their decays; return and store the replay base's."""
         width, by_key, length = self.sizes.width, self.ring.by_key, self.ring.table.ring_length
         total = plgpu.layout_cast(jnp.zeros(self.sizes.key_dim, jnp.float32), by_key)
-        for j, g in reversed(list(enumerate(ring_g))):
-            key = load(self.state.keys.at[width + j], by_key).astype(jnp.float32)
-            store(self.ring.tiles.keys.at[width + j], key * jnp.exp(total))
-            total += jnp.where(j < length, g, 0.0)
+        for first in reversed(range(0, len(ring_g), RING_GROUP)):
+            # Loaded together, because the compiler moves no load above a store.
+            group = range(first, first + RING_GROUP)
+            keys = [load(self.state.keys.at[width + j], by_key).astype(jnp.float32) for j in group]
+            for j, key in reversed(list(zip(group, keys, strict=True))):
+                store(self.ring.tiles.keys.at[width + j], key * jnp.exp(total))
+                total += jnp.where(j < length, ring_g[j], 0.0)
         base = jnp.exp(total)
-        store(self.smem.base_decay, base)
+        store(self.base_decay, base)
         return base
 
     def _multiply_ring(self, g, base):
@@ -171,17 +182,18 @@ class ChannelReplayBlock:
             self.ring.by_key,
             self.ring,
         )
-        total, decayed = jnp.zeros_like(base), {}
+        decayed, total = [load(tokens.at[row], by_key) for row in range(2 * width)], 0.0
         for t in range(width):
             total += g[t]
             decay = jnp.exp(total)
             for row in (t, width + t):
-                decayed[row] = load(tokens.at[row], by_key) * decay
-                store(tokens.at[row], decayed[row])
+                decayed[row] *= decay
+        for row, token in enumerate(decayed):
+            store(tokens.at[row], token)
         ring.sync()
         ring.multiply_keys(tokens)
         ring.sync()
-        for row, token in decayed.items():
+        for row, token in enumerate(decayed):
             store(tokens.at[row], token * base)
         ring.sync()
         if self.is_16_bit:
@@ -193,16 +205,16 @@ class ChannelReplayBlock:
 
         `reads`: the decayed state before the step times each query, then each key.
         """
-        width, products = self.sizes.width, self.smem.step_products
+        width, products, row = self.sizes.width, self.smem.key_products, self._row_of_products
         updates, outs = [], []
         for t in range(width):
             recalled, out = reads[width + t], reads[t]
             for s in range(t):
-                recalled += products[t - s, 1, t] * updates[s]
+                recalled += products[row(t - s, 1), t] * updates[s]
             update = beta[t] * (v[t] - recalled)
             updates.append(update.astype(self.sizes.dtype).astype(jnp.float32))
             for s in range(t + 1):
-                out += products[t - s, 0, t] * updates[s]
+                out += products[row(t - s, 0), t] * updates[s]
             outs.append(out)
         self.block.store_outputs(outs)
         return updates
@@ -223,7 +235,7 @@ class ChannelReplayBlock:
         if self.is_16_bit:
             self._fold_16_bit()
         else:
-            self.state.fold(self.state.load_quarters(self.smem.base_decay))
+            self.state.fold(self.state.load_quarters(self.base_decay))
 
     def _fold_16_bit(self):
         """Add the ring's tokens to the decayed replay base, and start storing it.
@@ -235,7 +247,7 @@ class ChannelReplayBlock:
             for columns in (pl.ds(start, 64) for start in range(0, sizes.key_dim, 64)):
                 tile = state.at[values, columns]
                 acc = load(tile, _WGMMA).astype(jnp.float32)
-                decay = load(self.smem.base_decay.at[columns], _WGMMA.reduce(0))
+                decay = load(self.base_decay.at[columns], _WGMMA.reduce(0))
                 acc = acc * broadcast(decay, acc.shape, 1, _WGMMA)
                 for first in range(0, sizes.copied_tokens, 16):
                     update = self._counted_updates(values, first)

@@ -207,7 +207,6 @@ def _scratch(launch, interpreted):
     scratch = {
         **state.scratch(sizes, interpreted),
         "updates": plgpu.SMEM((sizes.copied_tokens, sizes.values), sizes.dtype),
-        "g": plgpu.SMEM((sizes.square + 2 * sizes.width,), jnp.float32),
         "ring_decay": plgpu.SMEM((sizes.square,), jnp.float32),
         "key_products": plgpu.SMEM((sizes.keys, sizes.columns), jnp.float32),
         "barrier": plgpu.Barrier(),
@@ -221,7 +220,8 @@ def _scratch(launch, interpreted):
         copies = state.TOKEN_COPIES + launch.block.GATE_COPIES
         scratch["tokens_produced"] = plgpu.Barrier(num_arrivals=copies)
     if launch.block is ChannelReplayBlock:
-        scratch |= ChannelReplayBlock.scratch(sizes)
-    elif launch.norm or not is_loaded:
+        return scratch | ChannelReplayBlock.scratch(sizes)
+    scratch["g"] = plgpu.SMEM((sizes.square + 2 * sizes.width,), jnp.float32)
+    if launch.norm or not is_loaded:
         scratch["v_then_o"] = plgpu.SMEM((sizes.width, sizes.values), jnp.float32)
     return scratch

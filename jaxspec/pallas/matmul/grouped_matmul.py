@@ -57,7 +57,7 @@ def why_not_kernel(x, starts, weights):
         return "weights of several sizes"
     if inner % 64 or inner > _MAX_INNER or outer % BLOCK_N:
         return f"weights of {inner} x {outer}"
-    if x.shape[1] % 8 or any(start % 8 for start in starts):  # copies of 16 bytes
+    if x.shape[1] % 8 or any(start % 64 for start in starts):  # of copies: 16 bytes, and tiles
         return f"columns from {tuple(starts)} on of {x.shape[1]}"
     if x.shape[0] > skinny_gemm.MAX_ROWS:  # checked last: only the rows differ between programs
         return f"not 1 to {skinny_gemm.MAX_ROWS} rows"

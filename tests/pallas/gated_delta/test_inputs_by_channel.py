@@ -21,7 +21,7 @@ from jaxspec.regions import DecodeRegion
 
 OPTIMIZED = True  # as for a user: one test looks at what the compiler makes
 HEADS = GdnHeads(32, 128, 32)  # of Kimi-Linear-48B and Ling-3.0
-OTHERS = 5  # columns between the channels and b, which nothing reads
+OTHERS = 4  # columns between the channels and b, and after f, which nothing reads
 
 
 def operands(heads, dtype, width, lower_bound=None, spare=0):
@@ -32,7 +32,7 @@ def operands(heads, dtype, width, lower_bound=None, spare=0):
     channels = 3 * heads.value_heads * heads.key_dim
     x, taps, conv = convolution.operands(channels, dtype, width, spare=spare)
     rng, values = np.random.default_rng(width), (heads.value_heads, heads.key_dim)
-    columns = [OTHERS, heads.value_heads, channels // 3, 3]
+    columns = [OTHERS, heads.value_heads, channels // 3, OTHERS]
     others, b, f, rest = (
         jnp.asarray(4 * rng.normal(size=(*x.shape[:2], count)), dtype) for count in columns
     )
@@ -107,7 +107,7 @@ def test_the_kernel_equals_its_reference_without_races(
 @pytest.mark.parametrize(
     ("columns", "heads", "message"),
     [
-        (52, GdnHeads(2, 8, 2), "needs at least 55 columns for 2 heads, got 52"),
+        (52, GdnHeads(2, 8, 2), "needs at least 54 columns for 2 heads, got 52"),
         (90, GdnHeads(1, 8, 2), "as many heads of keys as of values, got 1 and 2"),
     ],
 )
@@ -116,6 +116,21 @@ def test_arrays_without_the_columns_are_refused(columns, heads, message):
     params = params._replace(heads=heads)
     with pytest.raises(ValueError, match=message):
         gdn_inputs_by_channel(projected[..., :columns], f, params, conv, 1, ROWS)
+
+
+@pytest.mark.parametrize(("columns", "first"), [(4, 1), (5, 4)])
+def test_the_kernel_declines_columns_that_it_cannot_load_by_four(monkeypatch, columns, first):
+    monkeypatch.setattr(dispatch, "kernels_here", lambda: (True, None))
+    projected, f, params, conv = operands(GdnHeads(4, 128, 4), jnp.float32, 1)
+    spare = jnp.zeros((*f.shape[:2], columns), f.dtype)
+    params = params._replace(f_column=first)
+    with dispatch.choices() as chosen:
+        jax.eval_shape(
+            lambda f: gdn_inputs_by_channel(projected, f, params, conv, 1, ROWS),
+            jnp.concatenate([spare, f], axis=2),
+        )
+    [how] = {how for op, how, _ in chosen if op == "gdn_inputs_by_channel"}
+    assert how.startswith(f"XLA: f from column {first} on of {f.shape[2] + columns}")
 
 
 @pytest.mark.gpu
