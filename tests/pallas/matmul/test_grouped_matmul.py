@@ -1,4 +1,4 @@
-"""grouped_matmul and its kernel against NumPy, with one row of NaN; each group has other columns."""
+"""grouped_matmul and its kernel against NumPy, with one row of NaN and NaN between groups."""
 
 import jax
 import jax.numpy as jnp
