@@ -16,6 +16,7 @@ PAGE = 64
 
 _TILE = 64  # most tokens whose vectors are gathered at once in a prompt
 _GATHERED = 2**28  # most bytes of their vectors
+_GATHERED_OF_ROWS = 2**30  # the same for rows that decode
 
 _Attend = Callable[[Array, VectorPool, Array, Array, DecodeRegion], Array]
 
@@ -42,8 +43,39 @@ def unless_all_are_selected(
 
 def tokens_at_once(latents: VectorPool, index: TokenIndex) -> int:
     """Return the tokens of a prompt whose vectors are gathered at once."""
-    of_token = _span(index) * latents.shape[3] * latents.dtype.itemsize
-    return max(1, min(_TILE, _GATHERED // of_token))
+    return max(1, min(_TILE, _GATHERED // _gathered_bytes(latents, index)))
+
+
+def rows_at_once(latents: VectorPool, index: TokenIndex, width: int) -> int:
+    """Return the rows of `width` tokens whose vectors are gathered at once in `attend_to_rows`."""
+    return max(1, _GATHERED_OF_ROWS // (width * _gathered_bytes(latents, index)))
+
+
+def attend_to_rows(
+    attend: _Attend,
+    queries: Float[Array, "rows width heads features"],
+    latents: VectorPool,
+    layer: int,
+    pages: Int[Array, "rows pages"],
+    newest: Int[Array, "rows width"],
+    index: TokenIndex,
+) -> Float[Array, "rows width heads value_dim"]:
+    """Return `attend_to_selected` of so many rows at a time that their vectors take at most 1 GiB.
+
+    The rows are known when the step is traced, so this is no loop of XLA, which would end the CUDA
+    graph.
+    """
+    (num_rows, width), outs = queries.shape[:2], []
+    size = rows_at_once(latents, index, width)
+    for first in range(0, num_rows, size):
+        some = slice(first, first + size)
+        own = index.of_tokens(lambda x, some=some: x[some])
+        seen = newest[some]
+        if outs:  # whose memory is free before more vectors are gathered
+            seen, outs[-1] = lax.optimization_barrier((seen, outs[-1]))
+        operands = queries[some], latents, layer, pages[some], seen, own
+        outs.append(attend_to_selected(attend, *operands))
+    return jnp.concatenate(outs) if len(outs) > 1 else outs[0]
 
 
 def attend_to_selected(
@@ -95,6 +127,11 @@ def attend_to_selected(
     queries = queries.reshape(tokens, 1, *of_token)
     out = attend(queries, pool, jnp.int32(0), jnp.pad(tables, ((1, 0), (0, 0))), rows)
     return out.reshape(num_rows, width, *out.shape[2:])
+
+
+def _gathered_bytes(latents, index):
+    """Bytes of the vectors of one token."""
+    return _span(index) * latents.shape[3] * latents.dtype.itemsize
 
 
 def _span(index):

@@ -71,6 +71,22 @@ def test_rows_attend_to_the_selected_tokens(lengths, top_k, width):
     check_rows(attended(operands, index), expected, operands[-1], tolerance=2e-6)
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_rows_are_gathered_in_pieces_of_bounded_size(rows, monkeypatch, kernels):
+    """Six rows in six pieces, and in a piece of four and one of two."""
+    operands, index = decode_case(SIZES, (100, 1, 50), 4, 5)
+    expected = attended(operands, index, is_reference=True)
+    of_row = 4 * selected_tokens._gathered_bytes(operands[1], index)
+    monkeypatch.setattr(selected_tokens, "_GATHERED_OF_ROWS", rows * of_row)
+    attended.clear_cache()
+    kernels.clear()
+    out = attended(operands, index)
+    check_rows(out, expected, operands[-1], tolerance=2e-6)
+    gathered = [tables[0] - 1 for tables in kernels if tables != (6, SIZES.table)]
+    assert gathered == [4 * rows] * (6 // rows) + [4 * (6 % rows)] * (rows == 4)
+    attended.clear_cache()
+
+
 @pytest.mark.parametrize("spoils_keys", [False, True])
 def test_a_rejected_draft_that_is_nan_changes_no_token_before_it(spoils_keys):
     operands, index = decode_case(SIZES, (100, 1, 50), 4, 5)
@@ -147,3 +163,10 @@ def test_the_vectors_of_a_piece_of_a_prompt_have_at_most_256_mb():
         index = TokenIndex(jnp.zeros(()), jnp.zeros(()), jnp.zeros(()), top_k)
         pool = jax.ShapeDtypeStruct((1, 1, 16, features), jnp.bfloat16)
         assert selected_tokens.tokens_at_once(pool, index) == tokens
+
+
+def test_the_vectors_of_rows_have_at_most_1_gb():
+    for width, rows in ((1, 455), (4, 113), (512, 1)):
+        index = TokenIndex(jnp.zeros(()), jnp.zeros(()), jnp.zeros(()), 2048)
+        pool = jax.ShapeDtypeStruct((1, 1, 16, 576), jnp.bfloat16)
+        assert selected_tokens.rows_at_once(pool, index, width) == rows
