@@ -228,9 +228,10 @@ def assert_bits_are_the_same(first, others):
             np.testing.assert_array_equal(ours, theirs)
 
 
-def abstract_pools(shape, dtype, width, family=GDN):
+def abstract_pools(shape, dtype, width, family=GDN, window=None):
     """Shapes of checkpoints and ring, for programs that are only compiled."""
-    return jax.eval_shape(lambda: pools(family, jnp.zeros, shape, dtype, width=width, slots=33))
+    sizes = {"width": width, "slots": 33, "window": window}
+    return jax.eval_shape(lambda: pools(family, jnp.zeros, shape, dtype, **sizes))
 
 
 def abstract_region(rows):

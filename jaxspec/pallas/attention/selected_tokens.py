@@ -60,18 +60,19 @@ def attend_to_rows(
     newest: Int[Array, "rows width"],
     index: TokenIndex,
 ) -> Float[Array, "rows width heads value_dim"]:
-    """Return `attend_to_selected` of so many rows at a time that their vectors take at most 1 GiB.
+    """Return the result of `attend_to_selected`, with at most 1 GiB of gathered vectors at a time.
 
-    The rows are known when the step is traced, so this is no loop of XLA, which would end the CUDA
-    graph.
+    The number of rows is known when the step is traced, so this is no loop of XLA, which would end
+    the CUDA graph. A row of many tokens may gather more.
     """
     (num_rows, width), outs = queries.shape[:2], []
-    size = rows_at_once(latents, index, width)
+    count = -(-num_rows // rows_at_once(latents, index, width))
+    size = -(-num_rows // count)  # of all pieces but the last, so that they share a kernel
     for first in range(0, num_rows, size):
         some = slice(first, first + size)
         own = index.of_tokens(lambda x, some=some: x[some])
         seen = newest[some]
-        if outs:  # whose memory is free before more vectors are gathered
+        if outs:  # The pieces have an order, so that vectors of one are freed before the next's.
             seen, outs[-1] = lax.optimization_barrier((seen, outs[-1]))
         operands = queries[some], latents, layer, pages[some], seen, own
         outs.append(attend_to_selected(attend, *operands))

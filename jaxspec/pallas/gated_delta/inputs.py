@@ -83,8 +83,8 @@ def gdn_inputs_by_channel(
 ) -> tuple[GdnTokens, ConvPool]:
     """Compute the recurrence's float32 tokens, with a decay by channel, from a projection.
 
-    Dtypes and padding are those of `gdn_inputs`, and so are the conditions of the kernel, which
-    reads both arrays in place.
+    Dtypes and padding are those of `gdn_inputs`. The kernel reads both arrays in place. Besides the
+    conditions of that op, `f` and its first column must be multiples of 4.
 
     Args:
         projected: A whole projection. Its first columns are the channels, as in `gdn_inputs`; b has
@@ -104,7 +104,7 @@ def gdn_inputs_by_channel(
     """
     check_window(projected, params.conv, conv)
     check_columns_by_channel(projected, f, params)
-    why = _why_not_vectors(projected.shape[-1], f.shape[-1], params.f_column)
+    why = _why_not_inputs_of_decays(f, params)
     if _runs_kernel("gdn_inputs_by_channel", projected, params.conv, params.heads, conv, why):
         from jaxspec.pallas.gated_delta.inputs_kernel import gdn_inputs_by_channel_kernel
 
@@ -216,10 +216,9 @@ def _runs_kernel(op, projected, taps, heads, conv, why=None):
     return dispatch.runs_kernel(op, why, rows=projected.shape[0], by_choice=is_toy)
 
 
-def _why_not_vectors(columns, f_columns, f_column):
-    """Return why a thread cannot load four columns at a time, or None."""
-    if columns % 4 or f_columns % 4 or f_column % 4:
-        return f"f from column {f_column} on of {f_columns}, and {columns} columns, not all by 4"
+def _why_not_inputs_of_decays(f, params):
+    if f.shape[-1] % 4 or params.f_column % 4:  # a thread loads four of them at a time
+        return f"f from column {params.f_column} of {f.shape[-1]}, not both multiples of 4"
     return None
 
 
@@ -230,4 +229,6 @@ def _why_not_kernel(projected, taps, heads, conv):
         return f"heads of {key_dim} and {(channels - 2 * keys) // value_heads}, not all 64 or 128"
     if keys % BLOCK_CHANNELS or channels % BLOCK_CHANNELS:
         return f"{keys} channels of keys among {channels}, not multiples of {BLOCK_CHANNELS}"
+    if projected.shape[-1] % 4:  # a thread loads four channels at a time
+        return f"{projected.shape[-1]} columns, not a multiple of 4"
     return why_not_convolve(projected, taps, conv)

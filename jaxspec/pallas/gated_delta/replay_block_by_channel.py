@@ -32,7 +32,10 @@ class ChannelReplayBlock:
 
     @staticmethod
     def scratch(sizes: ReplaySizes) -> dict[str, Any]:
-        """Return the shared memory of these blocks besides that of `GdnReplayBlock`."""
+        """Return the shared memory of these blocks that those of other launches lack.
+
+        With float32 states and steps of up to 4 tokens, two blocks share a multiprocessor.
+        """
         # Log decays of this step, and the decay of the replay base in the last row. The rows
         # before and after the log decays are read but do not count.
         step_g = plgpu.SMEM((2 * sizes.width + 2, sizes.key_dim), jnp.float32)
@@ -115,13 +118,14 @@ class ChannelReplayBlock:
         return source, self.step_g.at[pl.ds(width, width)]
 
     def _load_ring_gates(self):
-        """Return the log decays of the ring's tokens by age; any after the newest do not count.
+        """Return the log decays of the ring's tokens by age, for all groups of the window.
 
-        They stay in registers: in shared memory, a multiprocessor would run fewer blocks.
+        Those after the newest do not count, and may be NaN. They stay in registers: in shared
+        memory, a multiprocessor would run fewer blocks (`scratch`).
         """
         ring = self.ring
-        copied = -(-self.sizes.window // RING_GROUP) * RING_GROUP  # keys that are multiplied
-        indices = [ring.update_index(ring.row_by_age(j)) for j in range(copied)]
+        count = -(-self.sizes.window // RING_GROUP) * RING_GROUP
+        indices = [ring.update_index(ring.row_by_age(j)) for j in range(count)]
         return [load(self.gmem.ring_g.at[index], ring.by_key) for index in indices]
 
     def _mark_ring_tokens(self):

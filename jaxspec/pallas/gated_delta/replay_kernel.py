@@ -20,14 +20,16 @@ Shared memory, in the order of its use:
     g                log decays of the ring; after them, if the block computes its tokens, log
                      decays and write strengths of this step
     ring_decay       decay since each ring token, 0 for tokens that do not count
-    key_products     keys times queries and keys, one row per key as in `keys`
-    v_then_o         values, if the block computes its tokens; outputs, if they are normalised
+    key_products     keys times queries and keys, one row per key as in `keys`; with a decay by
+                     channel, those of this step's keys follow
+    v_then_o         values, if the block computes its tokens; outputs, if they are normalised;
+                     with a decay by channel, in the memory of this step's log decays
     factors          in 16 bits: the keys of a fold; then queries and keys for tensor cores, and
                      their rounding errors
     products         of the state: in float32 one part per warp, in the memory of `keys`; in 16 bits
                      in the memory of `tokens`
 
-A decay by channel has further arrays, and no `g` (`ChannelReplayBlock.scratch`).
+A decay by channel has its own arrays of decays, and no `g` (`ChannelReplayBlock.scratch`).
 
 `barrier` (`RingBlock.sync`) separates writes of one thread from reads of others. Where tensor cores
 or a copy read, `commit_smem` does so instead.
@@ -208,7 +210,6 @@ def _scratch(launch, interpreted):
         **state.scratch(sizes, interpreted),
         "updates": plgpu.SMEM((sizes.copied_tokens, sizes.values), sizes.dtype),
         "ring_decay": plgpu.SMEM((sizes.square,), jnp.float32),
-        "key_products": plgpu.SMEM((sizes.keys, sizes.columns), jnp.float32),
         "barrier": plgpu.Barrier(),
         "state_produced": plgpu.Barrier(num_arrivals=state.STATE_COPIES),
         "ring_produced": plgpu.Barrier(
@@ -222,6 +223,7 @@ def _scratch(launch, interpreted):
     if launch.block is ChannelReplayBlock:
         return scratch | ChannelReplayBlock.scratch(sizes)
     scratch["g"] = plgpu.SMEM((sizes.square + 2 * sizes.width,), jnp.float32)
+    scratch["key_products"] = plgpu.SMEM((sizes.keys, sizes.columns), jnp.float32)
     if launch.norm or not is_loaded:
         scratch["v_then_o"] = plgpu.SMEM((sizes.width, sizes.values), jnp.float32)
     return scratch

@@ -1,4 +1,4 @@
-"""Matmuls of one size, each with other columns of the tokens: second matrices of low rank."""
+"""Matmuls that each have columns of the tokens for themselves: second matrices of low rank."""
 
 from collections.abc import Sequence
 
@@ -15,17 +15,29 @@ _MAX_INNER = 512  # a block has all of a group's features in shared memory
 def grouped_matmul(
     x: Float[Array, "tokens columns"], starts: Sequence[int], weights: Sequence[Weight]
 ) -> tuple[Float[Array, "tokens outer"], ...]:
-    """Return the product of each weight with the columns of `x` from its entry of `starts` on.
+    """Return the product of each weight with columns of `x`: a group, known when it is traced.
 
-    One kernel computes all products of up to 8 rows in 16 bits, and reads the columns in place.
-    XLA would pad a row of each group to 8, in a kernel of its own, and so run four kernels for two
-    groups.
+    One kernel computes all products of up to 8 rows in 16 bits, if the weights have one size and
+    groups start at multiples of 64 columns, and reads the columns in place. For one row, XLA runs
+    two kernels per group: one pads the row, and one multiplies.
+
+    Args:
+        x: The columns of all groups, in any order and with others between.
+        starts: First column of each group.
+        weights: The weight of each group.
+
+    Returns:
+        The product of each group, in the dtype of `x`.
 
     Raises:
-        ValueError: `x` lacks columns of a group, or there are not as many starts as weights.
+        ValueError: `x` lacks columns of a group, or there is not one start for each of one or more
+            weights.
     """
-    if len(starts) != len(weights):
-        raise ValueError(f"Each weight needs a start, got {len(starts)} for {len(weights)}.")
+    if not weights or len(starts) != len(weights):
+        raise ValueError(
+            f"Each of one or more weights needs a start, got {len(starts)} starts and "
+            f"{len(weights)} weights."
+        )
     for start, weight in zip(starts, weights, strict=True):
         if not 0 <= start <= x.shape[1] - weight.inner:
             raise ValueError(
@@ -57,7 +69,8 @@ def why_not_kernel(x, starts, weights):
         return "weights of several sizes"
     if inner % 64 or inner > _MAX_INNER or outer % BLOCK_N:
         return f"weights of {inner} x {outer}"
-    if x.shape[1] % 8 or any(start % 64 for start in starts):  # of copies: 16 bytes, and tiles
+    # A copy has rows at multiples of 16 bytes, and begins at a tile of 64 columns.
+    if x.shape[1] % 8 or any(start % 64 for start in starts):
         return f"columns from {tuple(starts)} on of {x.shape[1]}"
     if x.shape[0] > skinny_gemm.MAX_ROWS:  # checked last: only the rows differ between programs
         return f"not 1 to {skinny_gemm.MAX_ROWS} rows"

@@ -83,4 +83,4 @@ def why_not_skinny(stream, pending, norm, weight):
         return f"{stream.dtype} with a norm in {norm.weight.dtype}"
     if weight.outer > _MAX_COLUMNS:
         return f"{weight.outer} columns"
-    return skinny_gemm.why_not_kernel(stream, weight, stream.shape[1], skinny_gemm.NORM_HIDDEN)
+    return skinny_gemm.why_not_kernel(stream, weight, stream.shape[1])

@@ -22,12 +22,12 @@ from jaxspec.pallas.matmul.products import BLOCK_N, why_not_dtypes
 from jaxspec.weight import Weight
 
 MAX_ROWS = 8  # the smallest N of wgmma
-NORM_HIDDEN = 1024, 2048  # widths of models; in wider ones cuBLAS reads near the memory bandwidth
-# Without the norm the kernels also win in Kimi-Linear, where XLA runs two to four kernels.
-HIDDEN = *NORM_HIDDEN, 2304
-# `split_matmul` also wins in mamba2-2.7b and Nemotron-3-Nano, where XLA runs two kernels;
-# `norm_matmul` ties (`benchmarks/results/decode_h200.json`).
-SPLIT_HIDDEN = *HIDDEN, 2560, 2688
+HIDDEN = 1024, 2048  # widths of models; in wider ones cuBLAS reads near the memory bandwidth
+# `gated_norm_matmul` also wins in Kimi-Linear, where XLA runs four kernels, and `split_matmul` in
+# Kimi-Linear, mamba2-2.7b and Nemotron-3-Nano, where XLA runs two; `norm_matmul` ties
+# (`benchmarks/results/decode_h200.json`).
+GATED_NORM_HIDDEN = *HIDDEN, 2304
+SPLIT_HIDDEN = *GATED_NORM_HIDDEN, 2560, 2688
 GATE_UNIT = 512  # features gated by a block at a time
 _MAX_INNER = 8192  # a block stores all features of the rows if the matmul is not split
 

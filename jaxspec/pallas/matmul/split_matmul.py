@@ -123,8 +123,8 @@ def gated_norm_matmul(heads: Heads, norm: GatedNorm, weight: Weight) -> Pending:
     """Return `split_matmul` of the output of Gated DeltaNet, after its gated norm.
 
     `heads` with two axes are already normalized (`Heads`), and are multiplied directly. One kernel
-    computes it for up to 8 rows of float32 heads of 64 or 128 channels, with `skinny_gemm.HIDDEN`
-    columns.
+    computes it for up to 8 rows of float32 heads of 64 or 128 channels, with
+    `skinny_gemm.GATED_NORM_HIDDEN` columns.
 
     Raises:
         ValueError: `weight` or `norm` does not match the heads (`GatedNorm.check`).
@@ -155,4 +155,5 @@ def why_not_norm(heads, norm, weight):
         return f"{heads.shape[1]} heads of {heads.shape[2]}"
     if norm.first % 8 or norm.gates.shape[1] % 8:  # vectors of 16 bytes
         return f"gates from column {norm.first} of {norm.gates.shape[1]}"
-    return skinny_gemm.why_not_kernel(norm.gates, weight, weight.outer)
+    widths = skinny_gemm.GATED_NORM_HIDDEN
+    return skinny_gemm.why_not_kernel(norm.gates, weight, weight.outer, widths)

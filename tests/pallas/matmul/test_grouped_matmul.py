@@ -117,5 +117,14 @@ def test_columns_that_are_not_there_are_refused():
     for start in (-8, 9):
         with pytest.raises(ValueError, match=f"columns of x from {start} on, and x has 24"):
             grouped_matmul(jnp.zeros((2, 24)), (0, start), (weight, weight))
-    with pytest.raises(ValueError, match="needs a start, got 1 for 2"):
-        grouped_matmul(jnp.zeros((2, 24)), (0,), (weight, weight))
+    for starts, weights in (((0,), (weight, weight)), ((), ())):
+        said = f"needs a start, got {len(starts)} starts and {len(weights)} weights"
+        with pytest.raises(ValueError, match=said):
+            grouped_matmul(jnp.zeros((2, 24)), starts, weights)
+
+
+def test_no_rows_give_no_rows():
+    weight = Dense(jnp.zeros((16, 8)))
+    assert [y.shape for y in grouped_matmul(jnp.zeros((0, 24)), (8, 0), [weight] * 2)] == [
+        (0, 8)
+    ] * 2

@@ -39,7 +39,7 @@ def test_a_product_that_is_split_is_faster_in_more_models():
         why, split = (
             why_not_kernel(x, weight, hidden, widths) for widths in (HIDDEN, SPLIT_HIDDEN)
         )
-        assert why == (None if hidden <= 2304 else f"{hidden} features")
+        assert why == (None if hidden <= 2048 else f"{hidden} features")
         assert split == (None if hidden < 4096 else f"{hidden} features")
 
 
