@@ -104,7 +104,7 @@ def gdn_inputs_by_channel(
     """
     check_window(projected, params.conv, conv)
     check_columns_by_channel(projected, f, params)
-    why = _why_not_inputs_of_decays(f, params)
+    why = why_not_load_decays(f, params)
     if _runs_kernel("gdn_inputs_by_channel", projected, params.conv, params.heads, conv, why):
         from jaxspec.pallas.gated_delta.inputs_kernel import gdn_inputs_by_channel_kernel
 
@@ -216,7 +216,7 @@ def _runs_kernel(op, projected, taps, heads, conv, why=None):
     return dispatch.runs_kernel(op, why, rows=projected.shape[0], by_choice=is_toy)
 
 
-def _why_not_inputs_of_decays(f, params):
+def why_not_load_decays(f, params):
     if f.shape[-1] % 4 or params.f_column % 4:  # a thread loads four of them at a time
         return f"f from column {params.f_column} of {f.shape[-1]}, not both multiples of 4"
     return None
