@@ -109,8 +109,8 @@ LING = {
         ("deepseek_v32", INDEXED, {"latent_attention", "index_scores", "moe_experts"}),
         ("glm4_moe_lite", FLASH, {"latent_attention", "moe_experts"}),
         ("glm4_moe", AIR, {"attention_inputs", "paged_attention", "moe_experts"}),
-        ("kimi_linear", KIMI, {"conv_update", "gdn_replay", "moe_experts"}),
-        ("bailing_hybrid", LING, {"conv_update", "gdn_replay", "moe_experts"}),
+        ("kimi_linear", KIMI, {"gdn_inputs_by_channel", "gdn_replay", "moe_experts"}),
+        ("bailing_hybrid", LING, {"gdn_inputs_by_channel", "gdn_replay", "moe_experts"}),
     ],
     ids=[
         "Falcon-H1",
