@@ -57,7 +57,8 @@ def test_a_step_of_the_9b_on_two_gpus(group, tmp_path, monkeypatch, has_mailboxe
     step, args = new_step(blueprint.config, program), (*shared, plan)
     results = jax.tree.structure((state, DeviceOutput.structure(GREEDY)))
     kept = program_cache.traced(step, args, "cuda")
-    lowered = program_cache._jitted(kept, step, args, results, 2).lower(*args)
+    options = {"donate_argnums": 2}
+    lowered = program_cache._jitted(kept, step, args, results, options).lower(*args)
     with nothing_kept_on_disk():
         compiled = lowered.compile()
     text = compiled.as_text()
