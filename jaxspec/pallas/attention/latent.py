@@ -16,7 +16,6 @@ from jaxspec.pallas.attention.chunk_rows import attend_by_rows
 from jaxspec.pallas.attention.paged import why_not_page_size
 from jaxspec.pallas.attention.references import in_tiles, masked_softmax, over_longest_row
 from jaxspec.pallas.attention.selected_tokens import (
-    attend_to_rows,
     attend_to_selected,
     tokens_at_once,
     unless_all_are_selected,
@@ -88,7 +87,7 @@ def _attend_by_kernel(kernel, queries, latents, layer, page_tables, rows, index)
     def to_selected():
         assert index is not None
         newest = _newest(rows.num_computed, query_len, queries.shape[1])
-        return attend_to_rows(kernel, queries, latents, layer, pages, newest, index)
+        return attend_to_selected(kernel, queries, latents, layer, pages, newest, index)
 
     length, context = rows.num_computed + query_len, pages.shape[1] * latents.shape[2]
     length = jnp.where(query_len > 0, length, 0)

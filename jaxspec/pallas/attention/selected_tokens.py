@@ -47,36 +47,8 @@ def tokens_at_once(latents: VectorPool, index: TokenIndex) -> int:
 
 
 def rows_at_once(latents: VectorPool, index: TokenIndex, width: int) -> int:
-    """Return the rows of `width` tokens whose vectors are gathered at once in `attend_to_rows`."""
+    """Return the rows that decode `width` tokens whose vectors are gathered at once."""
     return max(1, _GATHERED_OF_ROWS // (width * _gathered_bytes(latents, index)))
-
-
-def attend_to_rows(
-    attend: _Attend,
-    queries: Float[Array, "rows width heads features"],
-    latents: VectorPool,
-    layer: int,
-    pages: Int[Array, "rows pages"],
-    newest: Int[Array, "rows width"],
-    index: TokenIndex,
-) -> Float[Array, "rows width heads value_dim"]:
-    """Return the result of `attend_to_selected`, with at most 1 GiB of gathered vectors at a time.
-
-    The number of rows is known when the step is traced, so this is no loop of XLA, which would end
-    the CUDA graph. A row of many tokens may gather more.
-    """
-    (num_rows, width), outs = queries.shape[:2], []
-    count = -(-num_rows // rows_at_once(latents, index, width))
-    size = -(-num_rows // count)  # of all pieces but the last, so that they share a kernel
-    for first in range(0, num_rows, size):
-        some = slice(first, first + size)
-        own = index.of_tokens(lambda x, some=some: x[some])
-        seen = newest[some]
-        if outs:  # The pieces have an order, so that vectors of one are freed before the next's.
-            seen, outs[-1] = lax.optimization_barrier((seen, outs[-1]))
-        operands = queries[some], latents, layer, pages[some], seen, own
-        outs.append(attend_to_selected(attend, *operands))
-    return jnp.concatenate(outs) if len(outs) > 1 else outs[0]
 
 
 def attend_to_selected(
@@ -91,7 +63,8 @@ def attend_to_selected(
     """Return `attend` of each token over the vectors that the index selects for it.
 
     Each token is a row of its own, over its own pages. Of the row's pages only the selected vectors
-    are read.
+    are read, in pieces of rows whose vectors take at most 1 GiB, or of one row. The number of
+    pieces is known when the step is traced: a loop of XLA would end the CUDA graph.
 
     Args:
         attend: `latent_attention` without an index, with all operands.
@@ -102,6 +75,20 @@ def attend_to_selected(
         newest: Last position that a token sees, -1 for padding.
         index: The index, over `[rows, width]` tokens.
     """
+    (num_rows, width), outs = queries.shape[:2], []
+    count = -(-num_rows // rows_at_once(latents, index, width))
+    size = -(-num_rows // count)  # of all pieces but the last, so that they share a kernel
+    for first in range(0, num_rows, size):
+        some = slice(first, first + size)
+        own = index.of_tokens(lambda x, some=some: x[some])
+        seen = newest[some]
+        if outs:  # The barrier orders the pieces: vectors of one are freed before the next's.
+            seen, outs[-1] = lax.optimization_barrier((seen, outs[-1]))
+        outs.append(_attend_piece(attend, queries[some], latents, layer, pages[some], seen, own))
+    return jnp.concatenate(outs) if len(outs) > 1 else outs[0]
+
+
+def _attend_piece(attend, queries, latents, layer, pages, newest, index):
     num_rows, width, *of_token = queries.shape
     layers, num_pages, page_size, features = latents.shape
     context, tokens, span = pages.shape[1] * page_size, num_rows * width, _span(index)

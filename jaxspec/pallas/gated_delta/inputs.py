@@ -83,8 +83,9 @@ def gdn_inputs_by_channel(
 ) -> tuple[GdnTokens, ConvPool]:
     """Compute the recurrence's float32 tokens, with a decay by channel, from a projection.
 
-    Dtypes and padding are those of `gdn_inputs`. The kernel reads both arrays in place. Besides the
-    conditions of that op, `f` and its first column must be multiples of 4.
+    Dtypes and padding are those of `gdn_inputs`, and so are the conditions of the kernel. It also
+    needs `params.f_column` and the number of columns of `f` to be multiples of 4, and reads both
+    arrays in place.
 
     Args:
         projected: A whole projection. Its first columns are the channels, as in `gdn_inputs`; b has

@@ -15,7 +15,7 @@ _MAX_INNER = 512  # a block has all of a group's features in shared memory
 def grouped_matmul(
     x: Float[Array, "tokens columns"], starts: Sequence[int], weights: Sequence[Weight]
 ) -> tuple[Float[Array, "tokens outer"], ...]:
-    """Return the product of each weight with columns of `x`: a group, known when it is traced.
+    """Return `x[:, start : start + weight.inner] @ weight` for each group: a start and a weight.
 
     One kernel computes all products of up to 8 rows in 16 bits, if the weights have one size and
     groups start at multiples of 64 columns, and reads the columns in place. For one row, XLA runs
@@ -30,8 +30,8 @@ def grouped_matmul(
         The product of each group, in the dtype of `x`.
 
     Raises:
-        ValueError: `x` lacks columns of a group, or there is not one start for each of one or more
-            weights.
+        ValueError: `x` lacks columns of a group, there is no weight, or the starts have another
+            number.
     """
     if not weights or len(starts) != len(weights):
         raise ValueError(

@@ -48,7 +48,7 @@ def compile_layer(h200, monkeypatch, model, kind, tokens, terms):
     down = kind(rule.none, features, width + -width % 128, terms)
     chosen = Choices(array(tokens, rule.parts, dtype=jnp.int32), array(tokens, rule.parts))
     operands = array(tokens, features, dtype=jnp.bfloat16), Experts(up, down, activation), chosen
-    # A function of its own, because JAX keeps what it traced for one, under other bounds, too.
+    # A new function each time: JAX would reuse the trace of one, which may have had other bounds.
     return compile_for(h200, monkeypatch, lambda *args: moe_experts(*args), operands)
 
 
